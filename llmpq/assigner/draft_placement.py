@@ -6,14 +6,15 @@ way of a micro-batch of ``1 + k`` rows a sequence through all stages, or all mic
 slowest stage, whichever is longer. The draft model makes ``k`` passes before each micro-batch while
 the master waits, and computes every prompt once.
 
-It runs in the master's process: on the master's device, or on an accelerator of its node that has
-no stage.
+It runs in the master's process on the master's device, or in a process of its own on any other
+device, with a stage or without: then token ids travel there and back.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmpq.batching.speculation import MAX_STEP_TOKENS
@@ -25,6 +26,10 @@ from llmpq.spec.cluster import Device
 from llmpq.spec.plan import Plan
 from llmpq.spec.precision import Phase
 from llmpq.spec.schedule import PlannedDraft
+from llmpq.units import format_bytes
+
+TOKEN_ID_BYTES = 4
+"""Of a token id between the master and the process of a draft model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,16 +51,70 @@ class DraftRequest:
     most: int
 
 
-def place_draft(plan: Plan, costs: ClusterCosts, request: DraftRequest) -> PlannedDraft | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftPlace:
+    """A device as the place of a draft model.
+
+    Attributes:
+        device: index into ``cluster.devices``.
+        obstacle: why it cannot run there; empty where it can.
+        tokens: the best number of draft tokens there.
+        speedup: seconds of decoding without drafts, over those with them.
+    """
+
+    device: int
+    obstacle: str = ""
+    tokens: int = 0
+    speedup: float = 0.0
+
+
+def place_draft(
+    plan: Plan,
+    costs: ClusterCosts,
+    request: DraftRequest,
+    places: Sequence[DraftPlace] | None = None,
+) -> PlannedDraft | None:
     """Return the device and the number of draft tokens of the shortest decoding.
 
     Args:
         plan: stages that do both phases.
         costs: of its model.
         request: the draft model.
+        places: as found by :func:`draft_places`, which is called by default.
 
     Returns:
         ``None`` where the plan alone is as fast.
+
+    Raises:
+        SpecError: as :func:`draft_places`.
+    """
+    found = draft_places(plan, costs, request) if places is None else places
+    best = max(found, key=lambda place: place.speedup)
+    if best.speedup <= 1:
+        return None
+    device, stages = plan.cluster.devices[best.device], PlanCosts(plan, costs)
+    step_s, _ = _step_s(plan, stages, 1)
+    handover_s = _handover_s(plan, costs, device, 1, best.tokens)
+    return PlannedDraft(
+        model=request.source,
+        bits=request.bits,
+        num_speculative_tokens=best.tokens,
+        device=best.device,
+        acceptance_rate=request.acceptance_rate,
+        cost=_pass_s(plan, request, device, 1) / step_s,
+        handover=None if best.device == plan.stages[0].device else handover_s / step_s,
+        speedup=best.speedup,
+        memory_bytes=_memory_bytes(plan, request, best.device),
+    )
+
+
+def draft_places(plan: Plan, costs: ClusterCosts, request: DraftRequest) -> tuple[DraftPlace, ...]:
+    """Return what the draft model does on each device, that of the master first.
+
+    Args:
+        plan: stages that do both phases.
+        costs: of its model.
+        request: the draft model.
 
     Raises:
         SpecError: the draft model has a vocabulary of another size.
@@ -67,26 +126,26 @@ def place_draft(plan: Plan, costs: ClusterCosts, request: DraftRequest) -> Plann
             f"{costs.model.name}: a draft model shares the vocabulary"
         )
     stages = PlanCosts(plan, costs)
-    alone_s = _decode_s(plan, stages, request, None, 0)
-    options = [
-        (_decode_s(plan, stages, request, index, count), index, count)
-        for index in _devices(plan, costs, request)
-        for count in range(1, _most(plan, request) + 1)
-    ]
-    if not options or min(options)[0] >= alone_s:
-        return None
-    seconds, index, count = min(options)
-    device = plan.cluster.devices[index]
-    return PlannedDraft(
-        model=request.source,
-        bits=request.bits,
-        num_speculative_tokens=count,
-        device=index,
-        acceptance_rate=request.acceptance_rate,
-        cost=_pass_s(plan, request, device, 1) / _step_s(plan, stages, 1)[0],
-        speedup=alone_s / seconds,
-        memory_bytes=_memory_bytes(plan, request, index),
-    )
+    alone_s = _decode_s(plan, costs, stages)
+    master = plan.stages[0].device
+    places: list[DraftPlace] = []
+    for index in sorted(range(len(plan.cluster.devices)), key=lambda one: (one != master, one)):
+        obstacle = _obstacle(plan, costs, request, index)
+        times = {
+            count: _decode_s(plan, costs, stages, request, index, count)
+            for count in range(1, _most(plan, request) + 1)
+            if not obstacle
+        }
+        tokens = min(times, key=times.__getitem__, default=0)
+        places.append(
+            DraftPlace(
+                device=index,
+                obstacle=obstacle,
+                tokens=tokens,
+                speedup=alone_s / times[tokens] if tokens else 0.0,
+            )
+        )
+    return tuple(places)
 
 
 def expected_tokens(acceptance_rate: float, draft_tokens: int) -> float:
@@ -100,20 +159,36 @@ def _most(plan: Plan, request: DraftRequest) -> int:
 
 
 def _decode_s(
-    plan: Plan, stages: PlanCosts, request: DraftRequest, index: int | None, count: int
+    plan: Plan,
+    costs: ClusterCosts,
+    stages: PlanCosts,
+    request: DraftRequest | None = None,
+    index: int = 0,
+    count: int = 0,
 ) -> float:
     """Return the seconds of all decode rounds, with draft tokens of a device or without any."""
     work, sizes = plan.workload, plan.micro_batching
-    draft_s = prompts_s = 0.0
-    if index is not None:
-        device = plan.cluster.devices[index]
-        draft_s = count * _pass_s(plan, request, device, sizes.decode)
-        prompts_s = work.batch * _prompt_s(plan, request, device)
     way_s, busy_s = _step_s(plan, stages, sizes.decode * (1 + count))
-    busiest_s = max(busy_s[0] + draft_s, *busy_s)
-    round_s = max(way_s + draft_s, math.ceil(work.batch / sizes.decode) * busiest_s)
-    rounds = (work.new_tokens - 1) / expected_tokens(request.acceptance_rate, count)
+    rounds, prompts_s = float(work.new_tokens - 1), 0.0
+    if request is not None:
+        device = plan.cluster.devices[index]
+        passes_s = count * _pass_s(plan, request, device, sizes.decode)
+        draft_s = passes_s + _handover_s(plan, costs, device, sizes.decode, count)
+        way_s += draft_s
+        busy_s[0] += draft_s  # the master waits
+        for stage in plan.stages[1:]:
+            busy_s[stage.rank] += passes_s * (stage.device == index)
+        prompts_s = work.batch * _prompt_s(plan, costs, request, device)
+        rounds /= expected_tokens(request.acceptance_rate, count)
+    round_s = max(way_s, math.ceil(work.batch / sizes.decode) * max(busy_s))
     return prompts_s + rounds * round_s
+
+
+def _handover_s(plan: Plan, costs: ClusterCosts, device: Device, rows: int, count: int) -> float:
+    """Return the seconds of sending the newest tokens to a device, and draft tokens back."""
+    master, send_s = plan.device_of(plan.stages[0]), costs.comm.send_s
+    there_s = send_s(master, device, TOKEN_ID_BYTES * rows * (1 + count))
+    return there_s + send_s(device, master, TOKEN_ID_BYTES * rows * count)
 
 
 def _step_s(plan: Plan, stages: PlanCosts, rows: int) -> tuple[float, list[float]]:
@@ -139,19 +214,21 @@ def _pass_s(plan: Plan, request: DraftRequest, device: Device, rows: int) -> flo
     return _model_s(request, device, Phase.DECODE, rows, context, 1.0)
 
 
-def _prompt_s(plan: Plan, request: DraftRequest, device: Device) -> float:
-    """Return the seconds in which the draft model computes a prompt."""
-    tokens = float(plan.workload.prompt_tokens)
-    return _model_s(request, device, Phase.PREFILL, 1, tokens, tokens)
+def _prompt_s(plan: Plan, costs: ClusterCosts, request: DraftRequest, device: Device) -> float:
+    """Return the seconds in which the draft model receives and computes a prompt."""
+    tokens, master = plan.workload.prompt_tokens, plan.device_of(plan.stages[0])
+    sent_s = costs.comm.send_s(master, device, TOKEN_ID_BYTES * tokens)
+    return sent_s + _model_s(request, device, Phase.PREFILL, 1, float(tokens), float(tokens))
 
 
 def _model_s(
     request: DraftRequest, device: Device, phase: Phase, rows: int, tokens: float, own: float
 ) -> float:
     costs = request.costs
+    layers = Counter(zip(costs.model.layer_kinds, _bits(request), strict=True))
     layers_s = sum(
-        costs.layer_s(device, phase, bits, rows, tokens, kind)
-        for kind, bits in zip(costs.model.layer_kinds, _bits(request), strict=True)
+        count * costs.layer_s(device, phase, bits, rows, tokens, kind)
+        for (kind, bits), count in layers.items()
     )
     return layers_s + costs.master_s(device, phase, rows, own) + costs.stage_s(device, phase)
 
@@ -163,26 +240,29 @@ def _bits(request: DraftRequest) -> list[int]:
     return [precision.bits for precision in model.stored] or [16] * model.num_layers
 
 
-def _devices(plan: Plan, costs: ClusterCosts, request: DraftRequest) -> Iterator[int]:
-    """Yield the devices that hold the draft model and that the master's process reaches."""
-    master = plan.stages[0].device
-    home, own = plan.cluster.devices[master], plan.dtype_of(plan.stages[0])
-    for index in (master, *plan.dropped_devices):
-        device = plan.cluster.devices[index]
-        spec = costs.specs[device.group]
-        if index != master and (device.node != home.node or spec.kind == "cpu"):
-            continue
-        if device.members > 1 or request.costs.format_of(device) != own:
-            continue
-        used = plan.estimate.stages[0].memory.total if index == master else 0
-        needed = _memory_bytes(plan, request, index) + used
-        has_bits = set(_bits(request)) <= set(spec.bits)
-        if has_bits and needed <= costs.capacity_bytes(device):
-            yield index
+def _obstacle(plan: Plan, costs: ClusterCosts, request: DraftRequest, index: int) -> str:
+    """Return why a device cannot run the draft model; empty where it can."""
+    device = plan.cluster.devices[index]
+    own, expected = request.costs.format_of(device), plan.dtype_of(plan.stages[0])
+    if device.members > 1:
+        return f"{device.members} devices as one"
+    if own != expected:
+        return f"{own}, expected the {expected} of stage 0"
+    if missing := set(_bits(request)) - set(costs.specs[device.group].bits):
+        return f"no {min(missing)} bits"
+    used = sum(
+        one.memory.total
+        for stage, one in zip(plan.stages, plan.estimate.stages, strict=True)
+        if stage.device == index
+    )
+    free, needed = costs.capacity_bytes(device) - used, _memory_bytes(plan, request, index)
+    if needed > free:
+        return f"{format_bytes(max(0, free))} free, expected {format_bytes(needed)}"
+    return ""
 
 
 def _memory_bytes(plan: Plan, request: DraftRequest, index: int) -> int:
-    """Return the bytes of weights, KV blocks and a step; without a stage, of the runtime too."""
+    """Return the bytes of weights, KV blocks and a step, and of the runtime off the master."""
     costs, work, device = request.costs, plan.workload, plan.cluster.devices[index]
     total = costs.master_bytes(device) + costs.temporary_bytes(
         device, work, plan.micro_batching, is_master=True, is_last=True
@@ -190,4 +270,4 @@ def _memory_bytes(plan: Plan, request: DraftRequest, index: int) -> int:
     for kind, bits in zip(costs.model.layer_kinds, _bits(request), strict=True):
         total += costs.layer_weight_bytes(device, kind, bits)
         total += costs.layer_kv_bytes(kind, work.batch, work.max_context_tokens, device)
-    return total + (costs.runtime_bytes(device) if index in plan.dropped_devices else 0)
+    return total + (0 if index == plan.stages[0].device else costs.runtime_bytes(device))

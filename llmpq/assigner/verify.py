@@ -54,8 +54,10 @@ def verify_plan(
     """
     stages = plan.estimate.stages
     stored_excess = sum(max(0, one.memory.total - one.capacity_bytes) for one in stages)
-    first = stages[0].memory.total
-    stored_excess += _draft_excess(plan, first, stages[0].capacity_bytes, plan.stages[0].device)
+    stored_excess += sum(
+        _draft_excess(plan, one.memory.total, one.capacity_bytes, stage.device)
+        for stage, one in zip(plan.stages, stages, strict=True)
+    )
     model = _model(plan, where)
     if model is None:
         return Verification(
@@ -77,10 +79,12 @@ def verify_plan(
     estimate, excess_bytes = evaluate_plan(
         plan, costs, default_omega(model, BITS) if omega is None else omega
     )
-    first = estimate.stages[0].memory.total
+    used = {
+        stage.device: one.memory.total
+        for stage, one in zip(plan.stages, estimate.stages, strict=True)
+    }
     for index, device in enumerate(plan.cluster.devices):
-        used = first if index == plan.stages[0].device else 0
-        excess_bytes += _draft_excess(plan, used, costs.capacity_bytes(device), index)
+        excess_bytes += _draft_excess(plan, used.get(index, 0), costs.capacity_bytes(device), index)
     warnings = [
         *_differences(plan, estimate, with_quality=omega is not None),
         *_source_changes(plan, costs),

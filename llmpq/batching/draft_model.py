@@ -20,6 +20,7 @@ far; with one sequence a step, so that the first ones show whether drafts are of
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ from llmpq.batching.speculation import (
     DraftCredit,
 )
 from llmpq.errors import SpecError
+from llmpq.spec.plan import Plan
 
 FIRST_MODEL_CREDIT = 1.0
 """Steps that the drafts of a sequence may lose at first: a draft token takes much of one."""
@@ -58,11 +60,15 @@ class DraftLimits:
         num_blocks: its KV blocks, of as many tokens as those of the engine.
         cost: seconds of a pass over one sequence, in decode steps of one sequence, before any is
             measured.
+        handover: seconds of sending a step's token ids to its process and back, in such steps.
+        stage: rank of the stage on its device, ``None`` on a device without one.
         max_tokens: of its longest sequence, ``None`` when unlimited.
     """
 
     num_blocks: int
     cost: float
+    handover: float = 0.0
+    stage: int | None = 0
     max_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -71,6 +77,22 @@ class DraftLimits:
                 f"draft model: found {self.num_blocks} KV blocks and a cost of {self.cost:g}, "
                 "expected at least 1 and more than 0"
             )
+
+
+def planned_limits(
+    plan: Plan, num_blocks: int, max_tokens: int | None = None
+) -> DraftLimits | None:
+    """Return the limits of a plan's draft model, ``None`` without one."""
+    if plan.draft is None:
+        return None
+    stages = {stage.device: stage.rank for stage in plan.stages}
+    return DraftLimits(
+        num_blocks=num_blocks,
+        cost=plan.draft.cost,
+        handover=plan.draft.handover or 0.0,
+        stage=stages.get(plan.draft.device),
+        max_tokens=max_tokens,
+    )
 
 
 class DraftWork(NamedTuple):
@@ -286,6 +308,10 @@ class DraftModelSchedule:
         self._share += (self._limits.cost - self._share) / KNOWN_STEPS
         self._accepted += (FIRST_ACCEPTED - self._accepted) / KNOWN_STEPS
         self._rejected += (FIRST_REJECTED - self._rejected) / KNOWN_STEPS
+
+    def end(self) -> None:
+        """Have no more drafts: the draft model has ended."""
+        self._balance = -math.inf
 
     def forget(self, request: int) -> None:
         """Free the blocks of a sequence."""

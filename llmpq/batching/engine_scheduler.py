@@ -175,14 +175,19 @@ class EngineScheduler:
         self._next_step += 1
         return step
 
-    def complete_drafts(self, step: EngineStep, now_s: float) -> None:
-        """Take the time at which the draft model has computed the drafts of a new step."""
+    def complete_drafts(self, step: EngineStep, now_s: float, *, has_ended: bool = False) -> None:
+        """Take the time at which the draft model has computed the drafts of a new step, or ended.
+
+        Later steps have no drafts once it has ended.
+        """
         assert self._model is not None
         seconds = now_s - self._in_flight[step.number].start_s
         self._in_flight[step.number] = StepInFlight(now_s, step.chunks)
         rows = sum(chunk.count - chunk.num_draft_tokens for chunk in step.chunks)
         cost = self._row_cost
         self._model.measure(step.drafts, seconds, cost.step_s(rows), cost.share)
+        if has_ended:
+            self._model.end()
 
     def complete(
         self,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from llmpq.batching import uniform_depth
-from llmpq.batching.draft_model import DraftLimits
+from llmpq.batching.draft_model import DraftLimits, planned_limits
 from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.queue_order import QUEUE_ORDERS, queue_order
 from llmpq.batching.speculation import row_cost_of
@@ -32,6 +32,9 @@ from llmpq.spec.trace import (
 )
 from llmpq.spec.workload import Workload
 from llmpq.units import MS, format_seconds
+
+DEFAULT_ACCEPTANCE = 0.7
+"""Probability that a draft token is right where neither option nor plan has one."""
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -83,23 +86,23 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--num_speculative_tokens",
         type=int,
-        default=0,
         metavar="K",
-        help="speculative decoding: draft tokens of a sequence in a step (default 0)",
+        help="speculative decoding: draft tokens of a sequence in a step (default: those of the "
+        "strategy's draft model, else 0)",
     )
     group.add_argument(
         "--acceptance_rate",
         type=float,
-        default=0.7,
         metavar="A",
-        help="probability that a draft token is right, once those before it are (default 0.7)",
+        help="probability that a draft token is right, once those before it are (default: that of "
+        "the strategy's draft model, else 0.7)",
     )
     group.add_argument(
         "--draft_cost",
         type=float,
         metavar="C",
-        help="drafts are those of a draft model, one token of which takes C decode steps of a "
-        "sequence (default: prompt lookup, which takes none)",
+        help="drafts are those of a draft model beside stage 0, one token of which takes C decode "
+        "steps of a sequence (default: the strategy's draft model, else prompt lookup)",
     )
     group.add_argument(
         "--max_tokens",
@@ -183,8 +186,7 @@ def run_engine(
             f"--replicas, --poll: found {options.replicas} and {options.poll:g}, expected at least "
             "1 and more than 0"
         )
-    if not 0 <= options.acceptance_rate <= 1:
-        raise SpecError(f"--acceptance_rate: found {options.acceptance_rate:g}, expected 0 to 1")
+    acceptance_rate = _acceptance_rate(options, plan)
     limits = simulated_limits(options, plan)
     order = queue_order(options.scheduler, alpha=options.alpha, unit=options.unit)
     requests = _with_arrivals(options, requests)
@@ -198,7 +200,7 @@ def run_engine(
         costs=PlanEngineCosts(costs),
         limits=limits,
         order=order,
-        acceptance_rate=options.acceptance_rate if limits.num_speculative_tokens else None,
+        acceptance_rate=acceptance_rate if limits.num_speculative_tokens else None,
         context=round(plan.workload.mean_context_tokens),
     )
 
@@ -247,6 +249,15 @@ def run_engine(
     return 0
 
 
+def _acceptance_rate(options: argparse.Namespace, plan: Plan) -> float:
+    rate: float | None = options.acceptance_rate
+    if rate is None:
+        rate = DEFAULT_ACCEPTANCE if plan.draft is None else plan.draft.acceptance_rate
+    if not 0 <= rate <= 1:
+        raise SpecError(f"--acceptance_rate: found {rate:g}, expected 0 to 1")
+    return rate
+
+
 def _slice(text: str) -> tuple[int, int | None]:
     first, _, end = text.partition(":")
     try:
@@ -260,11 +271,13 @@ def simulated_limits(options: argparse.Namespace, plan: Plan) -> EngineLimits:
     work = plan.workload
     of_slots = work.batch * -(-work.max_context_tokens // KV_BLOCK_SIZE)
     num_blocks = of_slots if options.num_blocks is None else options.num_blocks
-    draft = None
+    draft, most = None, options.num_speculative_tokens
     if options.draft_cost is not None:
-        if not options.num_speculative_tokens:
+        if not most:
             raise SpecError("--draft_cost: found without --num_speculative_tokens, expected both")
         draft = DraftLimits(num_blocks=num_blocks, cost=options.draft_cost)
+    elif most is None and plan.draft is not None:
+        draft, most = planned_limits(plan, num_blocks), plan.draft.num_speculative_tokens
     return EngineLimits(
         token_budget=options.token_budget,
         max_sequences=options.max_sequences,
@@ -273,7 +286,7 @@ def simulated_limits(options: argparse.Namespace, plan: Plan) -> EngineLimits:
         watermark=options.watermark,
         prefix_caching=not options.no_prefix_caching,
         steps_in_flight=uniform_depth(len(plan.stages)).max_in_flight(Phase.DECODE),
-        num_speculative_tokens=options.num_speculative_tokens,
+        num_speculative_tokens=most or 0,
         row_cost=row_cost_of(plan),
         draft=draft,
     )

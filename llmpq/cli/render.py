@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from llmpq.assigner.draft_placement import DraftPlace
 from llmpq.assigner.explain.binding import binding_text
 from llmpq.assigner.explain.compare import Outcome
 from llmpq.assigner.explain.explanation import Alternative, Explanation
@@ -21,6 +22,8 @@ from llmpq.units import GIB, MIB, format_bytes, format_seconds
 BAR_WIDTH = 12
 SLOW = ("reference",)
 FROM_GIB = 4 * GIB
+MOST_PLACES = 4
+"""Places of a draft model that are named."""
 """Sizes from here on are shown in GiB, smaller ones in MiB."""
 
 
@@ -313,17 +316,32 @@ def stored_text(model: ModelSpec) -> list[str]:
     return [f"stored         {parts}: each layer keeps its stored bits"]
 
 
-def draft_text(plan: Plan, asked: str | None = None) -> list[str]:
-    """Return lines about the draft model of a plan; ``asked`` is one that may not pay."""
-    draft = plan.draft
-    if draft is None:
-        return [] if asked is None else [f"draft model    {asked} does not pay: none"]
-    bits = "as stored" if draft.bits is None else f"at {draft.bits} bits"
-    return [
-        f"draft model    {draft.model} {bits} on {plan.cluster.devices[draft.device].label}: "
-        f"{draft.num_speculative_tokens} tokens, {format_bytes(draft.memory_bytes)}; decoding "
-        f"{draft.speedup:.2f} times as fast if {draft.acceptance_rate:.0%} are accepted"
-    ]
+def draft_text(
+    plan: Plan, asked: str | None = None, places: Sequence[DraftPlace] = ()
+) -> list[str]:
+    """Return lines about the draft model of a plan, and the best places it might have.
+
+    ``asked`` is one that may not pay.
+    """
+    draft, devices = plan.draft, plan.cluster.devices
+    lines = [] if asked is None else [f"draft model    {asked} does not pay: none"]
+    if draft is not None:
+        bits = "as stored" if draft.bits is None else f"at {draft.bits} bits"
+        lines = [
+            f"draft model    {draft.model} {bits} on {devices[draft.device].label}: "
+            f"{draft.num_speculative_tokens} tokens, {format_bytes(draft.memory_bytes)}; decoding "
+            f"{draft.speedup:.2f} times as fast if {draft.acceptance_rate:.0%} are accepted"
+        ]
+    stages = {stage.device: f"stage {stage.rank}" for stage in plan.stages}
+    for place in sorted(places, key=lambda one: -one.speedup)[:MOST_PLACES]:
+        found = f"{place.speedup:.2f} times with {place.tokens} tokens"
+        lines.append(
+            f"  on {devices[place.device].label}, {stages.get(place.device, 'no stage')}: "
+            f"{place.obstacle or found}"
+        )
+    if len(places) > MOST_PLACES:
+        lines.append(f"  and {len(places) - MOST_PLACES} other devices")
+    return lines
 
 
 def schedule_text(plan: Plan) -> list[str]:

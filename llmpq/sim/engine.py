@@ -5,7 +5,8 @@ there, the master does one task at a time: it completes a step (head, sampling),
 dispatches the next one (embedding, its own layers). Other stages compute the steps in order.
 
 Speculative decoding is simulated at a given acceptance: there is a draft whenever the scheduler has
-room for one. A draft model computes it on the master, before the step.
+room for one. A draft model computes it before the step, once its device has computed the steps
+before; the master waits for it.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ def random_acceptance(rate: float, seed: int = 0) -> Accepts:
 
 
 def relative_draft_s(costs: EngineCosts, limits: EngineLimits, context: int) -> DraftSeconds | None:
-    """Return the seconds of a draft model, from its cost in steps; ``None`` without one.
+    """Return the seconds of a draft model, from its costs in steps; ``None`` without one.
 
     Another row takes the same share of a pass as of a step.
 
     Args:
         costs: seconds of a step.
-        limits: of the engine, with the draft model's cost.
+        limits: of the engine, with the draft model's costs.
         context: tokens of the sequence whose step is the unit.
     """
     if limits.draft is None:
@@ -53,12 +54,13 @@ def relative_draft_s(costs: EngineCosts, limits: EngineLimits, context: int) -> 
     step_s = costs.project_s(one) + sum(2 * hop.end_s + hop.delay_s for hop in hops)
     step_s += sum(costs.stage_s(stage, one) for stage in range(costs.num_stages))
     pass_s, row_cost = limits.draft.cost * step_s, limits.row_cost
+    handover_s = limits.draft.handover * step_s
 
     def seconds(works: Sequence[DraftWork]) -> float:
         rows = [sum(work.tokens - work.first for work in works)]
         for place in range(1, max(work.length for work in works)):
             rows.append(sum(work.length > place for work in works))
-        return sum(pass_s * (1 + row_cost * (count - 1)) for count in rows)
+        return handover_s + sum(pass_s * (1 + row_cost * (count - 1)) for count in rows)
 
     return seconds
 
@@ -120,6 +122,7 @@ class SimulatedEngine:
         self.scheduler = EngineScheduler(limits, order, propose)
         self._accepts = accepts
         self._draft_s = draft_s
+        self._draft_stage = None if limits.draft is None else limits.draft.stage
         self.now_s = 0.0
         self._costs = costs
         self._free_s = [0.0] * costs.num_stages  # when each stage is done with its last step
@@ -183,9 +186,12 @@ class SimulatedEngine:
     def _dispatch(self, step: EngineStep) -> None:
         if step.drafts:
             assert self._draft_s is not None
-            seconds = self._draft_s(step.drafts)
+            seconds, stage = self._draft_s(step.drafts), self._draft_stage
+            if stage is not None:
+                self.now_s = max(self.now_s, self._free_s[stage])
+                self._busy_s[stage] += seconds
+                self._free_s[stage] = self.now_s + seconds
             self.now_s += seconds
-            self._busy_s[0] += seconds
             self._free_s[0] = self.now_s
             self.scheduler.complete_drafts(step, self.now_s)
         shape = step_shape(step.chunks)

@@ -1,8 +1,7 @@
 """Plan: which device runs which layers at how many bits, and the predicted time and memory.
 
-A plan is stored as a strategy file (JSON). It carries the cluster and the workload it was made for,
-so that it can be checked, drawn, simulated and run from one file. Its invariants hold once it is
-constructed. Reading and writing a file again gives the same bytes.
+A plan is stored as a strategy file (JSON) with the cluster and the workload it was made for. Its
+invariants hold once it is constructed. Reading and writing a file again gives the same bytes.
 """
 
 from __future__ import annotations
@@ -248,8 +247,6 @@ class Plan:
     def __post_init__(self) -> None:
         _check_stages(self)
         _check_sizes(self)
-        if self.draft is not None:
-            _check_draft(self, self.draft)
 
     @property
     def throughput_tokens_per_s(self) -> float:
@@ -317,6 +314,17 @@ class Plan:
     def device_of(self, stage: StageAssignment) -> Device:
         """Return the device a stage runs on."""
         return self.cluster.devices[stage.device]
+
+    @property
+    def rank_devices(self) -> tuple[int, ...]:
+        """Device of every rank: of each stage, and of a draft model that is not on rank 0's."""
+        drafts = () if self.draft is None else {self.draft.device} - {self.stages[0].device}
+        return (*(stage.device for stage in self.stages), *drafts)
+
+    @property
+    def draft_rank(self) -> int | None:
+        """Rank of the draft model's own process; ``None`` where it runs in that of rank 0."""
+        return len(self.stages) if len(self.rank_devices) > len(self.stages) else None
 
     def summary(self) -> str:
         """Return the plan as a short text: the task, each stage, what it is predicted to take."""
@@ -419,8 +427,7 @@ def _check_split(plan: Plan) -> None:
 
 
 def _check_sizes(plan: Plan) -> None:
-    used = [stage.device for stage in plan.stages]
-    everyone = sorted([*used, *plan.dropped_devices])
+    everyone = sorted([*(stage.device for stage in plan.stages), *plan.dropped_devices])
     if everyone != list(range(len(plan.cluster.devices))):
         raise SpecError(
             "plan: fields 'stages' and 'dropped_devices': found devices "
@@ -448,17 +455,11 @@ def _check_sizes(plan: Plan) -> None:
         raise SpecError(
             f"plan: field 'head_bits': found {plan.head_bits}, expected one of {list(BITS)}"
         )
-
-
-def _check_draft(plan: Plan, draft: PlannedDraft) -> None:
-    homes = [plan.stages[0].device, *plan.dropped_devices]
-    if draft.device not in homes:
+    if plan.draft is not None and plan.draft.device >= len(plan.cluster.devices):
         raise SpecError(
-            f"plan: field 'draft.device': found {draft.device}, expected one of {homes}: the "
-            "device of stage 0, or one without a stage"
+            f"plan: field 'draft.device': found {plan.draft.device}, expected an index below "
+            f"{len(plan.cluster.devices)}"
         )
-    if draft.bits not in (None, *BITS):
-        raise SpecError(f"plan: field 'draft.bits': found {draft.bits}, expected some of {BITS}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from llmpq.errors import SpecError
 from llmpq.spec.codec import Rule
+from llmpq.spec.precision import BITS
 
 PolicyName = Literal["hybrid", "static", "iteration", "rra", "waa", "multibin"]
 POLICY_NAMES: tuple[str, ...] = get_args(PolicyName)
@@ -140,11 +141,15 @@ class PlannedDraft:
         model: directory of its weights, or its name.
         bits: of its layers, ``None`` as stored.
         num_speculative_tokens: most draft tokens of a sequence in a step.
-        device: index into ``cluster.devices``: that of stage 0, or one without a stage.
+        device: index into ``cluster.devices``. On that of stage 0 it runs in the process of rank
+            0, elsewhere in one of its own.
         acceptance_rate: chance that a draft token is right, once those before it are.
         cost: seconds of a draft token of one sequence, in decode steps of one sequence.
+        handover: seconds of sending the token ids of a step to its process and back, in such
+            steps; ``None`` in the process of rank 0.
         speedup: seconds of decoding without drafts, over those with them.
-        memory_bytes: weights, KV blocks and temporary memory on its device.
+        memory_bytes: weights, KV blocks and temporary memory on its device; in a process of its
+            own also those of the runtime.
     """
 
     model: str
@@ -153,8 +158,13 @@ class PlannedDraft:
     device: int
     acceptance_rate: Annotated[float, Rule(maximum=1)]
     cost: float
+    handover: float | None = None
     speedup: float
     memory_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.bits not in (None, *BITS):
+            raise SpecError(f"plan: field 'draft.bits': found {self.bits}, expected some of {BITS}")
 
 
 def draft_bytes(draft: PlannedDraft | None, device: int) -> int:

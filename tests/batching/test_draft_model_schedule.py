@@ -197,6 +197,18 @@ def test_prompts_and_unknown_steps_say_nothing_about_a_pass(works, step_s):
     assert model.share == 0.2
 
 
+def test_a_draft_model_that_has_ended_has_no_drafts():
+    drafts = schedule()
+    wish = DraftWish(0, 4, 100, DraftCredit(3.0))
+    lengths, _ = drafts.lengths([wish], 4, StepCosts(0.01, 0.1, 1))
+    assert lengths[0] > 0
+    drafts.end()
+    for _ in range(1000):
+        drafts.verify(0, 4, 1)
+    lengths, _ = drafts.lengths([wish], 4, StepCosts(0.01, 0.1, 1))
+    assert lengths == {0: 0}
+
+
 def test_no_disturbance_ends_drafts_for_good():
     model = schedule(cost=0.2)
     model.reserve(0, 4, 1)

@@ -21,8 +21,12 @@ def test_a_draft_model_that_pays_is_in_the_plan(tmp_path, capsys):
     options = ["--speculative_model", "facebook/opt-125m", "--speculative_bits", "8"]
     options += ["--acceptance_rate", "0.8", "--num_speculative_tokens", "6"]
     assert algo([*COMMAND, *options, "--output", str(path), "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)["draft"]
+    printed = json.loads(capsys.readouterr().out)
+    record = printed["draft"]
     plan = read_plan(path)
+    places = {place["device"]: place["speedup"] for place in printed["draft_places"]}
+    assert sorted(places) == [0, 1]
+    assert max(places.values()) == places[record["device"]] == record["speedup"]
     assert plan.draft is not None
     assert record["model"] == plan.draft.model == "facebook/opt-125m"
     assert (plan.draft.bits, plan.draft.acceptance_rate) == (8, 0.8)
@@ -34,6 +38,10 @@ def test_a_draft_model_that_pays_is_in_the_plan(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "draft model    facebook/opt-125m at 8 bits on " in printed
     assert f"{plan.draft.speedup:.2f} times as fast if 80% are accepted" in printed
+    label = plan.cluster.devices[plan.draft.device].label
+    best = f"{plan.draft.speedup:.2f} times with {plan.draft.num_speculative_tokens} tokens"
+    assert f"  on {label}, stage " in printed
+    assert best in printed
 
 
 def test_one_that_does_not_pay_is_not(tmp_path, capsys):

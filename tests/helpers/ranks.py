@@ -10,13 +10,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from helpers.in_process_ring import in_process_ring
 
 from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.dist.io.job import EngineOptions, Job
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.results import FinishReason
-from llmpq.dist.launch.rank import RankContext, frame_limits, run_master, run_stage
+from llmpq.dist.launch.draft_runner import run_draft_model
+from llmpq.dist.launch.rank import (
+    RankContext,
+    frame_limits,
+    ring_errors,
+    run_master,
+    run_stage,
+)
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import RunProgress, SilentProgress
 from llmpq.dist.transport.channels import RankChannels, make_rank_channels
@@ -141,11 +149,11 @@ def socket_junctions(
     plan: Plan, limits: FrameLimits, timeout_s: float = 10.0
 ) -> list[RankChannels]:
     """The junctions of all ranks, over socket pairs."""
-    topology = topology_of(plan)
-    ends: list[dict[Link, socket.socket]] = [{} for _ in plan.stages]
+    topology = topology_of(plan, has_drafts=True)
+    ends: list[dict[Link, socket.socket]] = [{} for _ in plan.rank_devices]
     for link in topology.links:
         ends[link.source][link], ends[link.target][link] = socket.socketpair()
-    names = [f"stage {rank} (rank {rank})" for rank in range(len(plan.stages))]
+    names = [f"stage {rank} (rank {rank})" for rank in range(len(ends))]
     return [
         make_rank_channels(rank, names, limits, topology, own, timeout_s)
         for rank, own in enumerate(ends)
@@ -170,8 +178,16 @@ def rank_contexts(
             channels=channels[rank] if channels else None,
             progress=progress or SilentProgress(),
         )
-        for rank in range(len(plan.stages))
+        for rank in range(len(plan.rank_devices))
     ]
+
+
+def run_draft_rank(context: RankContext) -> None:
+    """Run the rank of a draft model."""
+    with ring_errors(context):
+        assert context.communicator is not None
+        device = torch.device("cpu")
+        run_draft_model(context.job, context.plan, device, context.communicator, context.progress)
 
 
 def run_threads(
@@ -182,6 +198,7 @@ def run_threads(
     wrap: Callable[[Communicator], Communicator] = lambda communicator: communicator,
     progress: RunProgress | None = None,
     speculative: SpeculativeConfig | None = None,
+    run_drafts: Callable[[RankContext], None] = run_draft_rank,
 ) -> tuple[Answers, Measurement]:
     """Run every rank of ``plan`` in a thread; the master in this one."""
     answers: Answers = {}
@@ -192,9 +209,11 @@ def run_threads(
 
     limits = frame_limits(plan, model_dir, has_drafts=speculative is not None)
     engine = EngineOptions(speculative_config=speculative)
-    if plan.is_split:
-        channels = socket_junctions(plan, limits)
-        channels = [replace(one, communicator=wrap(one.communicator)) for one in channels]
+    if plan.is_split or plan.draft_rank is not None:
+        channels = [
+            replace(one, communicator=one.communicator and wrap(one.communicator))
+            for one in socket_junctions(plan, limits)
+        ]
         contexts = rank_contexts(plan, model_dir, [], progress, engine=engine)
         contexts = [
             replace(context, channels=own) for context, own in zip(contexts, channels, strict=True)
@@ -207,7 +226,7 @@ def run_threads(
 
     def stage(context: RankContext) -> None:
         try:
-            run_stage(context)
+            (run_drafts if context.rank == plan.draft_rank else run_stage)(context)
         except Exception as error:  # reported by the master's own error, or below
             failures.append(error)
 

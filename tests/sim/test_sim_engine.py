@@ -126,6 +126,40 @@ def test_a_draft_model_loses_few_steps_whatever_it_takes(cost, accepted, sequenc
         assert ends[1] < 0.6 * ends[0]
 
 
+@pytest.mark.parametrize(
+    ("stage", "busy_s"), [(0, (6.0, 4.0)), (1, (3.0, 7.0)), (None, (3.0, 4.0))]
+)
+def test_a_draft_model_takes_its_place_and_its_link(stage, busy_s):
+    """A draft of 2 tokens, which takes 3 s, before the second of two steps."""
+    limits = replace(
+        LIMITS, num_speculative_tokens=2, draft=DraftLimits(num_blocks=9, cost=0.1, stage=stage)
+    )
+    ends = []
+    for draft_s in (0.0, 3.0):
+        engine = SimulatedEngine(
+            Pipeline(), limits, FCFS, lambda *_: True, lambda _, seconds=draft_s: seconds
+        )
+        engine.add(0, _request(0.0, 2, 4))
+        engine.advance(float("inf"))
+        report = engine.report()
+        assert (report.steps, report.draft_tokens) == (2, 2)
+        ends.append(report.makespan_s)
+    assert ends[1] - ends[0] == pytest.approx(3.0)
+    assert report.busy_s == pytest.approx(busy_s)
+
+
+def test_the_hand_over_of_token_ids_is_once_a_step():
+    costs = WorkerCosts(lambda _: 2.0)
+    works = [DraftWork(0, 9, 10, 3, ()), DraftWork(1, 5, 6, 1, ())]
+    seconds = []
+    for handover in (0.0, 0.15):
+        draft = DraftLimits(num_blocks=9, cost=0.25, handover=handover)
+        draft_s = relative_draft_s(costs, replace(LIMITS, draft=draft), 1)
+        assert draft_s is not None
+        seconds.append(draft_s(works))
+    assert seconds[1] - seconds[0] == pytest.approx(0.3)
+
+
 def test_a_pass_of_the_draft_model_takes_its_share_of_a_step():
     costs = WorkerCosts(lambda shape: 2.0 * (1 + 0.1 * (shape.tokens - 1)))
     limits = replace(LIMITS, row_cost=0.1, draft=DraftLimits(num_blocks=9, cost=0.25))

@@ -111,6 +111,7 @@ PLAN = {
         "device": 1,
         "acceptance_rate": 0.7,
         "cost": 0.2,
+        "handover": 0.01,
         "speedup": 1.5,
         "memory_bytes": 9,
     },

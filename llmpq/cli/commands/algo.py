@@ -5,13 +5,18 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from llmpq.assigner import METHODS, PlanRequest, make_plan
 from llmpq.assigner.constraints.deadline import Deadline
-from llmpq.assigner.draft_placement import DraftRequest, place_draft
+from llmpq.assigner.draft_placement import (
+    DraftPlace,
+    DraftRequest,
+    draft_places,
+    place_draft,
+)
 from llmpq.assigner.explain.compare import compare_methods
 from llmpq.assigner.explain.explanation import explain_plan
 from llmpq.assigner.explain.pareto import pareto_plans
@@ -136,7 +141,7 @@ def _run(options: argparse.Namespace, started_s: float) -> int:
     request, plan = scheduled(
         options, request, plan, lambda own: make_plan(own, options.method, command=options.command)
     )
-    plan = _with_draft(options, request, plan)
+    plan, places = _with_draft(options, request, plan)
     if options.export is None:
         path = _write(plan, _output(options, request, options.method))
     else:
@@ -156,6 +161,7 @@ def _run(options: argparse.Namespace, started_s: float) -> int:
             "explanation": render.explanation_record(plan, found),
         }
         record["stored"] = [str(precision) for precision in request.model.stored]
+        record["draft_places"] = [asdict(place) for place in places]
         print_json({**record, "trust": trust_record(trust), "hurried": []})
     else:
         print(render.plan_table(plan, found.dropped))
@@ -164,7 +170,7 @@ def _run(options: argparse.Namespace, started_s: float) -> int:
             *render.format_text(plan),
             *render.stored_text(request.model),
             *render.schedule_text(plan),
-            *render.draft_text(plan, options.speculative_model),
+            *render.draft_text(plan, options.speculative_model, places),
         )
         for line in (*more, *trust_text(plan, trust)):
             print(line)
@@ -206,10 +212,12 @@ def _check_draft(options: argparse.Namespace) -> None:
         raise SpecError(f"--speculative_model: found with --{found[0]}, expected one plan")
 
 
-def _with_draft(options: argparse.Namespace, request: PlanRequest, plan: Plan) -> Plan:
-    """Return the plan with the draft model of the options, where that pays."""
+def _with_draft(
+    options: argparse.Namespace, request: PlanRequest, plan: Plan
+) -> tuple[Plan, tuple[DraftPlace, ...]]:
+    """Return the plan with the draft model of the options, where that pays, and its places."""
     if options.speculative_model is None:
-        return plan
+        return plan, ()
     if plan.is_split:
         raise SpecError(
             f"--speculative_model: found --policy {options.policy} and a plan with stages of their "
@@ -234,7 +242,9 @@ def _with_draft(options: argparse.Namespace, request: PlanRequest, plan: Plan) -
         acceptance_rate=options.acceptance_rate,
         most=options.num_speculative_tokens,
     )
-    return replace(plan, draft=place_draft(plan, costs_of(request, plan.cluster), wanted))
+    own = costs_of(request, plan.cluster)
+    places = draft_places(plan, own, wanted)
+    return replace(plan, draft=place_draft(plan, own, wanted, places)), places
 
 
 def _run_all(options: argparse.Namespace, request: PlanRequest) -> int:

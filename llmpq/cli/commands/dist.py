@@ -223,8 +223,8 @@ def _own_task(options: argparse.Namespace, plan: Plan) -> Task | None:
     if options.no_auto:
         return torchrun_task(os.environ)
     task = started_task(os.environ) if options.nnodes == 1 else None
-    nodes = {plan.device_of(stage).node for stage in plan.stages}
-    if task is None or task.world_size == len(nodes) or task.world_size != len(plan.stages):
+    nodes = {plan.cluster.devices[index].node for index in plan.rank_devices}
+    if task is None or task.world_size == len(nodes) or task.world_size != len(plan.rank_devices):
         return None
     return task
 
@@ -232,10 +232,10 @@ def _own_task(options: argparse.Namespace, plan: Plan) -> Task | None:
 def _be_one_rank(job: Job, plan: Plan, task: Task) -> Measurement | None:
     """Run the rank of this process."""
     rank = task.rank
-    if task.world_size != len(plan.stages):
+    if task.world_size != len(plan.rank_devices):
         raise SpecError(
             f"environment: found rank {rank} of WORLD_SIZE {task.world_size}, expected one process "
-            f"for each of the plan's {len(plan.stages)} stages"
+            f"for each of the plan's {len(plan.rank_devices)} ranks"
         )
     if rank == 0:
         check_job(job)

@@ -109,6 +109,7 @@ def _measure(options: argparse.Namespace) -> CommTable | None:
     if options.rendezvous is not None:
         rendezvous = Rendezvous(file=options.rendezvous)
     communicator = connect(me, rendezvous).communicator
+    assert communicator is not None  # two ranks have a ring
     with contextlib.closing(communicator), progress_bar("measuring") as progress:
         table = measure_link(communicator, job, progress if me.rank == 0 else None)
     if table is None:

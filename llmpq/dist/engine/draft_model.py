@@ -1,21 +1,58 @@
-"""DraftModel: computes the draft tokens of a step with a small model and its own KV blocks.
+"""Draft models: a small model with KV blocks of its own computes the draft tokens of a step.
 
 Which sequences have drafts, how long, and in which blocks, is the scheduler's decision
-(``llmpq.batching.draft_model``).
+(``llmpq.batching.draft_model``). ``DraftModel`` runs in the process of rank 0, or in one of its own
+on another device: there a ``DraftWorker`` serves the master's ``RemoteDraftModel``.
+
+Both send rows of token ids: the master the tokens that are not known yet, with a 0 for each draft
+token that is an input, the worker the draft tokens.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from llmpq.batching.draft_model import FEW_TOKENS, DraftWork
 from llmpq.dist.engine.packed_steps import StepRunner
-from llmpq.dist.transport.frames import Row
+from llmpq.dist.metrics.measurement import HeldBytes, StageStats
+from llmpq.dist.metrics.stats import StageClock
+from llmpq.dist.transport.communicator import (
+    Communicator,
+    error_from_frame,
+    shut_down,
+    wait_until_ready,
+)
+from llmpq.dist.transport.frames import Frame, FrameKind, Row
+from llmpq.errors import LlmpqError, StageError
+from llmpq.logging import get_logger
+from llmpq.spec.codec import to_json
+from llmpq.spec.precision import Phase
+from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
 
-CPU = torch.device("cpu")
+_log = get_logger(__name__)
+
+
+class Drafter(Protocol):
+    """Proposes draft tokens."""
+
+    def propose(
+        self, works: Sequence[DraftWork], tokens: Sequence[Sequence[int]]
+    ) -> list[list[int]] | None:
+        """Return the draft tokens of each sequence; see :meth:`DraftModel.propose`.
+
+        ``None``: there are none any more, as its process has ended.
+        """
+        ...
+
+    def finish(self) -> StageStats | None:
+        """End its process; return its measurements, ``None`` without one of its own."""
+        ...
 
 
 class DraftModel:
@@ -23,21 +60,21 @@ class DraftModel:
 
     Args:
         runner: of the small model; no other steps are in flight there.
-        device: where it runs; the current one while it does.
         block_size: tokens of a KV block.
         token_budget: most tokens of a prompt in one pass.
+        held: bytes of its tensors, ``None`` if not counted.
     """
 
     def __init__(
         self,
         runner: StepRunner,
         *,
-        device: torch.device = CPU,
         block_size: int,
         token_budget: int,
+        held: HeldBytes | None = None,
     ) -> None:
+        self.held = held
         self._runner = runner
-        self._device = device
         self._block_size = block_size
         self._token_budget = token_budget
 
@@ -53,12 +90,6 @@ class DraftModel:
         Raises:
             StageError: the small model failed.
         """
-        with torch.accelerator.device_index(self._device.index):
-            return self._propose(works, tokens)
-
-    def _propose(
-        self, works: Sequence[DraftWork], tokens: Sequence[Sequence[int]]
-    ) -> list[list[int]]:
         drafts: list[list[int]] = [[] for _ in works]
         newest = [
             list(ids[self._catch_up(work, ids) : work.tokens])
@@ -78,6 +109,9 @@ class DraftModel:
                 drafts[place].append(token)
                 newest[place] = [token]
         return drafts
+
+    def finish(self) -> None:
+        """Do nothing: it ends with rank 0, which measures it."""
 
     def _catch_up(self, work: DraftWork, ids: Sequence[int]) -> int:
         """Compute a prompt but for its last token; return the first token that is not computed."""
@@ -102,3 +136,148 @@ class DraftModel:
         assert scores is not None
         best: list[int] = scores.argmax(dim=-1).tolist()
         return best
+
+
+class RemoteDraftModel:
+    """The draft model of another process, as the master uses it.
+
+    Args:
+        communicator: the ring with that process.
+
+    Raises:
+        LlmpqError: it could not be loaded.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._next_number = 0
+        self._is_lost = False
+        wait_until_ready(communicator)
+
+    def propose(
+        self, works: Sequence[DraftWork], tokens: Sequence[Sequence[int]]
+    ) -> list[list[int]] | None:
+        """Return the draft tokens of each sequence, ``None`` once the other process has ended."""
+        if self._is_lost:
+            return None
+        try:
+            return self._ask(works, tokens)
+        except LlmpqError as error:
+            self._lose(error)
+            return None
+
+    def finish(self) -> StageStats | None:
+        """End the other process; return its measurements, ``None`` if it had ended before."""
+        if self._is_lost:
+            return None
+        try:
+            (found,) = shut_down(self._communicator)
+        except LlmpqError as error:
+            self._lose(error)
+            return None
+        return found
+
+    def _ask(self, works: Sequence[DraftWork], tokens: Sequence[Sequence[int]]) -> list[list[int]]:
+        number, self._next_number = self._next_number, self._next_number + 1
+        rows, known = [], []
+        for work, ids in zip(works, tokens, strict=True):
+            end = work.tokens + work.length - 1
+            blocks = work.blocks[: -(-end // KV_BLOCK_SIZE)]
+            rows.append(Row(blocks=blocks, first=work.first, length=end, origin=work.length))
+            known += [*ids[work.first : work.tokens], *[0] * (work.length - 1)]
+        self._communicator.send(_token_frame(number, rows, known))
+        frame = self._communicator.recv()
+        if frame.kind is FrameKind.ERROR:
+            raise error_from_frame(frame)
+        lengths = [work.length for work in works]
+        found = [row.length - row.first for row in frame.rows]
+        if (frame.kind, frame.micro_batch, found) != (FrameKind.MIXED, number, lengths):
+            name = self._communicator.names[self._communicator.ranks[-1]]
+            raise StageError(
+                f"{name}: found step {frame.micro_batch} ({frame.kind.name}) with drafts of "
+                f"{found} tokens, expected {number} (MIXED) and {lengths}"
+            )
+        return _split(frame)
+
+    def _lose(self, error: LlmpqError) -> None:
+        self._is_lost = True
+        self._communicator.close()
+        _log.warning("%s; going on without drafts", error)
+
+
+class DraftWorker:
+    """The loop of the rank of a draft model.
+
+    Args:
+        model: the draft model.
+        communicator: the ring with the master.
+        clock: collects busy times.
+        device: where the model runs.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: DraftModel,
+        communicator: Communicator,
+        clock: StageClock,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._communicator = communicator
+        self._clock = clock
+        self._device = device
+
+    def run(self) -> None:
+        """Say that the model is ready, then serve until the master ends the run.
+
+        Raises:
+            StageError: the master is gone.
+        """
+        self._communicator.send(Frame(kind=FrameKind.READY))
+        while True:
+            frame = self._communicator.recv()
+            if frame.kind is FrameKind.MIXED:
+                self._communicator.send(self._compute(frame))
+            elif frame.kind is FrameKind.SHUTDOWN:
+                stats = self._clock.stats(self._communicator.rank, self._device)
+                text = json.dumps(to_json(stats)).encode()
+                self._communicator.send(Frame(kind=FrameKind.STATS, text=text))
+                self._communicator.send(frame)
+                return
+            else:
+                raise StageError(f"found a frame {frame.kind.name}, expected draft tokens to make")
+
+    def _compute(self, frame: Frame) -> Frame:
+        start_s = self._clock.now()
+        works, tokens = [], []
+        for number, (row, ids) in enumerate(zip(frame.rows, _split(frame), strict=True)):
+            first, end, length = row.first, row.length, row.origin
+            if not 1 <= length <= end - first:
+                raise StageError(
+                    f"found {length} draft tokens at [{first}, {end}), expected 1 to {end - first}"
+                )
+            count = end - length + 1
+            works.append(DraftWork(number, first, count, length, row.blocks))
+            # The tokens before are in the blocks.
+            tokens.append([*[0] * first, *ids[: count - first]])
+        drafts = self._model.propose(works, tokens)
+        rows = [replace(row, first=row.length - row.origin) for row in frame.rows]
+        self._clock.record(Phase.DECODE, len(rows), self._clock.now() - start_s)
+        return _token_frame(frame.micro_batch, rows, [token for ids in drafts for token in ids])
+
+
+def _token_frame(number: int, rows: Sequence[Row], ids: Sequence[int]) -> Frame:
+    hidden = torch.tensor(ids, dtype=torch.int32)[None, :, None]  # [1, N, 1]
+    return Frame(kind=FrameKind.MIXED, micro_batch=number, rows=tuple(rows), hidden=hidden)
+
+
+def _split(frame: Frame) -> list[list[int]]:
+    """Return the token ids of each row of a frame."""
+    assert frame.hidden is not None  # checked with the header
+    ids: list[int] = frame.hidden.flatten().tolist()
+    found, at = [], 0
+    for row in frame.rows:
+        found.append(ids[at : at + row.length - row.first])
+        at += row.length - row.first
+    return found

@@ -31,7 +31,7 @@ from llmpq.batching.engine_step import EngineLimits, EngineRequest, EngineStep, 
 from llmpq.batching.prompt_lookup import PromptLookup
 from llmpq.batching.queue_order import QueueOrder
 from llmpq.batching.speculation import SpeculativeConfig
-from llmpq.dist.engine.draft_model import DraftModel
+from llmpq.dist.engine.draft_model import Drafter
 from llmpq.dist.engine.online_answer import OnlineAnswer
 from llmpq.dist.engine.packed_steps import StepRunner
 from llmpq.dist.engine.sampler import (
@@ -115,7 +115,7 @@ class OnlineEngine:
         model: ModelLimits,
         grammars: GrammarCompiler | None = None,
         speculative: SpeculativeConfig | None = None,
-        draft_model: DraftModel | None = None,
+        draft_model: Drafter | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._channel = channel
@@ -281,9 +281,11 @@ class OnlineEngine:
         assert self._draft_model is not None
         answers = [self._answers[work.request] for work in step.drafts]
         drafts = self._draft_model.propose(step.drafts, [answer.tokens for answer in answers])
-        for answer, draft in zip(answers, drafts, strict=True):
+        # The step has rows for drafts although the draft model may have ended: any tokens do.
+        found = drafts or [[0] * work.length for work in step.drafts]
+        for answer, draft in zip(answers, found, strict=True):
             answer.draft = draft
-        self.scheduler.complete_drafts(step, self._now_s())
+        self.scheduler.complete_drafts(step, self._now_s(), has_ended=drafts is None)
 
     def _dispatch(self) -> bool:
         """Dispatch the step that the scheduler decides; return whether there is one."""

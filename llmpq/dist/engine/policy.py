@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmpq.batching import BatchingPolicy, PipelineShape, make_policy, uniform_depth
-from llmpq.batching.draft_model import DraftLimits
+from llmpq.batching.draft_model import DraftLimits, planned_limits
 from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.length import Prediction, make_predictor
 from llmpq.batching.speculation import SpeculativeConfig, row_cost_of
@@ -117,9 +117,7 @@ def draft_limits(
         return None
     model = load_model_dir(config.model)
     if plan.draft is not None and Path(plan.draft.model).resolve() == Path(config.model):
-        return DraftLimits(
-            num_blocks=num_blocks, cost=plan.draft.cost, max_tokens=model.max_positions
-        )
+        return planned_limits(plan, num_blocks, model.max_positions)
     parts = [stage.memory for stage in plan.estimate.stages]
     plan_bytes = sum(part.weights + part.master for part in parts)
     cost = _weight_bytes(model, config.bits, DTYPE_BYTES[plan.dtype]) / plan_bytes

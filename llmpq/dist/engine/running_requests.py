@@ -25,7 +25,7 @@ from llmpq.batching.speculation import (
     RowCost,
     SpeculativeConfig,
 )
-from llmpq.dist.engine.draft_model import DraftModel
+from llmpq.dist.engine.draft_model import Drafter
 from llmpq.dist.engine.sampler import SamplingState
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.results import FinishReason
@@ -97,7 +97,7 @@ class MicroBatchDrafts:
         self,
         config: SpeculativeConfig,
         limits: EngineLimits,
-        model: DraftModel | None,
+        model: Drafter | None,
         clock: Callable[[], float],
     ) -> None:
         self._config = config
@@ -159,7 +159,7 @@ class MicroBatchDrafts:
         return len(member.draft)
 
     def _compute(
-        self, members: Sequence[RunningRequest], schedule: DraftModelSchedule, model: DraftModel
+        self, members: Sequence[RunningRequest], schedule: DraftModelSchedule, model: Drafter
     ) -> None:
         """Let the draft model compute the drafts that are reserved."""
         works = schedule.take_works()
@@ -169,6 +169,9 @@ class MicroBatchDrafts:
         by_number = {member.draft_number: member for member in members}
         drafted = [by_number[work.request] for work in works]
         drafts = model.propose(works, [_tokens_of(member) for member in drafted])
+        if drafts is None:
+            schedule.end()
+            return
         for member, draft in zip(drafted, drafts, strict=True):
             member.draft = draft
         step_s, share = self._row_cost.step_s(len(members)), self._row_cost.share
@@ -207,7 +210,7 @@ def _tokens_of(member: RunningRequest) -> list[int]:
 def drafts_of(
     config: SpeculativeConfig | None,
     limits: EngineLimits,
-    model: DraftModel | None,
+    model: Drafter | None,
     clock: Callable[[], float],
 ) -> MicroBatchDrafts | None:
     """Return the drafts of a run; ``None`` without speculative decoding."""

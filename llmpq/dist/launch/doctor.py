@@ -90,6 +90,7 @@ def examine(plan: Plan, rank: int, model_dir: Path) -> dict[str, Any]:
 def time_link(channels: RankChannels, limits: FrameLimits) -> dict[str, Any]:
     """Send frames to the next rank and time those of the previous one, on rank 0's clock."""
     communicator = channels.communicator
+    assert communicator is not None  # only ranks with a ring are timed
 
     def now_us() -> int:
         return round((time.perf_counter() + channels.clock_offset_s) * 1e6)
@@ -128,6 +129,7 @@ def time_link(channels: RankChannels, limits: FrameLimits) -> dict[str, Any]:
 def gather(channels: RankChannels, facts: dict[str, Any]) -> list[dict[str, Any]] | None:
     """Return every rank's facts in order of rank on rank 0, ``None`` on the others."""
     communicator = channels.communicator
+    assert communicator is not None
     text = json.dumps(facts).encode()
     size = len(communicator.names)
     if communicator.rank > 0:
@@ -162,6 +164,7 @@ def report(plan: Plan, facts: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _next(channels: RankChannels) -> Frame:
+    assert channels.communicator is not None
     frame = channels.communicator.recv()
     if frame.kind is FrameKind.ERROR:
         raise error_from_frame(frame)

@@ -1,28 +1,34 @@
-"""Loads the draft model of speculative decoding beside the master's own stage."""
+"""Loads the draft model of speculative decoding, on the device of rank 0 or on one of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from llmpq.batching.draft_model import FEW_TOKENS, DraftWork
 from llmpq.dist.engine.compiled_steps import decode_steps_of
-from llmpq.dist.engine.draft_model import DraftModel
+from llmpq.dist.engine.draft_model import DraftModel, DraftWorker
 from llmpq.dist.engine.packed_steps import PipelineSteps
 from llmpq.dist.engine.policy import engine_limits
 from llmpq.dist.engine.stage import StageRunner
 from llmpq.dist.io.job import Job
 from llmpq.dist.kv.cache import KVCache
-from llmpq.models import kv_shapes
+from llmpq.dist.launch.process_environment import tune_malloc_for_serving
+from llmpq.dist.metrics.measurement import HeldBytes
+from llmpq.dist.metrics.progress import Event, RunProgress
+from llmpq.dist.metrics.stats import StageClock, peak_memory_bytes
+from llmpq.dist.transport.communicator import Communicator
+from llmpq.models import DecoderStage, Master, kv_shapes
 from llmpq.quant.loading.loader import load_master, load_stage
 from llmpq.quant.loading.weight_cache import WeightCache
+from llmpq.quant.modules.layer import stored_bytes
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan import Plan
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
 from llmpq.spec.schedule import DRAFT_HEAD_BITS
 
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 WARM_UP = (FEW_TOKENS + 2, 2)
 """Tokens and draft tokens of the first call: a prompt, and a step of few rows."""
 
@@ -32,17 +38,34 @@ def weight_cache_of(job: Job) -> WeightCache | None:
     return None if job.store is None else WeightCache.opened(job.store, job.store_limit_bytes)
 
 
-def load_draft_model(
-    job: Job, plan: Plan, dtype: torch.dtype, torch_device: Callable[[int | None], torch.device]
-) -> DraftModel | None:
+def held_bytes(
+    layers: DecoderStage | None, cache: KVCache | None, master: Master | None, device: torch.device
+) -> HeldBytes:
+    """Return the bytes of what a rank has loaded."""
+    return HeldBytes(
+        weights=0 if layers is None else stored_bytes(layers.layers),
+        master=0 if master is None else stored_bytes(master),
+        kv=0 if cache is None else cache.nbytes,
+        buffers=0 if cache is None else cache.buffer_bytes,
+        load_peak=peak_memory_bytes(device),
+    )
+
+
+def has_draft_rank(job: Job, plan: Plan) -> bool:
+    """Whether a rank of its own runs the draft model of a run."""
+    config = job.engine.speculative_config
+    has_model = config is not None and config.model is not None
+    answers = job.task in ("generate", "serve", "online")
+    return plan.draft_rank is not None and has_model and answers
+
+
+def load_draft_model(job: Job, plan: Plan, device: torch.device) -> DraftModel | None:
     """Load the draft model of a run and warm it up; return ``None`` where there is none.
 
     Args:
         job: of the run.
-        plan: its strategy.
-        dtype: of what is not quantized.
-        torch_device: makes the device of an index in the cluster the current one and returns it;
-            of ``None`` that of the master, which is the current one again in the end.
+        plan: its strategy; what is not quantized has the number format of stage 0.
+        device: where it runs; the current one.
 
     Raises:
         SpecError: as ``load_stage`` and ``load_master``.
@@ -51,8 +74,8 @@ def load_draft_model(
     if limits.draft is None or config is None or config.model is None:
         return None
     model_dir, spec = Path(config.model), load_model_dir(config.model)
+    dtype = DTYPES[plan.dtype_of(plan.stages[0])]
     store = weight_cache_of(job)
-    device = torch_device(None if plan.draft is None else plan.draft.device)
     is_rounded = config.bits is not None and config.bits < 16
     master = load_master(
         model_dir,
@@ -84,11 +107,39 @@ def load_draft_model(
     )
     model = DraftModel(
         PipelineSteps(master=master, runner=runner, communicator=None),
-        device=device,
         block_size=KV_BLOCK_SIZE,
         token_budget=limits.token_budget,
+        held=held_bytes(layers, cache, master, device),
     )
     tokens, count = WARM_UP
-    torch_device(None)
     model.propose([DraftWork(0, 0, tokens, count, (0,))], [[0] * tokens])
     return model
+
+
+def run_draft_model(
+    job: Job,
+    plan: Plan,
+    device: torch.device,
+    communicator: Communicator,
+    progress: RunProgress,
+) -> None:
+    """Run the draft model on a device of its own until the master ends the run.
+
+    Args:
+        job: of the run, with a draft model.
+        plan: its strategy.
+        device: where it runs; the current one.
+        communicator: the ring with the master.
+        progress: receives ``ready`` once the model is loaded.
+
+    Raises:
+        LlmpqError: as :func:`load_draft_model`; or the master is gone.
+    """
+    clock = StageClock(micro_batching=plan.micro_batching)
+    start_s = clock.now()
+    model = load_draft_model(job, plan, device)
+    assert model is not None
+    clock.load_s, clock.held = clock.now() - start_s, model.held
+    tune_malloc_for_serving()
+    progress.report(Event(rank=communicator.rank, kind="ready", done=1, total=1))
+    DraftWorker(model=model, communicator=communicator, clock=clock, device=device).run()

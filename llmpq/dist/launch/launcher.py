@@ -31,12 +31,14 @@ from llmpq.dist.transport.errors import (
     stage_name,
 )
 from llmpq.errors import LlmpqError, SpecError, StageError
+from llmpq.logging import get_logger
 from llmpq.spec.catalog import device as device_spec
 from llmpq.spec.codec import from_json, to_json
 from llmpq.spec.fields import Fields, dump_json, read_json, write_text
 from llmpq.spec.plan import Plan
 
 T = TypeVar("T")
+_log = get_logger(__name__)
 POLL_S = 0.05
 GRACE_S = 1.0
 """How long the other ranks may take to write their errors, after one failed."""
@@ -85,15 +87,16 @@ def ranks_of_node(plan: Plan, node_rank: int, num_nodes: int) -> list[int]:
 
     All ranks run on a single host; several hosts are the nodes of the plan.
     """
+    hosts = [plan.cluster.devices[index].node for index in plan.rank_devices]
     if num_nodes == 1:
-        return list(range(len(plan.stages)))
-    nodes = list(dict.fromkeys(plan.device_of(stage).node for stage in plan.stages))
+        return list(range(len(hosts)))
+    nodes = list(dict.fromkeys(hosts))
     if num_nodes != len(nodes) or not 0 <= node_rank < num_nodes:
         raise SpecError(
             f"nnodes, node_rank: found {num_nodes} and {node_rank}, expected 1, or the "
             f"{len(nodes)} nodes of the plan ({', '.join(nodes)})"
         )
-    return [stage.rank for stage in plan.stages if plan.device_of(stage).node == nodes[node_rank]]
+    return [rank for rank, node in enumerate(hosts) if node == nodes[node_rank]]
 
 
 def rank_environment(
@@ -107,13 +110,13 @@ def rank_environment(
         local_ranks: those of this host.
         cores: that they share; none: all of this process.
     """
-    device = plan.device_of(plan.stages[rank])
+    device = plan.cluster.devices[plan.rank_devices[rank]]
     cores = cores or sorted(os.sched_getaffinity(0))
     own = bool(_cores(plan, rank, local_ranks, cores))
     threads = _threads(plan, rank, local_ranks, cores)
     return cpu_environment(threads, device.cpu_isa, has_own_cores=own) | {
         "RANK": str(rank),
-        "WORLD_SIZE": str(len(plan.stages)),
+        "WORLD_SIZE": str(len(plan.rank_devices)),
         "LOCAL_RANK": str(list(local_ranks).index(rank)),
         "LOCAL_WORLD_SIZE": str(len(local_ranks)),
         # A model directory is complete; nothing is downloaded.
@@ -153,7 +156,7 @@ def launch(
     try:
         for rank in ranks:
             workers[rank] = _start(job, plan, rank, ranks, folder, writer)
-        _WorkerMonitor(plan, workers, reader, job.step_timeout_s).run(progress, check)
+        _WorkerMonitor(plan, workers, folder, reader, job.step_timeout_s).run(progress, check)
         if any(worker.poll() for worker in workers.values()):
             _wait_for_errors(workers, folder)
             raise _cause(plan, workers, folder)
@@ -208,22 +211,27 @@ def _signals_blocked() -> Iterator[None]:
 
 def _threads(plan: Plan, rank: int, local_ranks: Sequence[int], available: Sequence[int]) -> int:
     """Return the threads of a worker: the cluster file's, else an equal share of the cores."""
-    given = plan.device_of(plan.stages[rank]).threads
-    return given or max(1, len(available) // len(local_ranks))
+    given = plan.cluster.devices[plan.rank_devices[rank]].threads
+    devices = {plan.rank_devices[other] for other in local_ranks}
+    return given or max(1, len(available) // len(devices))
 
 
 def _cores(plan: Plan, rank: int, ranks: Sequence[int], available: Sequence[int]) -> set[int]:
-    """Return a CPU worker's own cores; none if there are too few, which the kernel then shares."""
-    workers = [
-        other
+    """Return the cores of a CPU worker's device; none if there are too few for all devices.
+
+    The kernel then shares all cores. A draft model has the cores of the stage on its device.
+    """
+    threads = {
+        plan.rank_devices[other]: _threads(plan, other, ranks, available)
         for other in ranks
-        if device_spec(plan.device_of(plan.stages[other]).type, plan.cluster).kind == "cpu"
-    ]
-    threads = {other: _threads(plan, other, ranks, available) for other in workers}
-    if rank not in threads or sum(threads.values()) > len(available):
+        if device_spec(plan.cluster.devices[plan.rank_devices[other]].type, plan.cluster).kind
+        == "cpu"
+    }
+    own = plan.rank_devices[rank]
+    if own not in threads or sum(threads.values()) > len(available):
         return set()
-    first = sum(threads[other] for other in workers[: workers.index(rank)])
-    return set(available[first : first + threads[rank]])
+    first = sum(list(threads.values())[: list(threads).index(own)])
+    return set(available[first : first + threads[own]])
 
 
 class _WorkerMonitor:
@@ -232,16 +240,19 @@ class _WorkerMonitor:
     def __init__(
         self,
         plan: Plan,
-        workers: Mapping[int, subprocess.Popen[bytes]],
+        workers: dict[int, subprocess.Popen[bytes]],
+        folder: Path,
         reader: int,
         timeout_s: float,
     ) -> None:
         self._plan = plan
         self._workers = workers
+        self._folder = folder
         self._reader = reader
         self._timeout_s = timeout_s
         self._silent_s = dict.fromkeys(workers, 0.0)
         self._started: set[int] = set()  # ranks that sent an event: their libraries are loaded
+        self._has_drafts = False  # whether the rank of the draft model is loaded
         self._rest = b""
 
     def run(self, progress: RunProgress, check: Callable[[], None]) -> None:
@@ -251,9 +262,10 @@ class _WorkerMonitor:
         with selectors.DefaultSelector() as selector:
             selector.register(self._reader, selectors.EVENT_READ)
             while True:
-                codes = [worker.poll() for worker in self._workers.values()]
+                codes = {rank: worker.poll() for rank, worker in self._workers.items()}
                 self._pass_on(selector.select(POLL_S) != [], progress)
-                if any(codes) or all(code == 0 for code in codes):
+                self._forget_lost_drafts(codes)
+                if any(codes.values()) or all(code == 0 for code in codes.values()):
                     return
                 now = time.monotonic()
                 # A long step of this loop means that this process was stopped, not the workers.
@@ -268,8 +280,26 @@ class _WorkerMonitor:
             event = Event.decode(line)
             self._started.add(event.rank)
             self._silent_s[event.rank] = 0.0
+            self._has_drafts |= event.kind == "ready"
             if event.kind != "alive":
                 progress.report(event)
+
+    def _forget_lost_drafts(self, codes: dict[int, int | None]) -> None:
+        """Go on without the rank of a draft model that was lost after it was loaded."""
+        rank = self._plan.draft_rank
+        if rank is None or not self._may_lose(rank) or not codes.get(rank):
+            return
+        # What it lost itself is reported by the other ranks.
+        record = read_error_record(self._folder, rank)
+        if record is None or record.lost_rank is None:
+            cause = _cause(self._plan, {rank: self._workers[rank]}, self._folder)
+            _log.warning("%s; going on without drafts", cause)
+        del codes[rank], self._workers[rank]
+
+    def _may_lose(self, rank: int) -> bool:
+        """Whether the run goes on without a rank."""
+        is_loaded = rank == self._plan.draft_rank and self._has_drafts
+        return is_loaded and len(self._workers) > 1
 
     def _check_silence(self, elapsed_s: float) -> None:
         for rank, worker in self._workers.items():
@@ -277,6 +307,9 @@ class _WorkerMonitor:
             has_started = rank in self._started
             allowed_s = self._timeout_s + GRACE_S if has_started else START_TIMEOUT_S
             if self._silent_s[rank] <= allowed_s or worker.poll() is not None:
+                continue
+            if self._may_lose(rank):
+                worker.kill()
                 continue
             name = stage_name(self._plan, rank, os.uname().nodename)
             if has_started:

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.queue_order import queue_order
 from llmpq.batching.speculation import MAX_STEP_TOKENS
 from llmpq.dist.engine.compiled_steps import decode_steps_of
+from llmpq.dist.engine.draft_model import Drafter, RemoteDraftModel
 from llmpq.dist.engine.engine import MasterEngine, OnFinish, OnTokens, ShouldAbort
 from llmpq.dist.engine.online import EngineChannel, OnlineEngine
 from llmpq.dist.engine.packed_steps import PipelineSteps
@@ -35,14 +35,19 @@ from llmpq.dist.kv.blocks import blocks_of
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.kv.storage import token_bytes
 from llmpq.dist.kv.transfer import kv_connector
-from llmpq.dist.launch.draft_runner import load_draft_model, weight_cache_of
+from llmpq.dist.launch.draft_runner import (
+    DTYPES,
+    held_bytes,
+    load_draft_model,
+    weight_cache_of,
+)
 from llmpq.dist.launch.process_environment import tune_malloc_for_serving
 from llmpq.dist.launch.signals import DrainFlag
-from llmpq.dist.metrics.measurement import HeldBytes, Measurement
+from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import Event, RunProgress, TokenCounter
 from llmpq.dist.metrics.recorder import Recorder, RecordingCommunicator
 from llmpq.dist.metrics.report import length_monitor_for
-from llmpq.dist.metrics.stats import StageClock, peak_memory_bytes
+from llmpq.dist.metrics.stats import StageClock
 from llmpq.dist.transport.channels import RankChannels
 from llmpq.dist.transport.communicator import (
     Communicator,
@@ -59,7 +64,6 @@ from llmpq.models import Master, kv_shapes, load_config
 from llmpq.models.config import kv_sources
 from llmpq.models.token_layout import message_features
 from llmpq.quant.loading.loader import load_master, load_stage
-from llmpq.quant.modules.layer import stored_bytes
 from llmpq.spec.catalog import device as device_spec
 from llmpq.spec.devices.figures import DeviceKind
 from llmpq.spec.gguf.config import config_bytes
@@ -67,12 +71,10 @@ from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan import Plan, plan_text
 from llmpq.spec.precision import Phase
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
-    """One rank of a run: ``channels`` are ``None`` when there is only one stage."""
+    """One rank of a run: ``channels`` are ``None`` when there is no other rank."""
 
     job: Job
     plan: Plan
@@ -85,6 +87,11 @@ class RankContext:
     def communicator(self) -> Communicator | None:
         """The ring, ``None`` when there is only one stage."""
         return None if self.channels is None else self.channels.communicator
+
+    @property
+    def draft_link(self) -> Communicator | None:
+        """On the master, the ring with the rank of a draft model; ``None`` without one."""
+        return None if self.channels is None else self.channels.draft
 
     @property
     def name(self) -> str:
@@ -158,17 +165,15 @@ def max_context_of(job: Job, plan: Plan) -> int:
     return max_model_len(plan, job.engine, load_model_dir(job.model_dir).max_positions)
 
 
-def torch_device(plan: Plan, rank: int, own: int | None = None) -> torch.device:
+def torch_device(plan: Plan, rank: int) -> torch.device:
     """Return the device of a rank: the CPU, or its node's n-th accelerator of its kind.
 
     An accelerator of CUDA or XPU becomes this thread's current device, on which Triton launches.
-    ``own`` is its index in the cluster, by default that of the stage.
 
     Raises:
         SpecError: the plan asks for an accelerator this host does not have.
     """
-    own = plan.stages[rank].device if own is None else own
-    devices = plan.cluster.devices
+    own, devices = plan.rank_devices[rank], plan.cluster.devices
     kind = device_spec(devices[own].type, plan.cluster).kind
     if kind == "cpu":
         return torch.device("cpu")
@@ -275,14 +280,8 @@ def _load(
     runner = load_runner(context, device)
     stack.callback(runner.close)
     clock.load_s = clock.now() - start_s
-    layers, cache = runner.layers, runner.cache
-    clock.held = HeldBytes(
-        weights=0 if layers is None else stored_bytes(layers.layers),
-        master=0 if master is None else stored_bytes(master),
-        kv=0 if cache is None else cache.nbytes,
-        buffers=0 if cache is None else cache.buffer_bytes,
-        load_peak=peak_memory_bytes(device),
-    )
+    layers = runner.layers
+    clock.held = held_bytes(layers, runner.cache, master, device)
     tune_malloc_for_serving()
     trace_calls = context.recorder.trace_calls
     if layers is not None:
@@ -309,8 +308,8 @@ def ring_errors(context: RankContext) -> Iterator[None]:
                 communicator.send(error_frame(found))
         raise found from error
     finally:
-        if communicator is not None:
-            communicator.close()
+        if context.channels is not None:
+            context.channels.close()
 
 
 def run_stage(context: RankContext) -> None:
@@ -357,10 +356,9 @@ class MasterRank:
         self._runner, master = _load(context, self._clock, stack)
         assert master is not None
         self._master = master
-        dtype = DTYPES[plan.dtype_of(plan.stages[0])]
-        self._draft_model = load_draft_model(job, plan, dtype, partial(torch_device, plan, 0))
-        if self._draft_model is not None:
-            context.recorder.mark("draft model")
+        self._draft_model: Drafter | None = None
+        if context.draft_link is None:
+            self._draft_model = load_draft_model(job, plan, self._runner.device)
         self._communicator: Communicator | None = None
         if context.communicator is not None:
             self._communicator = RecordingCommunicator(
@@ -368,6 +366,10 @@ class MasterRank:
             )
             wait_until_ready(self._communicator)
             context.recorder.mark("other ranks")
+        if context.draft_link is not None:
+            self._draft_model = RemoteDraftModel(context.draft_link)
+        if self._draft_model is not None:
+            context.recorder.mark("draft model")
         folder = job.rendezvous.private_folder
         self._should_drain = None if folder is None else DrainFlag(folder)
         self._config = config = checked_config(plan, job.model_dir)
@@ -467,7 +469,8 @@ class MasterRank:
         if self._communicator is not None:
             stages += shut_down(self._communicator)
         start = tuple(self._context.recorder.start.steps)
-        return replace(self._made, stages=tuple(stages), start=start)
+        draft = None if self._draft_model is None else self._draft_model.finish()
+        return replace(self._made, stages=tuple(stages), start=start, draft=draft)
 
     def _engine(self, requests: Sequence[Request]) -> MasterEngine:
         plan, job, device = self._context.plan, self._context.job, self._runner.device

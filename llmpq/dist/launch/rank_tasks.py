@@ -30,6 +30,7 @@ from llmpq.dist.io.prompts import (
 )
 from llmpq.dist.io.results import FinishReason, Result, ResultWriter
 from llmpq.dist.launch.doctor import examine, gather, report, time_link
+from llmpq.dist.launch.draft_runner import has_draft_rank, run_draft_model
 from llmpq.dist.launch.process_environment import tune_malloc_for_loading
 from llmpq.dist.launch.rank import (
     RankContext,
@@ -38,8 +39,10 @@ from llmpq.dist.launch.rank import (
     frame_limits,
     master_rank,
     max_context_of,
+    ring_errors,
     run_master,
     run_stage,
+    torch_device,
 )
 from llmpq.dist.metrics.measurement import Measurement, StartLog
 from llmpq.dist.metrics.progress import RunProgress
@@ -65,6 +68,14 @@ def run_rank(
     start = start or StartLog(time.perf_counter())
     tune_malloc_for_loading()
     plan = read_plan(job.strategy)
+    if rank == plan.draft_rank:
+        if has_draft_rank(job, plan):
+            context = _context(job, plan, rank, progress, start)
+            with ring_errors(context):
+                assert context.communicator is not None
+                device = torch_device(plan, rank)
+                run_draft_model(job, plan, device, context.communicator, progress)
+        return None
     if job.task == "doctor":
         _examine(job, plan, rank)
         return None
@@ -130,7 +141,7 @@ def _examine(job: Job, plan: Plan, rank: int) -> None:
     if len(plan.stages) > 1:
         identity = _identity(job, plan, rank)
         ring = connect(identity, job.rendezvous, job.transport)
-        with contextlib.closing(ring.communicator):
+        with contextlib.closing(ring):
             link = time_link(ring, identity.limits)
             facts |= {"clock_offset_s": ring.clock_offset_s, "link": link}
             everyone = gather(ring, facts)
@@ -170,9 +181,10 @@ def _context(
 ) -> RankContext:
     checked_config(plan, job.model_dir)
     channels: RankChannels | None = None
-    if len(plan.stages) > 1:
-        identity = _identity(job, plan, rank)
-        channels = connect(identity, job.rendezvous, job.transport, topology_of(plan))
+    has_drafts = has_draft_rank(job, plan)
+    if len(plan.stages) > 1 or has_drafts:
+        topology = topology_of(plan, has_drafts=has_drafts)
+        channels = connect(_identity(job, plan, rank), job.rendezvous, job.transport, topology)
         start.mark("connect")
     offset_s = 0.0 if channels is None else channels.clock_offset_s
     return RankContext(
@@ -188,7 +200,7 @@ def _context(
 def _identity(job: Job, plan: Plan, rank: int) -> RankIdentity:
     return RankIdentity(
         rank=rank,
-        world_size=len(plan.stages),
+        world_size=len(plan.stages) + has_draft_rank(job, plan),
         name=stage_name(plan, rank, socket.gethostname()),
         limits=frame_limits(
             plan,

@@ -82,7 +82,7 @@ class RankThread:
             StoppedError: :meth:`stop` was called.
             LlmpqError: the error of the rank that failed first.
         """
-        ranks = range(len(self._plan.stages))
+        ranks = range(len(self._plan.rank_devices))
         launch(job, self._plan, ranks, folder, self._progress, self._check_stopping)
 
     def join(self, timeout_s: float) -> None:

@@ -197,17 +197,23 @@ def run_on_ray(
 def ray_hosts(plan: Plan) -> list[RayHost]:
     """Return what each node of a plan asks of a node of Ray, that of rank 0 first."""
     ranks: dict[str, list[int]] = {}
-    for stage in plan.stages:
-        ranks.setdefault(plan.device_of(stage).node, []).append(stage.rank)
+    for rank, index in enumerate(plan.rank_devices):
+        ranks.setdefault(plan.cluster.devices[index].node, []).append(rank)
     return [
         RayHost(
             node=node,
             ranks=tuple(own),
             devices=device_label(node, plan.cluster),
-            resources=reserved([plan.device_of(plan.stages[rank]) for rank in own], plan.cluster),
+            resources=reserved(_devices(plan, own), plan.cluster),
         )
         for node, own in ranks.items()
     ]
+
+
+def _devices(plan: Plan, ranks: Sequence[int]) -> list[Device]:
+    """Return the devices of some ranks, each once."""
+    found = dict.fromkeys(plan.rank_devices[rank] for rank in ranks)
+    return [plan.cluster.devices[index] for index in found]
 
 
 def device_label(node: str, cluster: Cluster) -> str:

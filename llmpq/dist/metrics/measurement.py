@@ -159,6 +159,8 @@ class Measurement:
         start: steps of rank 0, from the command to the first token.
         draft_tokens: speculative decoding: draft tokens that were verified.
         accepted_tokens: those of them that became tokens of an answer.
+        draft: measurements of the draft model's own rank; ``None`` without one, or if it ended
+            early.
     """
 
     requests: int
@@ -176,3 +178,4 @@ class Measurement:
     start: tuple[StartStep, ...] = ()
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    draft: StageStats | None = None

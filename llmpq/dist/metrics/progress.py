@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Literal, NoReturn, Protocol
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-EventKind = Literal["load", "tokens", "alive", "busy"]
+EventKind = Literal["load", "tokens", "alive", "busy", "ready"]
 REPORT_S = 0.05
 """Shortest time between two token events of the master."""
 
@@ -26,7 +26,8 @@ class Event:
         rank: the sender.
         kind: ``load`` counts layers loaded, ``tokens`` counts tokens made, ``alive`` counts
             nothing and is a sign of life. ``busy`` counts milliseconds in which the rank neither
-            waited nor sent, of those since its first micro-batch.
+            waited nor sent, of those since its first micro-batch. ``ready``: a draft model is
+            loaded, in a process of its own.
         done: amount done.
         total: expected amount in all.
     """

@@ -65,6 +65,8 @@ def build_report(plan: Plan, measurement: Measurement) -> dict[str, Any]:
             "tokens": measurement.draft_tokens,
             "accepted": measurement.accepted_tokens,
         }
+    if measurement.draft is not None:
+        report["draft_model"] = _draft_report(plan, measurement.draft)
     if measurement.start:
         steps = seconds_of(measurement.start)
         report["start_s"] = {"total": sum(steps.values()), **steps}
@@ -97,6 +99,12 @@ def format_report(plan: Plan, report: dict[str, Any]) -> str:
     if "drafts" in report:
         drafts = report["drafts"]
         lines.append(f"drafts: {drafts['tokens']} tokens, {drafts['accepted']} accepted")
+    if "draft_model" in report:
+        memory = report["draft_model"]["memory_bytes"]
+        lines.append(
+            f"draft model on {report['draft_model']['device']}: memory predicted "
+            f"{format_bytes(memory['predicted'])}, measured {format_bytes(memory['measured'])}"
+        )
     if "faults" in report:
         lines += _fault_lines(report["faults"])
     if report["per_request"]:
@@ -183,7 +191,8 @@ def _stage_report(plan: Plan, stats: StageStats, latency_s: float) -> dict[str, 
     parts = memory_parts(plan, stats)
     expected = estimate if forecast is None else forecast.stages[stats.rank]
     stage = plan.stages[stats.rank]
-    drafting_bytes = draft_bytes(plan.draft, stage.device)
+    # Off rank 0 it is in a process of its own.
+    drafting_bytes = 0 if stats.rank else draft_bytes(plan.draft, stage.device)
     found = {
         "rank": stats.rank,
         "device": plan.device_of(stage).label,
@@ -213,6 +222,18 @@ def _stage_report(plan: Plan, stats: StageStats, latency_s: float) -> dict[str, 
         "send_fraction": min(1.0, stats.send_s * share),
         "bubble_fraction": 1.0 - busy if share else 0.0,
     }
+
+
+def _draft_report(plan: Plan, stats: StageStats) -> dict[str, Any]:
+    """Return the memory and the time of a draft model in a process of its own."""
+    assert plan.draft is not None
+    found: dict[str, Any] = {
+        "rank": stats.rank,
+        "device": plan.cluster.devices[plan.rank_devices[stats.rank]].label,
+        "memory_bytes": {"predicted": plan.draft.memory_bytes, "measured": stats.memory_bytes},
+        "busy_s": stats.busy_s,
+    }
+    return found if stats.held is None else found | {"held_bytes": asdict(stats.held)}
 
 
 def _table_row(stage: dict[str, Any]) -> tuple[str, ...]:

@@ -6,6 +6,8 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from llmpq.batching.draft_model import FEW_TOKENS
+from llmpq.batching.speculation import MAX_STEP_TOKENS
 from llmpq.dist.kv.transfer import KVReceiveLink, KVSendLink
 from llmpq.dist.transport.communicator import Communicator
 from llmpq.dist.transport.frames import Frame, FrameKind, FrameLimits
@@ -15,7 +17,7 @@ from llmpq.dist.transport.socket_communicator import (
     SocketCommunicator,
     wait_for_any,
 )
-from llmpq.dist.transport.topology import Link, Topology
+from llmpq.dist.transport.topology import DRAFT_RING, Link, Topology
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -23,18 +25,27 @@ class RankChannels:
     """A rank's connections to the others.
 
     Attributes:
-        communicator: its ring; on the master of a split plan both rings as one.
+        communicator: its ring; on the master of a split plan both rings as one, ``None`` where the
+            master is the only stage.
         transport: of the link to the next rank: ``unix``, ``tcp`` or ``gloo``.
+        draft: on the master, the ring with the rank of the draft model, ``None`` without one.
         send_links, receive_links: its ends of the links for keys and values (WAA).
         clock_offset_s, clock_error_s: as in :class:`PeerTable`.
     """
 
-    communicator: Communicator
+    communicator: Communicator | None
     transport: str
+    draft: Communicator | None = None
     send_links: tuple[KVSendLink, ...] = ()
     receive_links: tuple[KVReceiveLink, ...] = ()
     clock_offset_s: float = 0.0
     clock_error_s: float = 0.0
+
+    def close(self) -> None:
+        """Close the rings."""
+        for ring in (self.communicator, self.draft):
+            if ring is not None:
+                ring.close()
 
 
 def make_rank_channels(
@@ -50,22 +61,29 @@ def make_rank_channels(
     ``sockets`` are its ends of its links and are taken over; no peer may be silent for longer than
     ``timeout_s``.
     """
-    rings = []
-    for number, ranks in enumerate(topology.rings):
-        if rank in ranks:
-            ends = {link.source: sockets[link] for link in sockets if link.ring == number}
-            rings.append(
-                SocketCommunicator(
-                    rank=rank,
-                    names=names,
-                    # Keys and values have links of their own: a ring refuses them.
-                    limits=replace(limits, kv_token_bytes=()),
-                    outgoing=ends[rank],
-                    incoming=ends[ranks[ranks.index(rank) - 1]],
-                    timeout_s=timeout_s,
-                    ranks=ranks,
-                )
-            )
+
+    def ring(number: int, ranks: Sequence[int], own: FrameLimits) -> SocketCommunicator:
+        ends = {link.source: sockets[link] for link in sockets if link.ring == number}
+        return SocketCommunicator(
+            rank=rank,
+            names=names,
+            limits=own,
+            outgoing=ends[rank],
+            incoming=ends[ranks[ranks.index(rank) - 1]],
+            timeout_s=timeout_s,
+            ranks=ranks,
+        )
+
+    # Keys and values have links of their own: a ring refuses them.
+    own = replace(limits, kv_token_bytes=())
+    rings = [
+        ring(number, ranks, own) for number, ranks in enumerate(topology.rings) if rank in ranks
+    ]
+    draft = None
+    if topology.draft_rank is not None and rank in (0, topology.draft_rank):
+        draft = ring(DRAFT_RING, (0, topology.draft_rank), _draft_limits(limits))
+        if rank:
+            rings, draft = [draft], None
     send_links, receive_links, transport = [], [], "unix"
     for link, sock in sockets.items():
         handover, is_source = link.handover, link.source == rank
@@ -78,12 +96,22 @@ def make_rank_channels(
         else:
             reader, name = FrameReader(sock, limits, timeout_s), names[link.source]
             receive_links.append(KVReceiveLink(handover=handover, name=name, reader=reader))
+    communicator: Communicator | None = rings[0] if rings else None
+    if len(rings) > 1:
+        communicator = SplitRing(decode=rings[0], prefill=rings[1])
     return RankChannels(
-        communicator=rings[0] if len(rings) == 1 else SplitRing(decode=rings[0], prefill=rings[1]),
+        communicator=communicator,
         transport=transport,
+        draft=draft,
         send_links=tuple(send_links),
         receive_links=tuple(receive_links),
     )
+
+
+def _draft_limits(limits: FrameLimits) -> FrameLimits:
+    """Return the limits of draft tokens: one sequence of a step may begin, with its prompt."""
+    tokens = limits.max_context + MAX_STEP_TOKENS * (FEW_TOKENS + 1)
+    return limits.of_token_ids(MAX_STEP_TOKENS, tokens)
 
 
 class SplitRing:

@@ -125,7 +125,7 @@ def _stats(frame: Frame) -> StageStats:
 
 def as_llmpq_error(error: Exception, name: str) -> LlmpqError:
     """Return any exception of a rank as an ``LlmpqError`` that names the stage."""
-    if isinstance(error, StageError) and not str(error).startswith("stage "):
+    if isinstance(error, StageError) and not str(error).startswith(("stage ", "draft model ")):
         return StageError(f"{name}: {error}", is_permanent=error.is_permanent)
     if isinstance(error, LlmpqError):
         return error

@@ -25,10 +25,11 @@ def peer_closed(name: str, rank: int) -> PeerLostError:
 
 
 def stage_name(plan: Plan, rank: int, host: str | None = None) -> str:
-    """Return the name of a rank in messages: stage, rank, device and host."""
-    device = plan.device_of(plan.stages[rank]).label
+    """Return the name of a rank in messages: stage or draft model, rank, device and host."""
+    device = plan.cluster.devices[plan.rank_devices[rank]].label
     where = device if host is None else f"{device} on {host}"
-    return f"stage {rank} (rank {rank}, {where})"
+    what = "draft model" if rank == plan.draft_rank else f"stage {rank}"
+    return f"{what} (rank {rank}, {where})"
 
 
 def error_from_status(status: object, message: object, *, is_permanent: bool = False) -> LlmpqError:

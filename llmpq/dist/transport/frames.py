@@ -20,6 +20,8 @@ header of a frame with rows::
 that holds it (``transport.shared_memory``). In a frame of keys and values (``KV``), ``hidden`` is
 the bytes of one token and ``layer`` is set; else it is 0.
 
+Between the master and a draft model's rank, hidden states are int32 and of size 1: token ids.
+
 Shapes: R rows (sequences), N tokens of all rows, H hidden size, B bytes of a token.
 """
 
@@ -48,7 +50,7 @@ _FIXED = struct.Struct("<4sBBBB8sQQIIIIQ")
 _ROW = struct.Struct("<IIQ")
 _CHECKSUM = struct.Struct("<I")
 _BLOCK = np.dtype("<u4")
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32)
 
 
 class FrameKind(IntEnum):
@@ -105,6 +107,21 @@ class FrameLimits:
     mixed_rows: int = 0
     mixed_tokens: int = 0
     block_size: int = KV_BLOCK_SIZE
+
+    def of_token_ids(self, rows: int, tokens: int) -> FrameLimits:
+        """Return the limits of a link whose steps have token ids in place of hidden states."""
+        return replace(
+            self,
+            prefill_rows=1,
+            prefill_tokens=1,
+            decode_rows=1,
+            hidden_size=1,
+            dtype=torch.int32,
+            other_dtypes=(),
+            kv_token_bytes=(),
+            mixed_rows=rows,
+            mixed_tokens=tokens,
+        )
 
     @property
     def max_rows(self) -> int:

@@ -2,7 +2,7 @@
 
 Stages that do both phases form one ring. Where prefill and decode have stages of their own (WAA),
 there are two rings, both through the master, and a one-way link for every handover of keys and
-values.
+values. A draft model in a process of its own forms a ring with the master.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from llmpq.dist.io.job import Transport
 from llmpq.errors import SpecError
 from llmpq.spec.plan import Handover, Plan, handovers_of
 from llmpq.spec.precision import Phase
+
+DRAFT_RING = 2
+"""Number of the ring of the draft model, after those of both phases."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,17 +41,22 @@ class Topology:
         rings: ranks in the order of sending, the master first: one ring, or the ring of the stages
             that decode, then that of the stages that prefill. Rings of one rank are left out.
         handovers: of keys and values.
+        draft_rank: of the draft model's own process, ``None`` without one.
     """
 
     rings: tuple[tuple[int, ...], ...]
     handovers: tuple[Handover, ...] = ()
+    draft_rank: int | None = None
 
     @property
     def links(self) -> tuple[Link, ...]:
         """Every link, in the same order on all ranks."""
+        rings = dict(enumerate(self.rings))
+        if self.draft_rank is not None:
+            rings[DRAFT_RING] = (0, self.draft_rank)
         found = [
             Link(ring=number, source=rank, target=ring[(index + 1) % len(ring)])
-            for number, ring in enumerate(self.rings)
+            for number, ring in rings.items()
             for index, rank in enumerate(ring)
         ]
         found += [
@@ -57,12 +65,14 @@ class Topology:
         return tuple(found)
 
 
-def topology_of(plan: Plan) -> Topology:
-    """Return the links that a plan's ranks need."""
+def topology_of(plan: Plan, *, has_drafts: bool = False) -> Topology:
+    """Return the links that a plan's ranks need; ``has_drafts``: a draft model's rank is one."""
     phases = (Phase.DECODE, Phase.PREFILL) if plan.is_split else (Phase.DECODE,)
     rings = tuple(plan.path(phase) for phase in phases)
     return Topology(
-        rings=tuple(ring for ring in rings if len(ring) > 1), handovers=handovers_of(plan)
+        rings=tuple(ring for ring in rings if len(ring) > 1),
+        handovers=handovers_of(plan),
+        draft_rank=plan.draft_rank if has_drafts else None,
     )
 
 
@@ -77,4 +87,9 @@ def check_transport(transport: Transport, topology: Topology) -> None:
         raise SpecError(
             "transport: found 'gloo', which has one ring only: expected 'auto' for a plan whose "
             "prefill and decode have stages of their own"
+        )
+    if transport == "gloo" and topology.draft_rank is not None:
+        raise SpecError(
+            "transport: found 'gloo', which has one ring only: expected 'auto' for a plan whose "
+            "draft model is on another device than stage 0"
         )

@@ -68,7 +68,7 @@ class LocalEngines:
     async def __call__(self, plan: Plan, model_dir: Path, devices: Sequence[str]) -> AsyncEngine:
         """Load a model by a plan on these devices; return once it answers."""
         cores = cores_of_devices(self.cluster, sorted(os.sched_getaffinity(0)))
-        labels = [devices[stage.device] for stage in plan.stages]
+        labels = [devices[index] for index in dict.fromkeys(plan.rank_devices)]
         own = [core for label in labels for core in cores.get(label, ())]
         return await AsyncEngine.start(
             plan,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from helpers.builders import uniform, write_trace
 
 from llmpq.cli.commands.algo import main as algo
 from llmpq.cli.commands.sim import main as sim
+from llmpq.spec.plan import read_plan, write_plan
+from llmpq.spec.schedule import PlannedDraft
 from llmpq.spec.trace import draw_trace
 
 
@@ -167,6 +170,28 @@ def test_engine_forecasts_the_gain_of_a_draft_model(strategy, trace, capsys):
     assert times[0.1, 0.9] < times[0.4, 0.9] < plain
     assert times[2, 0.9] == plain
     assert times[0.2, 0] < 1.06 * plain
+
+
+def test_engine_has_the_draft_model_of_the_strategy(strategy, trace, tmp_path, capsys):
+    """With its place, number of tokens and acceptance rate, unless options say otherwise."""
+    plan = read_plan(strategy)
+    times = {}
+    for handover in (None, 0.3):
+        draft = PlannedDraft(
+            model="m", num_speculative_tokens=5, device=0, acceptance_rate=0.9, cost=0.1,
+            handover=handover, speedup=1.5, memory_bytes=1,
+        )  # fmt: skip
+        path = tmp_path / f"{handover}.json"
+        write_plan(path, replace(plan, draft=draft))
+        options = ("--strategy", path, "--trace", trace, "--engine", "--trace_slice", "0:6")
+        options += ("--arrivals", "poisson", "--rate", 0.01)
+        own = ("--num_speculative_tokens", 5, "--draft_cost", 0.1)
+        given = {"plan": (), "options": own, "none": ("--num_speculative_tokens", 0)}
+        for name, more in given.items():
+            (row,) = _run(capsys, *options, *more)["rates"]
+            times[name, handover] = row["time_per_token_s"]["mean"]
+    assert times["plan", None] == times["options", None] == times["options", 0.3]
+    assert times["plan", None] < times["plan", 0.3] < times["none", None]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from helpers.answer_drafts import draft_freely
 from helpers.block_steps import BlockSteps
 from helpers.online_runs import BLOCK, FREE, fresh, greedy, limits, request, serve
-from helpers.ranks import cpu_cluster, make_plan
+from helpers.ranks import make_plan
 from helpers.scripted_channel import Script
 from helpers.tiny_models import generate_alone, load_reference
 from hypothesis import HealthCheck, given, settings
@@ -23,7 +23,6 @@ from llmpq.dist.engine.policy import MOST_FIRST_COST, draft_limits
 from llmpq.dist.io.job import EngineOptions, Job
 from llmpq.dist.launch.draft_runner import load_draft_model
 from llmpq.spec.huggingface.families import load_model_dir
-from llmpq.spec.schedule import PlannedDraft
 
 torch.set_num_threads(1)
 SMALL = {"layers": 1, "hidden": 16, "intermediate": 32, "heads": 2, "kv_heads": 1}
@@ -234,7 +233,7 @@ def test_the_draft_runner_computes_the_loaded_model(tiny_model, bits):
         strategy=model_dir, model_dir=model_dir, prompts=model_dir, output=model_dir,
         engine=EngineOptions(speculative_config=config, token_budget=20),
     )  # fmt: skip
-    model = load_draft_model(job, plan, torch.float32, lambda _: torch.device("cpu"))
+    model = load_draft_model(job, plan, torch.device("cpu"))
     assert model is not None
     reference = load_reference(model_dir)
     reference.generation_config.eos_token_id = None
@@ -252,30 +251,6 @@ def test_the_draft_runner_computes_the_loaded_model(tiny_model, bits):
         assert drafts[number] == expected or bits == 3
 
 
-def test_the_plan_says_on_which_device_it_runs(tiny_model):
-    """The master's device is the current one again before the first call."""
-    model_dir = tiny_model("llama", seed=1)
-    config = SpeculativeConfig(method="draft_model", model=str(model_dir), num_speculative_tokens=2)
-    plan = make_plan((0, 3))
-    plan = replace(plan, cluster=cpu_cluster(2), dropped_devices=(1,))
-    planned = PlannedDraft(
-        model=str(model_dir), num_speculative_tokens=2, device=1, acceptance_rate=0.7, cost=0.2,
-        speedup=1.5, memory_bytes=1,
-    )  # fmt: skip
-    job = Job(
-        strategy=model_dir, model_dir=model_dir, prompts=model_dir, output=model_dir,
-        engine=EngineOptions(speculative_config=config),
-    )  # fmt: skip
-    asked: list[int | None] = []
-
-    def torch_device(index: int | None) -> torch.device:
-        asked.append(index)
-        return torch.device("cpu")
-
-    assert load_draft_model(job, replace(plan, draft=planned), torch.float32, torch_device)
-    assert asked == [1, None]
-
-
 def test_no_draft_model_is_loaded_without_one(tiny_model):
     model_dir = tiny_model("llama", seed=1)
     config = SpeculativeConfig(num_speculative_tokens=4)
@@ -284,7 +259,7 @@ def test_no_draft_model_is_loaded_without_one(tiny_model):
         strategy=model_dir, model_dir=model_dir, prompts=model_dir, output=model_dir,
         engine=EngineOptions(speculative_config=config),
     )  # fmt: skip
-    assert load_draft_model(job, plan, torch.float32, lambda _: torch.device("cpu")) is None
+    assert load_draft_model(job, plan, torch.device("cpu")) is None
     assert draft_limits(plan, config, 9) is None
     assert draft_limits(plan, None, 9) is None
 

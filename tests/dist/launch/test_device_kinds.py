@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from helpers.draft_plans import with_draft
 from helpers.ranks import make_plan
 
 from llmpq.dist.launch.rank import torch_device
@@ -36,5 +39,6 @@ def test_ranks_count_accelerators_of_their_own_kind(monkeypatch):
     devices = [torch_device(plan, rank) for rank in range(5)]
     assert [str(one) for one in devices] == ["cuda:0", "xpu:0", "cpu", "cuda:1", "xpu:1"]
     assert chosen == [("cuda", 0), ("xpu", 0), ("cuda", 1), ("xpu", 1)]
-    assert str(torch_device(plan, 0, 3)) == "cuda:1"  # of a draft model
+    drafting = replace(make_plan((0, 1)), cluster=plan.cluster, dropped_devices=(1, 2, 3, 4))
+    assert str(torch_device(with_draft(drafting, "m", device=3), 1)) == "cuda:1"
     assert chosen[-1] == ("cuda", 1)

@@ -6,8 +6,10 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
+from helpers.draft_plans import with_draft
 from helpers.ranks import make_plan
 
 from llmpq.dist.io.job import Job, Rendezvous
@@ -71,6 +73,21 @@ def test_a_rank_gets_torchruns_variables_and_its_devices():
     other = rank_environment(plan, 2, [2])
     assert other["OMP_NUM_THREADS"] == "3"
     assert "ATEN_CPU_CAPABILITY" not in other
+
+
+@pytest.mark.parametrize(
+    ("device", "hosts", "threads", "cores"),
+    [(1, [[0, 1, 2]], "1", [{5}, {6}, {6}]), (2, [[0, 1], [2]], "3", [{5}, {6}, {7, 8, 9}])],
+)
+def test_a_draft_model_is_a_rank_on_the_host_of_its_device(device, hosts, threads, cores):
+    """It has the cores of the stage on its device."""
+    plan = replace(make_plan((0, 1, 2)), cluster=_cluster(threads=1), dropped_devices=(2,))
+    plan = with_draft(plan, "m", device=device)
+    assert ranks_of_node(plan, 0, 1) == [0, 1, 2]
+    assert [ranks_of_node(plan, node, len(hosts)) for node in range(len(hosts))] == hosts
+    found = rank_environment(plan, 2, [0, 1, 2])
+    assert (found["RANK"], found["WORLD_SIZE"], found["OMP_NUM_THREADS"]) == ("2", "3", threads)
+    assert [_cores(plan, rank, [0, 1, 2], range(5, 10)) for rank in range(3)] == cores
 
 
 def test_threads_wait_awake_for_each_other_on_cores_of_their_own_alone():

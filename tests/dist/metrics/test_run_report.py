@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from helpers.draft_plans import with_draft
 from helpers.ranks import make_plan
 
 from llmpq.batching import RequestRecord
@@ -129,6 +130,18 @@ FORECAST = PlanForecast(
         StageForecast(prefill_s=0.2, decode_s=0.1, prefill_busy_s=0.2, decode_busy_s=0.5),
     ),
 )
+
+
+def test_a_draft_model_on_another_device_has_a_line_of_its_own():
+    plan = with_draft(PLAN, "m", device=1)
+    own = replace(_stats(2, None), held=None, memory_bytes=9)
+    found = build_report(plan, replace(MEASUREMENT, draft=own))
+    assert [stage["memory_bytes"]["predicted"] for stage in found["stages"]] == [5, 5]
+    assert found["draft_model"]["memory_bytes"] == {"predicted": 7, "measured": 9}
+    assert found["draft_model"]["device"] == "here/cpu#1"
+    assert "draft model on here/cpu#1: memory predicted 7 B, measured 9 B" in format_report(
+        plan, found
+    )
 
 
 def test_the_draft_model_counts_on_its_device():
