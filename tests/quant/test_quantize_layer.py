@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from helpers.tiny_configs import SIZES, tiny_config
 from torch import nn
+from transformers.models.hunyuan_v1_moe.modeling_hunyuan_v1_moe import HunYuanMoEV1Moe
 
 from llmpq.errors import SpecError
 from llmpq.kernels.cpu.dense import can_prepack
@@ -144,3 +146,11 @@ def test_experts_in_an_unknown_layout_are_refused(module, message):
     layer = nn.ModuleDict({"proj": nn.Linear(8, 8), "experts": module})
     with pytest.raises(SpecError, match=message):
         quantize_layer_(layer, 4, torch.float32)
+
+
+def test_router_whose_weight_is_read_stays_as_it_is_at_16_bits():
+    config = tiny_config("hunyuan_v1_moe", {**SIZES, "hidden_size": 64, "num_experts": 64})
+    layer = HunYuanMoEV1Moe(config, layer_idx=0)
+    quantize_layer_(layer, 16, torch.bfloat16)
+    assert type(layer.gate.wg) is nn.Linear
+    assert layer(torch.zeros(1, 2, 64, dtype=torch.bfloat16)).shape == (1, 2, 64)

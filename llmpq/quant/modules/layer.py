@@ -80,7 +80,9 @@ def stored_bytes(module: nn.Module) -> int:
 
 def prepack_(module: nn.Module) -> None:
     """Reorder bf16 weights of linear operators for this CPU's matmul."""
-    names = [name for name, child in module.named_modules() if isinstance(child, nn.Linear)]
+    linears = (name for name, child in module.named_modules() if isinstance(child, nn.Linear))
+    # Routers of some families read the weight of their linear operator.
+    names = [name for name in linears if not is_router(name)]
     for name in names:  # by name, so that each weight is freed before the next is copied
         linear = module.get_submodule(name)
         assert isinstance(linear, nn.Linear)
