@@ -2,8 +2,8 @@
 
     python benchmarks/decode_families.py --folder DIR --json benchmarks/results/decode-families.json
 
-Steps of one sequence through the layers of random models, without embedding and head. Both ways
-run in turn, round after round, on a cache of their own.
+Steps of one sequence, or of several, through the layers of random models, without embedding and
+head. Both ways run in turn, round after round, on a cache of their own.
 """
 
 from __future__ import annotations
@@ -27,10 +27,18 @@ from llmpq.dist.kv.cache import KVCache
 from llmpq.models import PackedBatch, kv_shapes, load_config
 from llmpq.quant.loading.loader import load_stage
 
-FAMILIES = ("llama", "phi3", "gemma2", "gemma3", "granite", "cohere", "opt", "bloom", "gpt_neox")
+FAMILIES = (
+    *("llama", "phi3", "gemma2", "gemma3", "granite", "cohere", "opt", "bloom", "gpt_neox"),
+    *("mixtral", "qwen3_moe"),
+)
+EXPERTS = {
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 1024},
+    "qwen3_moe": {"num_experts": 32, "num_experts_per_tok": 8, "moe_intermediate_size": 384},
+}
+"""Fields of families with experts."""
 BITS = (16, 4)
 CONTEXT, STEPS = 32, 31
-TITLE = "A decode step of one sequence through the layers of a random model"
+TITLE = "A decode step through the layers of a random model"
 
 
 def main() -> int:
@@ -40,6 +48,7 @@ def main() -> int:
     parser.add_argument("--families", nargs="+", default=FAMILIES)
     parser.add_argument("--layers", type=int, default=SMALL_LLAMA["layers"])
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--sequences", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
@@ -49,7 +58,7 @@ def main() -> int:
         path = options.folder.absolute() / f"{family}-{options.layers}"
         make_model(family, path, options.layers)
         for bits in BITS:
-            found, check_s = step_ms(path, bits, options.rounds)
+            found, check_s = step_ms(path, bits, options.rounds, options.sequences)
             samples[f"{family}, {bits} bits"] = found
             compiled, plain = (statistics.median(found[name]) for name in found)
             rows.append(
@@ -64,14 +73,19 @@ def main() -> int:
     document = {
         "topic": "decode-families",
         "command": f"python benchmarks/decode_families.py --folder DIR --layers {options.layers} "
-        f"--rounds {options.rounds} --threads {options.threads}",
+        f"--rounds {options.rounds} --threads {options.threads} --sequences {options.sequences}",
         "date": time.strftime("%Y-%m-%d"),
         "machine": f"{machine()}, {options.threads} threads, load {load:.0f} at the start",
         "versions": {
             "python": platform.python_version(),
             **{name: version(name) for name in ("torch", "transformers")},
         },
-        "tables": [{"title": f"{TITLE} of {options.layers} layers", "rows": rows}],
+        "tables": [
+            {
+                "title": f"{TITLE} of {options.layers} layers; {options.sequences} sequences",
+                "rows": rows,
+            }
+        ],
         "samples_ms": samples,
     }
     write_results(options.json, document)
@@ -84,20 +98,25 @@ def make_model(family: str, path: Path, layers: int) -> None:
         return
     shape = {**SMALL_LLAMA, "layers": layers}
     sizes = [word for name, value in shape.items() for word in (f"--{name}", str(value))]
+    for name, value in EXPERTS.get(family, {}).items():
+        sizes += ["--set", f"{name}={value}"]
     script = str(ROOT / "scripts" / "make_tiny_model.py")
     call([sys.executable, script, "--family", family, *sizes, "--dtype", "bfloat16",
           "--output", str(path)])  # fmt: skip
 
 
 @torch.inference_mode()
-def step_ms(model_dir: Path, bits: int, rounds: int) -> tuple[dict[str, list[float]], float]:
+def step_ms(
+    model_dir: Path, bits: int, rounds: int, sequences: int
+) -> tuple[dict[str, list[float]], float]:
     """Return milliseconds of steps both ways, and the seconds of ``decode_steps_of``."""
     config = load_config(model_dir)
     count = config.num_hidden_layers
     stage = load_stage(model_dir, 0, count, [bits] * count, dtype=torch.bfloat16, device="cpu")
-    blocks = range(blocks_of(CONTEXT + STEPS))
+    each = blocks_of(CONTEXT + STEPS)
+    tables = [range(i * each, (i + 1) * each) for i in range(sequences)]
     caches = [
-        KVCache(kv_shapes(config, 0, count), 0, num_blocks=len(blocks), dtype=torch.bfloat16)
+        KVCache(kv_shapes(config, 0, count), 0, num_blocks=sequences * each, dtype=torch.bfloat16)
         for _ in range(2)
     ]
     start = time.perf_counter()
@@ -110,17 +129,19 @@ def step_ms(model_dir: Path, bits: int, rounds: int) -> tuple[dict[str, list[flo
         "operator by operator": lambda hidden, batch: stage(hidden, batch, caches[1]),
     }
     generator = torch.Generator().manual_seed(0)
-    hidden = 0.05 * torch.randn(1, CONTEXT, config.hidden_size, generator=generator)
+    hidden = 0.05 * torch.randn(1, sequences * CONTEXT, config.hidden_size, generator=generator)
     hidden = hidden.to(torch.bfloat16)
-    prompt = PackedBatch(block_tables=[blocks], starts=[0], counts=[CONTEXT])
+    prompt = PackedBatch(block_tables=tables, starts=[0] * sequences, counts=[CONTEXT] * sequences)
     found: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + 1):
         for name in ways if number % 2 else reversed(ways):
             ways[name](hidden, prompt)
             start = time.perf_counter()
             for place in range(CONTEXT, CONTEXT + STEPS):
-                one = PackedBatch(block_tables=[blocks], starts=[place], counts=[1])
-                ways[name](hidden[:, :1], one)
+                one = PackedBatch(
+                    block_tables=tables, starts=[place] * sequences, counts=[1] * sequences
+                )
+                ways[name](hidden[:, :sequences], one)
             if number:  # the first round warms up
                 found[name].append(1e3 * (time.perf_counter() - start) / STEPS)
     return found, check_s

@@ -29,6 +29,7 @@ from llmpq.models import DecoderStage, PackedBatch, kv_shapes
 from llmpq.models.attention import ScoreOptions
 from llmpq.models.packed_attention import Attention, LayerAttention
 from llmpq.models.rotary import RotaryTables
+from llmpq.quant.modules.linear import QuantExperts
 from llmpq.quant.modules.steps.append import LayerStep, append_layer
 from llmpq.quant.modules.steps.parts import LayerForm, LayerParts, forms_of, parts_of
 from llmpq.spec.precision import Precision
@@ -48,6 +49,8 @@ _TRIED_SIZE = 0.05
 """Size of the random input: that of embeddings, so that rounding hides no part of a layer."""
 _TRIED_CONTEXT = (17, 3)
 """Tokens before the compared one in each row: in its first block, and in another."""
+_TRIED_DRAFTS = 6
+"""More tokens of the first row where layers have experts: a row may have none that are compared."""
 
 LayerChoice = tuple[LayerForm, StepScores]
 """How the modules of a layer are combined, and the scores of its attention."""
@@ -104,7 +107,8 @@ class CompiledSteps:
         self._longest = longest
         self._program = StepProgram(cache.dtype)
         self._hidden = self._program.buffer("hidden", layers.config.hidden_size)
-        self._rotary = _RotaryRows(layers, self._program, self._hidden)
+        is_short = any(form.rotation == "short" for form, _ in choices.values())
+        self._rotary = _RotaryRows(layers, self._program, self._hidden, is_short=is_short)
         self._biased_tokens = 0
         for index, choice in choices.items():
             self._append(index, choice)
@@ -129,6 +133,14 @@ class CompiledSteps:
         self._program.run(batch.block_tables, batch.starts)
         return self._hidden[None, :rows].clone()
 
+    def margins(self, rows: int) -> Tensor:
+        """Return how clearly experts were chosen for ``rows`` rows of the last run, ``[R]``.
+
+        The least of all layers, in standard deviations of a router's scores.
+        """
+        found = [margins(rows) for margins in self._program.margins]
+        return torch.stack([torch.full((rows,), torch.inf), *found]).amin(0)
+
     def _runs(self, hidden: Tensor, batch: PackedBatch) -> bool:
         """Whether the rows are single tokens, few, and not too far."""
         if not batch.is_decode or batch.rows > self._program.most_rows:
@@ -152,12 +164,21 @@ class CompiledSteps:
 class _RotaryRows:
     """cos and sin of the rows of a step, from tables of all positions so far.
 
+    Args:
+        layers: of the stage.
+        program: of the step.
+        like: has dtype and device of the tables.
+        is_short: whether the rotary embedding makes each angle once, not for both features.
+
     Attributes:
         buffers: of cos and sin of every layer of the model; empty without rotation.
     """
 
-    def __init__(self, layers: DecoderStage, program: StepProgram, like: Tensor) -> None:
+    def __init__(
+        self, layers: DecoderStage, program: StepProgram, like: Tensor, *, is_short: bool
+    ) -> None:
         self._rotary: RotaryTables | None = layers.rotary
+        self._is_short = is_short
         self._like = like
         self._tables: list[Tensor] = []
         self._length = 0
@@ -199,15 +220,16 @@ class _RotaryRows:
                 raise UnsupportedStepError("its rotary embedding has complex numbers")
             if id(table) not in kinds:
                 kinds[id(table)] = len(kinds)
-                tables += [_by_halves(part[0]) for part in table]
+                tables += [self._by_halves(part[0]) for part in table]
         self._tables, self._length = tables, length
         return [kinds[id(table)] for table in made]
 
-
-def _by_halves(table: Tensor) -> Tensor:
-    """Return a table ``[P, features]`` with the number of each pair once in either half."""
-    even, odd = table[:, ::2], table[:, 1::2]
-    return torch.cat((even, odd), dim=1) if torch.equal(even, odd) else table.contiguous()
+    def _by_halves(self, table: Tensor) -> Tensor:
+        """Return a table ``[P, features]`` with the number of each pair once in either half."""
+        if self._is_short:
+            return torch.cat((table, table), dim=1)
+        even, odd = table[:, ::2], table[:, 1::2]
+        return torch.cat((even, odd), dim=1) if torch.equal(even, odd) else table.contiguous()
 
 
 def checked_layers(layers: DecoderStage) -> list[int]:
@@ -278,9 +300,11 @@ class _Trial:
             rows = torch.randn(1, tokens, config.hidden_size, generator=generator)
             return (_TRIED_SIZE * rows).to(cache.dtype)
 
+        has_experts = any(isinstance(part, QuantExperts) for part in layers.modules())
+        drafts = _TRIED_DRAFTS if has_experts else 1
         tables, next_block = [], 0
         for context in _TRIED_CONTEXT:
-            blocks = context // cache.block_size + 1
+            blocks = (context + drafts) // cache.block_size + 1
             tables.append(range(next_block, next_block + blocks))
             next_block += blocks
         self._layers = layers
@@ -299,8 +323,10 @@ class _Trial:
             self._cache,
             checked_layers(layers),
         )
-        # The last row is the next token of the first sequence, as where drafts are verified.
-        tables, starts = [*tables, tables[0]], [*_TRIED_CONTEXT, _TRIED_CONTEXT[0] + 1]
+        # The last rows are the next tokens of the first sequence, as where drafts are verified.
+        first = _TRIED_CONTEXT[0]
+        tables = [*tables, *[tables[0]] * drafts]
+        starts = [*_TRIED_CONTEXT, *range(first + 1, first + 1 + drafts)]
         self._batch = PackedBatch(block_tables=tables, starts=starts, counts=[1] * len(tables))
         self._hidden = random_rows(self._batch.rows)
         self._arguments = layers.step_arguments(self._hidden, self._batch, self._cache)
@@ -346,7 +372,13 @@ class _Trial:
             except UnsupportedStepError as error:
                 reason = reason or error
                 continue
-            difference = self._difference(steps.run(self._hidden, self._batch), expected)
+            found = steps.run(self._hidden, self._batch)
+            # Where two experts are as good but for rounding, the layer may choose another one.
+            is_clear = ~(steps.margins(self._batch.rows) < LIMITS[self._cache.dtype])
+            if not is_clear.any():
+                reason = reason or UnsupportedStepError("experts that are equally good")
+                continue
+            difference = self._difference(found, expected, is_clear)
             if difference <= LIMITS[self._cache.dtype]:
                 return tried, scores
             least = min(least, difference)
@@ -364,8 +396,8 @@ class _Trial:
         expected = self._layers.run_layer(index, self._hidden, recorded)
         options = recorder.options
         assert options is not None, "every layer attends"
-        if options.chunk is not None or options.sinks is not None:
-            raise UnsupportedStepError("attention in chunks, or with sinks")
+        if options.chunk is not None:
+            raise UnsupportedStepError("attention in chunks")
         if parts.positions is None:
             self._check_positions(index, expected)
         scaling = options.scaling
@@ -376,6 +408,7 @@ class _Trial:
             window=options.window,
             softcap=options.softcap,
             has_bias=options.bias is not None,
+            has_sinks=options.sinks is not None,
         )
         return expected, scores
 
@@ -397,9 +430,11 @@ class _Trial:
         found = self._layers.run_layer(index, self._hidden, arguments | {"position_ids": positions})
         return self._difference(found, expected) <= LIMITS[self._cache.dtype]
 
-    def _difference(self, found: Tensor, expected: Tensor) -> float:
-        added = (expected - self._hidden).float().norm()
-        return float((found - expected).float().norm() / added)
+    def _difference(self, found: Tensor, expected: Tensor, compared: Tensor | None = None) -> float:
+        """Return the relative difference of rows, all but for a mask ``[R]``."""
+        rows = slice(None) if compared is None else compared
+        added = (expected - self._hidden)[:, rows].float().norm()
+        return float((found - expected)[:, rows].float().norm() / added)
 
 
 class _Recorder:

@@ -9,9 +9,10 @@ Shapes: R rows (single tokens), H heads, h KV heads, d head_dim, C columns, P po
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from ctypes import Array, Structure, addressof, byref, c_float, c_int32, c_int64, c_void_p
+from collections.abc import Callable, Sequence
+from ctypes import Array, Structure, addressof, byref
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,90 +31,52 @@ from llmpq.kernels.cpu.native import (
     library,
 )
 from llmpq.kernels.cpu.paged_attention import STORED_TYPES, PagedHeads
+from llmpq.kernels.cpu.step_structures import (
+    MOST_PRODUCTS,
+    AddRows,
+    GateRows,
+    Heads,
+    Kind,
+    NormRows,
+    Operator,
+    Prepared,
+    PrepareRows,
+    Products,
+    RotateRows,
+    Step,
+)
 from llmpq.kernels.cpu.switch import few_rows_limit, is_float_faster
 
 MOST_ROWS = 32
 """Most rows of a step."""
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 """In the order of ``csrc/rows.c``."""
-_NORM, _ADD, _ROTATE, _GATE, _PREPARE, _STORE, _PRODUCTS, _ATTEND = range(8)
-_DENSE_BF16, _PLAIN_FLOAT, _PACKED_BF16, _PACKED_FLOAT, _LLM_INT8, _PACKED_INT8 = range(6)
+_DENSE_BF16, _PLAIN, _PACKED_BF16, _PACKED_FLOAT, _LLM_INT8, _PACKED_INT8 = range(6)
 _BLOCK = 128  # columns of a sum: kernels.h
-_MOST_PRODUCTS = 3
 
 
-class _Heads(Structure):
-    _fields_ = (("data", c_void_p), *((name, c_int64) for name in ("row", "head")))
+class StepKernel(NamedTuple):
+    """How a weight is multiplied.
 
+    Attributes:
+        number: of the kernel in ``csrc/step.c``.
+        block: columns of a sum of the rows; 0 where the kernel needs none.
+        option: limit of few rows of weight-only products; bits of those with 8-bit activations.
+    """
 
-class _NormRows(Structure):
-    _fields_ = (
-        ("norm", Norm),
-        *((name, _Heads) for name in ("x", "y")),
-        *((name, c_int64) for name in ("heads", "weight_head")),
-    )
+    number: int
+    block: int
+    option: int
 
+    @property
+    def few_limit(self) -> int:
+        """Rows up to which weight-only products decode while they multiply; 0 for others."""
+        return self.option if self.number == _PACKED_BF16 else 0
 
-class _AddRows(Structure):
-    _fields_ = (
-        *((name, c_void_p) for name in ("x", "more")),
-        ("columns", c_int64),
-        ("factor", c_float),
-    )
-
-
-class _RotateRows(Structure):
-    _fields_ = (
-        ("x", _Heads),
-        *((name, c_void_p) for name in ("cos", "sin")),
-        *((name, c_int64) for name in ("heads", "turned")),
-        *((name, c_int32) for name in ("pairs", "table_type")),
-    )
-
-
-class _GateRows(Structure):
-    _fields_ = (
-        *((name, c_void_p) for name in ("gate", "up", "y")),
-        *((name, c_int64) for name in ("gate_row", "up_row", "columns")),
-        ("activation", c_int32),
-    )
-
-
-class _Prepared(Structure):
-    _fields_ = (
-        ("x", c_void_p),
-        *((name, c_int64) for name in ("columns", "block")),
-        *((name, c_void_p) for name in ("sums", "codes", "scale", "sum")),
-        *((name, c_void_p) for name in ("start", "end", "column", "value")),
-        ("threshold", c_float),
-        *((name, c_int32) for name in ("type", "bits")),
-    )
-
-
-class _PrepareRows(Structure):
-    _fields_ = (("prepared", _Prepared), ("kernel", c_int32))
-
-
-class _Products(Structure):
-    _fields_ = (
-        ("products", Product * _MOST_PRODUCTS),
-        ("prepared", c_void_p),
-        *((name, c_int64) for name in ("count", "few_limit")),
-        ("kernel", c_int32),
-    )
-
-
-class _Operator(Structure):
-    _fields_ = (("kind", c_int32), ("what", c_void_p))
-
-
-class _Step(Structure):
-    _fields_ = (
-        ("operators", c_void_p),
-        *((name, c_int64) for name in ("count", "rows")),
-        *((name, c_void_p) for name in ("tables", "starts", "lengths")),
-        *((name, c_int32) for name in ("type", "threads")),
-    )
+    @property
+    def in_float(self) -> bool:
+        """Whether more rows are multiplied as float32."""
+        return self.number == _PACKED_BF16 and is_float_faster()
 
 
 class UnsupportedStepError(Exception):
@@ -148,12 +111,14 @@ class StepScores:
         window: tokens a query sees; ``None`` for all.
         softcap: bound of the scores, by a hyperbolic tangent; ``None`` for none.
         has_bias: whether the bias of :meth:`StepProgram.set_bias` is added.
+        has_sinks: whether each head has one more score, without a value.
     """
 
     scaling: float
     window: int | None = None
     softcap: float | None = None
     has_bias: bool = False
+    has_sinks: bool = False
 
 
 class StepProgram:
@@ -164,6 +129,8 @@ class StepProgram:
 
     Attributes:
         most_rows: most rows for which the kernels of its products are the fastest.
+        margins: functions of a number of rows R: how clearly routers chose the experts of these
+            rows in the last run, ``[R]``, in standard deviations of their scores.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -171,19 +138,21 @@ class StepProgram:
             raise UnsupportedStepError(f"numbers of {dtype}")
         self.dtype = dtype
         self.most_rows = MOST_ROWS
-        self._buffers: dict[tuple[str, int, torch.dtype], Tensor] = {}
+        self.margins: list[Callable[[int], Tensor]] = []
+        self._buffers: dict[tuple[str, int, int, torch.dtype], Tensor] = {}
         self._operators: list[tuple[int, Structure]] = []
-        self._kept: list[Tensor | PreparedWeight] = []  # whose addresses operators hold
-        self._handles: list[Weight] = []  # of plain weights
-        self._list: Array[_Operator] | None = None
+        self._kept: list[object] = []  # whose addresses operators hold
+        self._list: Array[Operator] | None = None
         self._biased: list[Attention] = []
         self._bias: Tensor | None = None
 
-    def buffer(self, name: str, columns: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the rows of a name and width, ``[MOST_ROWS, columns]``: one for all layers."""
-        key = (name, columns, dtype or self.dtype)
+    def buffer(
+        self, name: str, columns: int, dtype: torch.dtype | None = None, rows: int = MOST_ROWS
+    ) -> Tensor:
+        """Return the rows of a name and shape, ``[rows, columns]``: one for all layers."""
+        key = (name, rows, columns, dtype or self.dtype)
         if key not in self._buffers:
-            self._buffers[key] = torch.empty(MOST_ROWS, columns, dtype=key[2])
+            self._buffers[key] = torch.empty(rows, columns, dtype=key[3])
         return self._buffers[key]
 
     def norm(self, x: Tensor, y: Tensor, norm: RowNorm) -> None:
@@ -194,8 +163,8 @@ class StepProgram:
         if columns % 16 or any(v is not None and v.shape not in shapes for v in (weight, bias)):
             raise UnsupportedStepError(f"a norm of {heads} heads of {columns} numbers")
         call = Norm(
-            weight=None if weight is None else self._address(weight),
-            bias=None if bias is None else self._address(bias),
+            weight=None if weight is None else self.keep(weight),
+            bias=None if bias is None else self.keep(bias),
             columns=columns,
             epsilon=norm.epsilon,
             type=TYPES[self.dtype],
@@ -203,10 +172,10 @@ class StepProgram:
             centers=norm.centers,
             rounds=norm.rounds,
         )
-        rows = _NormRows(norm=call, x=_heads(x), y=_heads(y), heads=heads)
+        rows = NormRows(norm=call, x=_heads(x), y=_heads(y), heads=heads)
         if weight is not None and weight.dim() > 1:
             rows.weight_head = columns
-        self._append(_NORM, rows)
+        self.append(Kind.NORM, rows)
 
     def add(self, x: Tensor, more: Tensor, factor: float = 1.0) -> None:
         """Append ``x += factor * more``, ``[R, C]``."""
@@ -220,7 +189,7 @@ class StepProgram:
         columns = x.shape[1]
         if columns % 16:
             raise UnsupportedStepError(f"rows of {columns} numbers")
-        self._append(_ADD, _AddRows(x=x.data_ptr(), more=more, columns=columns, factor=factor))
+        self.append(Kind.ADD, AddRows(x=x.data_ptr(), more=more, columns=columns, factor=factor))
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, *, pairs: bool) -> None:
         """Append the rotary embedding of the first features of the heads ``[R, H, d]`` of ``x``.
@@ -236,7 +205,7 @@ class StepProgram:
         turned, dim = cos.shape[1], x.shape[2]
         if turned % 2 or turned > dim:
             raise UnsupportedStepError(f"a rotary embedding of {turned} of {dim} features")
-        rotate = _RotateRows(
+        rotate = RotateRows(
             x=_heads(x),
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
@@ -245,7 +214,7 @@ class StepProgram:
             pairs=pairs,
             table_type=TYPES[cos.dtype],
         )
-        self._append(_ROTATE, rotate)
+        self.append(Kind.ROTATE, rotate)
 
     def gate(self, gate: Tensor, up: Tensor | None, y: Tensor, activation: str) -> None:
         """Append ``y = activation(gate) * up``, ``[R, C]``.
@@ -256,19 +225,7 @@ class StepProgram:
             y: rows.
             activation: one of ``ACTIVATIONS``.
         """
-        columns = gate.shape[1]
-        if columns % 16:
-            raise UnsupportedStepError(f"rows of {columns} numbers")
-        call = _GateRows(
-            gate=gate.data_ptr(),
-            up=None if up is None else up.data_ptr(),
-            y=y.data_ptr(),
-            gate_row=gate.stride(0),
-            up_row=0 if up is None else up.stride(0),
-            columns=columns,
-            activation=ACTIVATIONS.index(activation),
-        )
-        self._append(_GATE, call)
+        self.append(Kind.GATE, gate_rows(gate, up, y, activation))
 
     def products(
         self, x: Tensor, outputs: Sequence[tuple[Tensor, PreparedWeight | Tensor, Tensor | None]]
@@ -277,35 +234,36 @@ class StepProgram:
 
         Args:
             x: rows.
-            outputs: up to three of y, weight and bias; a plain weight is float32.
+            outputs: up to three of y, weight and bias; a plain weight has the dtype of the rows,
+                and its y may be float32.
         """
-        found = [self._kernel(weight) for _, weight, _ in outputs]
-        if len(set(found)) > 1 or len(found) > _MOST_PRODUCTS:
+        found = {self.kernel_of(weight) for _, weight, _ in outputs}
+        if len(found) > 1 or len(outputs) > MOST_PRODUCTS:
             raise UnsupportedStepError("products of one input by different kernels")
-        kernel, block, limit = found[0]
-        call = _Products(count=len(outputs), kernel=kernel)
-        if kernel == _PACKED_BF16:
-            call.few_limit = limit
-        if kernel in (_PACKED_BF16, _PACKED_FLOAT, _PACKED_INT8, _LLM_INT8):
-            prepare = self._prepare(x, kernel, block, limit)
-            self._append(_PREPARE, prepare)
+        kernel = found.pop()
+        call = Products(
+            count=len(outputs),
+            kernel=kernel.number,
+            few_limit=kernel.few_limit,
+            out=TYPES[outputs[0][0].dtype],
+        )
+        prepare = self.prepared(x, kernel)
+        if prepare is not None:
+            self.append(Kind.PREPARE, prepare)
             call.prepared = addressof(prepare)
         for place, (y, weight, bias) in enumerate(outputs):
-            handle = self._handle(weight)
-            if (handle.rows, handle.columns) != (y.shape[1], x.shape[1]) or handle.rows % 16:
-                raise UnsupportedStepError(f"a weight [{handle.rows}, {handle.columns}]")
             call.products[place] = Product(
-                weight=addressof(handle),
+                weight=self.handle_of(weight, y.shape[1], x.shape[1]),
                 x=x.data_ptr(),
-                bias=None if bias is None else self._address(bias.to(self.dtype)),
+                bias=None if bias is None else self.keep(bias.to(self.dtype)),
                 y=y.data_ptr(),
-                in_float=kernel == _PACKED_BF16 and is_float_faster(),
+                in_float=kernel.in_float,
             )
-        self._append(_PRODUCTS, call)
+        self.append(Kind.PRODUCTS, call)
 
     def attend(
         self, parts: tuple[Tensor, Tensor, Tensor], out: Tensor, heads: PagedHeads,
-        scores: StepScores,
+        scores: StepScores, sinks: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Append attention on the blocks of a layer, which first stores the new keys and values.
 
@@ -314,6 +272,7 @@ class StepProgram:
             out: buffer ``[R, H d]``.
             heads: of the layer.
             scores: how they become weights.
+            sinks: ``[H]``, one more score of each head; for those that have sinks.
         """
         query, key, value = parts
         _, kv_heads, block_size, dim = heads.keys.shape
@@ -325,16 +284,17 @@ class StepProgram:
             out=out.data_ptr(),
             new_key=key.data_ptr(),
             new_value=value.data_ptr(),
-            keys=self._address(heads.keys),
-            values=self._address(heads.values),
-            key_scales=None if scales[0] is None else self._address(scales[0]),
-            value_scales=None if scales[1] is None else self._address(scales[1]),
+            keys=self.keep(heads.keys),
+            values=self.keep(heads.values),
+            key_scales=None if scales[0] is None else self.keep(scales[0]),
+            value_scales=None if scales[1] is None else self.keep(scales[1]),
             kv_heads=kv_heads,
             group=query.shape[1] // kv_heads,
             dim=dim,
             block_bits=block_size.bit_length() - 1,
             window=scores.window or 0,
             scaling=scores.scaling,
+            sinks=None if sinks is None else self.keep(sinks.detach().float()),
             softcap=scores.softcap or 0.0,
             type=TYPES[self.dtype],
             stored=STORED_TYPES[heads.keys.dtype],
@@ -345,8 +305,8 @@ class StepProgram:
         call.block_stride, call.head_stride = heads.keys.stride()[:2]
         if scores.has_bias:
             self._biased.append(call)
-        self._append(_STORE, call)
-        self._append(_ATTEND, call)
+        self.append(Kind.STORE, call)
+        self.append(Kind.ATTEND, call)
 
     def set_bias(self, bias: Tensor) -> None:
         """Set what is added to the scores of a sequence's first P tokens, float32 ``[H, P]``."""
@@ -367,10 +327,10 @@ class StepProgram:
         lengths = np.array(positions) + 1
         assert len(positions) <= MOST_ROWS
         if self._list is None:
-            self._list = (_Operator * len(self._operators))(
-                *(_Operator(kind=kind, what=addressof(what)) for kind, what in self._operators)
+            self._list = (Operator * len(self._operators))(
+                *(Operator(kind=kind, what=addressof(what)) for kind, what in self._operators)
             )
-        step = _Step(
+        step = Step(
             operators=addressof(self._list),
             count=len(self._operators),
             rows=len(positions),
@@ -384,82 +344,113 @@ class StepProgram:
         assert loaded is not None
         loaded.kernels_step(byref(step))
 
-    def _append(self, kind: int, what: Structure) -> None:
+    def append(self, kind: Kind, what: Structure) -> None:
+        """Append an operator."""
         self._operators.append((kind, what))
         self._list = None
 
-    def _address(self, tensor: Tensor) -> int:
-        self._kept.append(tensor)
-        return tensor.data_ptr()
+    def keep(self, data: Tensor | Structure) -> int:
+        """Return the address of data, which then live as long as this program."""
+        self._kept.append(data)
+        return data.data_ptr() if isinstance(data, Tensor) else addressof(data)
 
-    def _kernel(self, weight: PreparedWeight | Tensor) -> tuple[int, int, int]:
-        """Return the kernel of a weight, the columns of its sums, and a number of that kernel.
+    def kernel_of(self, weight: PreparedWeight | Tensor) -> StepKernel:
+        """Return the kernel of a weight.
 
-        That is the limit of few rows of weight-only products, and the bits of 8-bit activations'.
+        Raises:
+            UnsupportedStepError: there is none.
         """
         if isinstance(weight, Tensor):
-            if weight.dtype != torch.float32 or self.dtype != torch.float32:
-                raise UnsupportedStepError(f"a plain weight of {weight.dtype}")
-            return _PLAIN_FLOAT, 0, 0
+            if weight.dtype != self.dtype or not weight.is_contiguous() or weight.shape[1] % 16:
+                raise UnsupportedStepError(f"a plain weight {list(weight.shape)} of {weight.dtype}")
+            return StepKernel(_PLAIN, 0, 0)
         if not isinstance(weight.handle, Weight):
             raise UnsupportedStepError(f"a weight of '{weight.backend}' without a compiled kernel")
         is_bf16 = self.dtype == torch.bfloat16
         if weight.backend == DENSE_BACKEND and is_bf16:
             self.most_rows = min(self.most_rows, few_dense_rows())
-            return _DENSE_BF16, 0, 0
+            return StepKernel(_DENSE_BF16, 0, 0)
         block = _BLOCK
         while weight.handle.group % block:
             block //= 2
         if weight.backend == "cpu_packed" and is_bf16 and has_bf16_products():
-            return _PACKED_BF16, block, few_rows_limit(weight.precision.bits)
+            return StepKernel(_PACKED_BF16, block, few_rows_limit(weight.precision.bits))
         if weight.backend == "cpu_packed":
-            return _PACKED_FLOAT, block, 0
+            return StepKernel(_PACKED_FLOAT, block, 0)
         if weight.backend == "cpu_packed_int8":
-            return _PACKED_INT8, block, weight.precision.bits
+            return StepKernel(_PACKED_INT8, block, weight.precision.bits)
         if weight.backend == "cpu_llm_int8":
-            return _LLM_INT8, 0, 0
+            return StepKernel(_LLM_INT8, 0, 0)
         raise UnsupportedStepError(f"a weight of '{weight.backend}' in {self.dtype}")
 
-    def _handle(self, weight: PreparedWeight | Tensor) -> Weight:
-        self._kept.append(weight)
-        if isinstance(weight, PreparedWeight):
-            assert isinstance(weight.handle, Weight)
-            return weight.handle
-        if not weight.is_contiguous():
-            raise UnsupportedStepError("a plain weight that is not contiguous")
-        rows, columns = weight.shape
-        handle = Weight(tiles=weight.data_ptr(), rows=rows, columns=columns, bits=32)
-        self._handles.append(handle)
-        return handle
+    def handle_of(self, weight: PreparedWeight | Tensor, rows: int, columns: int) -> int:
+        """Return the address of the handle of a weight ``[rows, columns]``.
 
-    def _prepare(self, x: Tensor, kernel: int, block: int, bits: int) -> _PrepareRows:
-        columns = x.shape[1]
+        Raises:
+            UnsupportedStepError: it has another shape.
+        """
+        if isinstance(weight, PreparedWeight):
+            handle = weight.handle
+        else:
+            bits = 8 * weight.itemsize
+            handle = Weight(
+                tiles=weight.data_ptr(), rows=len(weight), columns=weight.shape[1], bits=bits
+            )
+        assert isinstance(handle, Weight)
+        if (handle.rows, handle.columns) != (rows, columns):
+            raise UnsupportedStepError(f"a weight [{handle.rows}, {handle.columns}]")
+        self._kept += (weight, handle)
+        return addressof(handle)
+
+    def prepared(self, x: Tensor, kernel: StepKernel) -> PrepareRows | None:
+        """Return where a kernel finds what it needs of rows ``x``; ``None`` if it needs no more."""
+        if kernel.number in (_DENSE_BF16, _PLAIN):
+            return None
+        rows, columns = x.shape
 
         def place(name: str, dtype: torch.dtype) -> int:
-            return self.buffer(name, columns, dtype).data_ptr()
+            return self.buffer(name, columns, dtype, rows).data_ptr()
 
-        prepared = _Prepared(x=x.data_ptr(), columns=columns, block=block, type=TYPES[self.dtype])
-        if kernel == _LLM_INT8:
+        prepared = Prepared(
+            x=x.data_ptr(), columns=columns, block=kernel.block, type=TYPES[self.dtype]
+        )
+        if kernel.number == _LLM_INT8:
             prepared.threshold = OUTLIER_THRESHOLD
             prepared.codes = place("codes", torch.int8)
             prepared.column = place("outlier columns", torch.int32)
             prepared.value = place("outlier values", torch.float32)
-            rows = torch.empty(4, MOST_ROWS, dtype=torch.int64)
-            self._kept.append(rows)
+            of_rows = torch.empty(4, rows, dtype=torch.int64)
+            self._kept.append(of_rows)
             prepared.scale, prepared.sum, prepared.start, prepared.end = (
-                row.data_ptr() for row in rows
+                row.data_ptr() for row in of_rows
             )
         else:
             prepared.sums = place("sums", torch.float32)
-        if kernel == _PACKED_INT8:
+        if kernel.number == _PACKED_INT8:
             prepared.codes = place("codes", torch.int8)
             prepared.scale = place("scales", torch.float32)
-            prepared.bits = bits
-        return _PrepareRows(prepared=prepared, kernel=kernel)
+            prepared.bits = kernel.option
+        return PrepareRows(prepared=prepared, kernel=kernel.number)
 
 
-def _heads(x: Tensor) -> _Heads:
+def gate_rows(gate: Tensor, up: Tensor | None, y: Tensor, activation: str) -> GateRows:
+    """Return the operator of :meth:`StepProgram.gate`."""
+    columns = gate.shape[1]
+    if columns % 16:
+        raise UnsupportedStepError(f"rows of {columns} numbers")
+    return GateRows(
+        gate=gate.data_ptr(),
+        up=None if up is None else up.data_ptr(),
+        y=y.data_ptr(),
+        gate_row=gate.stride(0),
+        up_row=0 if up is None else up.stride(0),
+        columns=columns,
+        activation=ACTIVATIONS.index(activation),
+    )
+
+
+def _heads(x: Tensor) -> Heads:
     """Return the strides of heads ``[R, H, d]``."""
     row, head, one = x.stride()
     assert one == 1
-    return _Heads(data=x.data_ptr(), row=row, head=head)
+    return Heads(data=x.data_ptr(), row=row, head=head)

@@ -90,10 +90,30 @@ CASES = {
     "arcee": ("arcee", {}),
     "jais2": ("jais2", {}),
     "persimmon": ("persimmon", {}),
+    "mixtral": ("mixtral", {}),
+    "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": True, "mlp_only_layers": [0]}),
+    "qwen2_moe": ("qwen2_moe", {"shared_expert_intermediate_size": 96}),
+    "olmoe": ("olmoe", {}),
+    "flex_olmo": ("flex_olmo", {}),
+    "granitemoe": ("granitemoe", {}),
+    "phimoe": ("phimoe", {"router_jitter_noise": 0.2}),
+    "minimax_m2": ("minimax_m2", {}),
+    "dots1": ("dots1", {"routed_scaling_factor": 1.5}),
+    "glm4_moe": ("glm4_moe", {"routed_scaling_factor": 1.5}),
+    "ernie4_5_moe": ("ernie4_5_moe", {}),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", {"head_dim": 32}),
+    "mellum": ("mellum", {}),
+    "solar_open": ("solar_open", {}),
+    "gpt_oss": (
+        "gpt_oss",
+        {"layer_types": ["sliding_attention", "full_attention"], "initializer_range": 0.1},
+    ),
 }  # fmt: skip
 """Model type and fields of the configuration."""
 REFUSED = {
-    "experts": ("mixtral", {}, "layer 0: no projection of the MLP of a known name"),
+    "groups of experts": (
+        "glm4_moe", {"n_group": 2, "topk_group": 1}, "layer 1: the router Glm4MoeTopkRouter"
+    ),
     "latent attention": ("deepseek_v3", {}, "its attention has no compiled kernel"),
     "other names": ("apertus", {}, "layer 0: no norm of a known name"),
     "dynamic rotation": (

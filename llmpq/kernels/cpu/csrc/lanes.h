@@ -112,6 +112,15 @@ INLINE vf load_any(const void *from, int64_t at, int type) {
     return type == TYPE_BF16 ? load_lanes(from, at, TYPE_BF16) : load_lanes(from, at, TYPE_F16);
 }
 
+/* A single float32 or bf16 number. */
+INLINE float load_one(const void *from, int64_t at, const int type) {
+    if (type == TYPE_F32) return ((const float *)from)[at];
+    uint32_t word = (uint32_t)((const uint16_t *)from)[at] << 16;
+    float number;
+    memcpy(&number, &word, sizeof number);
+    return number;
+}
+
 /* The nearest numbers of a type, as their bits. */
 INLINE vu typed_bits(vf value, int type) {
     vu bits = (vu)value;

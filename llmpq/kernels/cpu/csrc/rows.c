@@ -6,7 +6,7 @@
 #ifdef __AVX2__
 #include <math.h>
 
-enum { SILU, GELU, GELU_TANH, RELU, RELU2 };
+enum { SILU, GELU, GELU_TANH, RELU, RELU2, CLAMPED };
 
 INLINE void put(void *to, int64_t at, vf v, const int type) {
     store_typed(to, at, LANES, typed_bits(v, type), type);
@@ -74,14 +74,6 @@ INLINE void turn_lanes(const RotateRows *o, int64_t at, int64_t table, int64_t k
     put(o->x.data, high, other, type);
 }
 
-INLINE float one(const void *from, int64_t at, const int type) {
-    if (type == TYPE_F32) return ((const float *)from)[at];
-    uint32_t word = (uint32_t)((const uint16_t *)from)[at] << 16;
-    float number;
-    memcpy(&number, &word, sizeof number);
-    return number;
-}
-
 INLINE void put_one(void *to, int64_t at, float number, const int type) {
     if (type == TYPE_F32) ((float *)to)[at] = number;
     else ((uint16_t *)to)[at] = (uint16_t)typed_bits((vf){0} + number, TYPE_BF16)[0];
@@ -96,11 +88,11 @@ INLINE void turn1(const RotateRows *o, int64_t at, int64_t table, int64_t k, con
                   const int table_type, const int pairs) {
     int64_t half = o->turned / 2, low = at + (pairs ? 2 * k : k);
     int64_t high = pairs ? low + 1 : low + half;
-    float a = one(o->x.data, low, type), b = one(o->x.data, high, type);
-    float first = rounded_one(a * one(o->cos, table + k, table_type), table_type);
-    float other = rounded_one(b * one(o->cos, table + half + k, table_type), table_type);
-    first -= rounded_one(b * one(o->sin, table + k, table_type), table_type);
-    other += rounded_one(a * one(o->sin, table + half + k, table_type), table_type);
+    float a = load_one(o->x.data, low, type), b = load_one(o->x.data, high, type);
+    float first = rounded_one(a * load_one(o->cos, table + k, table_type), table_type);
+    float other = rounded_one(b * load_one(o->cos, table + half + k, table_type), table_type);
+    first -= rounded_one(b * load_one(o->sin, table + k, table_type), table_type);
+    other += rounded_one(a * load_one(o->sin, table + half + k, table_type), table_type);
     put_one(o->x.data, low, first, type);
     put_one(o->x.data, high, other, type);
 }
@@ -150,12 +142,33 @@ INLINE void gate_typed(const GateRows *o, int64_t m, const int type, const int a
     }
 }
 
+/* The activation of gpt_oss. */
+INLINE void clamp_typed(const GateRows *o, int64_t m, const int type) {
+    const vi evens = 2 * lane_numbers();
+    const vf most = (vf){0} + o->limit;
+    for (int64_t k = 0; k < o->columns; k += LANES) {
+        int64_t at = m * o->gate_row + 2 * k;
+        vf a = load_lanes(o->gate, at, type), b = load_lanes(o->gate, at + LANES, type);
+        vf x = __builtin_shuffle(a, b, evens), up = __builtin_shuffle(a, b, evens + 1);
+        x = either(x > most, most, x);
+        up = either(up > most, most, either(up < -most, -most, up));
+        vf u = o->alpha * x, e = exponential(-magnitude(u));
+        vf y = rounded(x * either(u < 0, e, e * 0 + 1) / (1 + e), type);
+        put(o->y, m * o->columns + k, rounded(up + 1, type) * y, type);
+    }
+}
+
 void gate_row(const GateRows *o, int64_t m, int type) {
 #define GATED(KIND)                                                                              \
     case KIND:                                                                                   \
         if (type == TYPE_F32) gate_typed(o, m, TYPE_F32, KIND);                                  \
         else gate_typed(o, m, TYPE_BF16, KIND);                                                  \
         break;
-    switch (o->activation) { GATED(SILU) GATED(GELU) GATED(GELU_TANH) GATED(RELU) GATED(RELU2) }
+    switch (o->activation) {
+        GATED(SILU) GATED(GELU) GATED(GELU_TANH) GATED(RELU) GATED(RELU2)
+    case CLAMPED:
+        if (type == TYPE_F32) clamp_typed(o, m, TYPE_F32);
+        else clamp_typed(o, m, TYPE_BF16);
+    }
 }
 #endif

@@ -2,11 +2,12 @@
  *
  * The rows of a step are single tokens, of different sequences or consecutive ones of one sequence.
  * Operators that work on each row alone follow each other in one thread; products and attention are
- * spread over the threads in parts. All rows store their keys and values before any row attends.
+ * spread over the threads in parts, those of experts in parts of all experts that some row visits. All
+ * rows store their keys and values before any row attends.
  * Between them the threads wait for each other: they spin for some microseconds, as long as a part
  * takes, and then sleep, so that other processes get the core. */
+#include "experts.h"
 #include "lanes.h"
-#include "rows.h"
 
 #ifdef __AVX2__
 #include <limits.h>
@@ -20,20 +21,16 @@
 #include <sched.h>
 #endif
 
-enum { NORM, ADD, ROTATE, GATE, PREPARE, STORE, PRODUCTS, ATTEND };
-enum { DENSE_BF16, PLAIN_FLOAT, PACKED_BF16, PACKED_FLOAT, LLM_INT8, PACKED_INT8 };
+enum { NORM, ADD, ROTATE, GATE, PREPARE, STORE, ROUTE, COMBINE };
+enum { PRODUCTS = COMBINE + 1, ATTEND, GATHER, ACTIVATE, EXPERTS };
+enum { DENSE_BF16, PLAIN, PACKED_BF16, PACKED_FLOAT, LLM_INT8, PACKED_INT8 };
 enum { MOST_PRODUCTS = 3, SPINS = 1000 };
-
-typedef struct {
-    Prepared prepared;
-    int32_t kernel;
-} PrepareRows;
 
 typedef struct {
     Product products[MOST_PRODUCTS];
     const PrepareRows *prepared; /* null where the kernel needs none */
     int64_t count, few_limit;
-    int32_t kernel;
+    int32_t kernel, out; /* out: the type of y, which plain weights may have of their own */
 } Products;
 
 typedef struct {
@@ -129,7 +126,7 @@ INLINE Attention of_rows(const Step *step, const Attention *what) {
     return a;
 }
 
-static void on_row(const Step *step, const Operator *operator, int64_t m) {
+static void on_row(const Step *step, const Slots *slots, const Operator *operator, int64_t m) {
     const void *what = operator->what;
     switch (operator->kind) {
     case NORM: norm_row_heads(what, m); break;
@@ -137,6 +134,8 @@ static void on_row(const Step *step, const Operator *operator, int64_t m) {
     case ROTATE: rotate_row(what, m, step->type); break;
     case GATE: gate_row(what, m, step->type); break;
     case PREPARE: prepare(what, step->rows, m); break;
+    case ROUTE: route_row(what, m); break;
+    case COMBINE: combine_row(what, slots, m, step->type); break;
     case STORE: {
         Attention a = of_rows(step, what);
         store_part(&a, m);
@@ -148,19 +147,23 @@ static void on_row(const Step *step, const Operator *operator, int64_t m) {
 /* ---- products and attention ------------------------------------------------------------------ */
 
 static int64_t parts_of(const Product *p, int kernel) {
-    if (kernel == PLAIN_FLOAT) return p->weight->rows / 16;
+    if (kernel == PLAIN) return (p->weight->rows + 15) / 16;
     return kernel == PACKED_FLOAT ? float_parts(p) : (p->weight->rows + PANEL - 1) / PANEL;
 }
 
-static void product_part(const Products *o, const Product *p, int64_t item) {
-    const Prepared *q = o->prepared ? &o->prepared->prepared : 0;
-    switch (o->kernel) {
-    case PLAIN_FLOAT: plain_part(p, item); break;
+typedef struct {
+    int64_t few_limit;
+    int32_t kernel, out;
+} How;
+
+static void product_part(How how, const Product *p, const Prepared *q, int64_t item) {
+    switch (how.kernel) {
+    case PLAIN: plain_part(p, how.out, item); break;
     case PACKED_FLOAT: float_part(p, q, item); break;
     case PACKED_INT8: packed_int8_part(p, q, item); break;
 #ifdef __AVX512BF16__
     case DENSE_BF16: dense_part(p, item); break;
-    case PACKED_BF16: bf16_part(p, q, o->few_limit, item); break;
+    case PACKED_BF16: bf16_part(p, q, how.few_limit, item); break;
 #endif
 #ifdef __AVX512VNNI__
     case LLM_INT8: int8_part(p, q, item); break;
@@ -170,6 +173,8 @@ static void product_part(const Products *o, const Product *p, int64_t item) {
 
 static void multiply(Run *run, const Products *o) {
     Product product[MOST_PRODUCTS];
+    const Prepared *q = o->prepared ? &o->prepared->prepared : 0;
+    How how = {o->few_limit, o->kernel, o->out};
     int64_t end[MOST_PRODUCTS], all = 0;
     for (int i = 0; i < o->count; i++) {
         product[i] = o->products[i];
@@ -179,7 +184,68 @@ static void multiply(Run *run, const Products *o) {
     for (int64_t item; (item = take(run)) < all;) {
         int i = 0;
         while (item >= end[i]) i++;
-        product_part(o, product + i, item - (i ? end[i - 1] : 0));
+        product_part(how, product + i, q, item - (i ? end[i - 1] : 0));
+    }
+}
+
+/* ---- experts --------------------------------------------------------------------------------- */
+
+static void prepare_slot(const PrepareRows *o, const Slots *s, int64_t slot) {
+    if (!o) return;
+    int64_t group = s->group[slot], first = s->first[group];
+    PrepareRows own = of_slots(o, first);
+    prepare(&own, s->first[group + 1] - first, slot - first);
+}
+
+static void gather(Run *run, const GatherRows *o, Slots *s) {
+    int64_t bytes = o->columns * (run->step->type == TYPE_F32 ? 4 : 2);
+    order_slots(s, o->route, run->step->rows);
+    int64_t all = run->step->rows == 1 ? 1 : s->count;
+    for (int64_t slot; (slot = take(run)) < all;) {
+        const char *from = (const char *)o->x + s->row[slot] * bytes;
+        memcpy((char *)o->y + slot * bytes, from, (size_t)bytes);
+        prepare_slot(o->prepared, s, slot);
+    }
+}
+
+static void activate(Run *run, const ActivateSlots *o, const Slots *s) {
+    for (int64_t slot; (slot = take(run)) < s->count;) {
+        gate_row(&o->gate, slot, run->step->type);
+        prepare_slot(o->prepared, s, slot);
+    }
+}
+
+/* The product of a group of slots, and what it needs of x. */
+static Product of_group(const Step *step, const ExpertProducts *o, const Slots *s, int64_t group,
+                        PrepareRows *prepared) {
+    int64_t size = step->type == TYPE_F32 ? 4 : 2, expert = s->expert[group];
+    const Weight *w = o->weights[expert];
+    int64_t first = s->first[group], from = o->gathered && step->rows == 1 ? 0 : first;
+    if (o->prepared) *prepared = of_slots(o->prepared, from);
+    return (Product){
+        .weight = w,
+        .x = (const char *)o->x + from * w->columns * size,
+        .bias = o->biases ? o->biases[expert] : 0,
+        .y = (char *)o->y + first * w->rows * size,
+        .count = s->first[group + 1] - first,
+        .in_float = o->in_float,
+    };
+}
+
+static void multiply_experts(Run *run, const ExpertProducts *o, const Slots *s) {
+    const Step *step = run->step;
+    How how = {o->few_limit, o->kernel, step->type};
+    PrepareRows prepared = {.kernel = o->kernel};
+    Product product = of_group(step, o, s, 0, &prepared);
+    int64_t group = 0, start = 0, end = parts_of(&product, o->kernel);
+    for (int64_t item;;) {
+        item = take(run);
+        while (item >= end) {
+            if (++group == s->groups) return;
+            product = of_group(step, o, s, group, &prepared);
+            start = end, end += parts_of(&product, o->kernel);
+        }
+        product_part(how, &product, &prepared.prepared, item - start);
     }
 }
 
@@ -208,18 +274,21 @@ static void take_part(void *pointer) {
     Run *run = pointer;
     const Step *step = run->step;
     const Operator *at = step->operators, *end = at + step->count;
+    Slots slots;
     while (at < end) {
-        if (at->kind == PRODUCTS) {
-            multiply(run, at++->what);
-        } else if (at->kind == ATTEND) {
-            attend(run, at++->what);
-        } else {
-            const Operator *next = at;
+        const Operator *next = at + 1;
+        switch (at->kind) {
+        case PRODUCTS: multiply(run, at->what); break;
+        case ATTEND: attend(run, at->what); break;
+        case GATHER: gather(run, at->what, &slots); break;
+        case ACTIVATE: activate(run, at->what, &slots); break;
+        case EXPERTS: multiply_experts(run, at->what, &slots); break;
+        default:
             while (next < end && next->kind < PRODUCTS) next++;
             for (int64_t m; (m = take(run)) < step->rows;)
-                for (const Operator *o = at; o < next; o++) on_row(step, o, m);
-            at = next;
+                for (const Operator *o = at; o < next; o++) on_row(step, &slots, o, m);
         }
+        at = next;
         if (at < end) meet(run);
     }
 }

@@ -69,7 +69,7 @@ int64_t attention_items(const Attention *a, const Pieces *pieces);
 void attention_part(const Attention *a, const Pieces *pieces, int64_t item);
 void norm_rows(const Norm *n, int64_t first, int64_t end);
 
-void plain_part(const Product *p, int64_t item);
+void plain_part(const Product *p, int out, int64_t item);
 void dense_part(const Product *p, int64_t panel);
 
 void bf16_sums(const Prepared *q, int64_t rows, int64_t m);

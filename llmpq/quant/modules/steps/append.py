@@ -8,16 +8,25 @@ Shapes: R rows, C hidden size, H heads, h KV heads, d head_dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from llmpq.kernels.base import PreparedWeight
 from llmpq.kernels.cpu.paged_attention import PagedHeads
 from llmpq.kernels.cpu.step import StepProgram, StepScores, UnsupportedStepError
-from llmpq.quant.modules.linear import DenseLinear, QuantLinear
-from llmpq.quant.modules.steps.parts import LayerForm, parts_of
+from llmpq.kernels.cpu.step_experts import (
+    ClampedActivation,
+    ExpertMatrix,
+    RowExperts,
+    append_experts,
+)
+from llmpq.models.expert_layouts import ClampedGate
+from llmpq.quant.modules.linear import DenseLinear, Gate, QuantExperts, QuantLinear
+from llmpq.quant.modules.steps.parts import LayerForm, MixtureParts, MlpParts, parts_of
+from llmpq.quant.modules.steps.routers import router_like
 from llmpq.quant.modules.steps.values import activation_like, norm_like
 
 _Linear = QuantLinear | DenseLinear | nn.Linear
@@ -95,7 +104,8 @@ class _Layer:
                     assert step.rotary is not None
                     program.rotate(part, *step.rotary, pairs=step.form.rotation == "pairs")
         attended = program.buffer("attended", query.shape[1] * query.shape[2])
-        program.attend((query, key, value), attended, step.heads, step.scores)
+        sinks = self._parts.sinks if step.scores.has_sinks else None
+        program.attend((query, key, value), attended, step.heads, step.scores, sinks)
         return self._product(self._parts.output, attended, "attention")
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,8 +128,12 @@ class _Layer:
         return query, groups[:, :, -2], groups[:, :, -1]
 
     def _mlp(self, x: Tensor) -> Tensor:
-        """Append the MLP on ``x``; return the buffer of its output ``[R, C]``."""
-        program, parts = self._program, self._parts
+        """Append the MLP or the mixture on ``x``; return the buffer of its output ``[R, C]``."""
+        mlp = self._parts.mlp
+        return self._dense(mlp, x, "mlp") if isinstance(mlp, MlpParts) else self._mixture(mlp, x)
+
+    def _dense(self, parts: MlpParts, x: Tensor, made: str) -> Tensor:
+        program = self._program
         found = self._products(parts.ups, x, ("gate", "up")[: len(parts.ups)])
         gate, up, y = found[0], None, found[0]
         if len(found) > 1:
@@ -129,7 +143,37 @@ class _Layer:
             y = program.buffer("gated", gate.shape[1])
         activation = self._layer.get_submodule(parts.activation)
         program.gate(gate, up, y, activation_like(activation))
-        return self._product(parts.down, y, "mlp")
+        return self._product(parts.down, y, made)
+
+    def _mixture(self, parts: MixtureParts, x: Tensor) -> Tensor:
+        program, layer = self._program, self._layer
+        module = layer.get_submodule(parts.experts)
+        assert isinstance(module, QuantExperts)
+        shared = None if parts.shared is None else self._dense(parts.shared, x, "shared")
+        shared_gate = None
+        if parts.shared_gate is not None:
+            linear = self._linear(parts.shared_gate)
+            shared_gate = program.buffer("shared gate", 1)
+            weight = _weight(parts.shared_gate, linear)
+            program.products(x, [(shared_gate, weight, linear.bias)])
+        router = layer.get_submodule(parts.router)
+        experts = RowExperts(
+            router=router_like(router, x.shape[1], program.dtype, parts.correction),
+            ups=self._matrices(f"{parts.experts}.gate_up", module.gate_up),
+            downs=self._matrices(f"{parts.experts}.down", module.down),
+            activation=_activation(module.gate),
+            shared=shared,
+            shared_gate=shared_gate,
+        )
+        y = program.buffer("mlp", x.shape[1])
+        append_experts(program, x, y, experts)
+        return y
+
+    def _matrices(self, name: str, modules: nn.ModuleList) -> list[ExpertMatrix]:
+        names = [f"{name}.{expert}" for expert in range(len(modules))]
+        linears = [self._linear(one) for one in names]
+        pairs = zip(names, linears, strict=True)
+        return [(_weight(one, linear), linear.bias) for one, linear in pairs]
 
     def _normed(self, name: str | None, x: Tensor) -> Tensor:
         """Append a norm of ``x`` ``[R, C]``; return its buffer."""
@@ -167,9 +211,12 @@ class _Layer:
         outputs, parts = [], []
         for name, buffer in zip(names, made, strict=True):
             linear = self._linear(name)
+            weight = _weight(name, linear)
+            if isinstance(weight, Tensor) and weight.dtype != torch.float32:
+                raise UnsupportedStepError(f"a plain weight of {weight.dtype}")
             y = self._program.buffer(buffer, linear.out_features)
             outputs.append(y)
-            parts.append((y, _weight(name, linear), linear.bias))
+            parts.append((y, weight, linear.bias))
         self._program.products(x, parts)
         return outputs
 
@@ -178,6 +225,14 @@ class _Layer:
         if not isinstance(linear, (QuantLinear, DenseLinear, nn.Linear)):
             raise UnsupportedStepError(f"{type(linear).__name__} in '{name}'")
         return linear
+
+
+def _activation(gate: Callable[[Tensor], Tensor]) -> str | ClampedActivation:
+    if isinstance(gate, ClampedGate):
+        return ClampedActivation(alpha=gate.alpha, limit=gate.limit)
+    if isinstance(gate, Gate):
+        return activation_like(gate.act_fn)
+    raise UnsupportedStepError(f"the activation {type(gate).__name__}")
 
 
 def _heads_of(x: Tensor, dim: int) -> Tensor:

@@ -14,9 +14,11 @@ from typing import Literal
 from torch import Tensor, nn
 
 from llmpq.kernels.cpu.step import UnsupportedStepError
-from llmpq.quant.modules.linear import DenseLinear, QuantLinear
+from llmpq.quant.modules.linear import DenseLinear, QuantExperts, QuantLinear
 
-Rotation = Literal["halves", "pairs"]
+Rotation = Literal["halves", "pairs", "short"]
+"""Features rotated together: half of them apart, or neighbours. ``short``: half of them apart, with
+tables that have each angle once."""
 
 # Norms before and after attention, before and after the MLP; those of the most norms come first.
 _NORMS: tuple[tuple[str | None, str | None, str | None, str | None], ...] = (
@@ -58,6 +60,12 @@ _HEAD_NORMS = (
     ("query_layernorm", "key_layernorm"),
 )
 _MLPS = ("mlp.", "ffn.", "")
+_MIXTURES = ("mlp", "block_sparse_moe", "ffn")
+_ROUTERS = ("gate", "router")
+_SHARED = ("shared_expert", "shared_experts", "shared_mlp")
+"""MLPs whose output is added to that of the experts of a mixture."""
+_CORRECTION = "e_score_correction_bias"
+"""Tensor of a router, or of the mixture, with a number for each expert."""
 _UPS = (
     ("gate_proj", "up_proj"),
     ("gate_up_proj",),
@@ -71,8 +79,46 @@ _DOWNS = ("down_proj", "fc2", "c_proj", "fc_out", "dense_4h_to_h")
 _ACTIVATIONS = ("act_fn", "act", "activation_fn", "gelu_impl")
 _SCALAR = "layer_scalar"
 """Buffer of Gemma 4 that multiplies the output of a layer."""
+_SINKS = "sinks"
+"""Parameter of attention with one more score of each head (gpt_oss)."""
 _POSITIONS = "embed_positions"
 """Buffer of GPT-J with the sines and cosines of all positions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpParts:
+    """Names of the modules of an MLP.
+
+    Attributes:
+        ups: gate and what it multiplies, or a single projection.
+        has_gate: whether a single projection of ``ups`` makes gate and what it multiplies.
+        activation: of the gate or the projection.
+        down: after it.
+    """
+
+    ups: tuple[str, ...]
+    has_gate: bool
+    activation: str
+    down: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureParts:
+    """Names of the modules of a mixture of experts.
+
+    Attributes:
+        router: chooses experts.
+        experts: a ``QuantExperts``.
+        shared: added to the experts' sum.
+        shared_gate: whose sigmoid multiplies what ``shared`` makes.
+        correction: a number for each expert, of the router.
+    """
+
+    router: str
+    experts: str
+    shared: MlpParts | None
+    shared_gate: str | None
+    correction: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,12 +131,10 @@ class LayerParts:
         projections: of queries, keys and values, of queries and keys, or a single one of all.
         output: after attention.
         head_norms: of queries, keys and values.
-        ups: gate and what it multiplies, or a single projection.
-        has_gate: whether a single projection of ``ups`` makes gate and what it multiplies.
-        activation: of the MLP.
-        down: after the MLP.
+        mlp: the MLP, or the mixture in its place.
         multiplier: factor of what attention and MLP add to their input.
         scalar: factor of the output.
+        sinks: one more score of each head, ``[H]``.
         positions: cosines and sines of the layer's own, ``[P, rotated features]``.
     """
 
@@ -99,12 +143,10 @@ class LayerParts:
     projections: tuple[str, ...]
     output: str
     head_norms: tuple[str | None, str | None, str | None]
-    ups: tuple[str, ...]
-    has_gate: bool
-    activation: str
-    down: str
+    mlp: MlpParts | MixtureParts
     multiplier: float
     scalar: float
+    sinks: Tensor | None
     positions: Tensor | None
 
 
@@ -113,7 +155,7 @@ class LayerForm:
     """How the modules of a layer are combined.
 
     Attributes:
-        rotation: which features are rotated together; ``None`` for a layer without rotation.
+        rotation: how features are rotated; ``None`` for a layer without rotation.
         norms_late: whether the heads are normed after the rotation.
         is_parallel: whether the MLP reads the input of the layer, not the output of attention.
         by_heads: whether a single projection makes query, key and value head by head.
@@ -136,8 +178,6 @@ def parts_of(layer: nn.Module) -> LayerParts:
         raise UnsupportedStepError("no norm of a known name")
     attention = _first(layer, "", [(name,) for name in _ATTENTIONS], "attention")[0]
     prefix = f"{attention}."
-    mlp = next((mlp for mlp in _MLPS if any(_have(layer, mlp, (down,)) for down in _DOWNS)), "mlp.")
-    ups = _first(layer, mlp, _UPS, "projection of the MLP")
     head_norms = next((names for names in _HEAD_NORMS if _have(layer, prefix, names[:2])), ())
     found = LayerParts(
         norms=norms,
@@ -145,17 +185,18 @@ def parts_of(layer: nn.Module) -> LayerParts:
         projections=_first(layer, prefix, _PROJECTIONS, "projection of queries"),
         output=_first(layer, prefix, [(name,) for name in _OUTPUTS], "output of attention")[0],
         head_norms=_named_heads(layer, prefix, head_norms),
-        ups=ups,
-        has_gate=ups[0].endswith("gate_up_proj"),
-        activation=_first(layer, mlp, [(name,) for name in _ACTIVATIONS], "activation")[0],
-        down=_first(layer, mlp, [(name,) for name in _DOWNS], "output of the MLP")[0],
+        mlp=_mixture_of(layer) or _mlp_of(layer),
         multiplier=float(getattr(layer, "residual_multiplier", 1.0)),
         scalar=float(layer.get_buffer(_SCALAR)) if _SCALAR in layer._buffers else 1.0,
+        sinks=layer.get_submodule(attention)._parameters.get(_SINKS),
         positions=layer.get_submodule(attention)._buffers.get(_POSITIONS),
     )
     _check_weights(layer, found)
     _check_bounds(layer.get_submodule(attention))
     return found
+
+
+_ROTATIONS: tuple[Rotation | None, ...] = ("halves", "pairs", "short", None)
 
 
 def forms_of(parts: LayerParts, *, rotates: bool) -> Iterator[LayerForm]:
@@ -166,7 +207,7 @@ def forms_of(parts: LayerParts, *, rotates: bool) -> Iterator[LayerForm]:
         rotates: whether its model has a rotary embedding.
     """
     before, after, second, last = parts.norms
-    rotations: Sequence[Rotation | None] = ("halves", "pairs", None) if rotates else (None,)
+    rotations = _ROTATIONS if rotates else (None,)
     has_head_norms = rotates and any(parts.head_norms)
     can_be_both = before is not None and second is not None and after is None and last is None
     choices = itertools.product(
@@ -179,6 +220,50 @@ def forms_of(parts: LayerParts, *, rotates: bool) -> Iterator[LayerForm]:
         yield LayerForm(
             rotation=rotation, norms_late=norms_late, is_parallel=is_parallel, by_heads=by_heads
         )
+
+
+def _mlp_of(layer: nn.Module) -> MlpParts:
+    found = (mlp for mlp in _MLPS if any(_have(layer, mlp, (down,)) for down in _DOWNS))
+    return _mlp_at(layer, next(found, "mlp."))
+
+
+def _mlp_at(layer: nn.Module, prefix: str) -> MlpParts:
+    ups = _first(layer, prefix, _UPS, "projection of the MLP")
+    return MlpParts(
+        ups=ups,
+        has_gate=ups[0].endswith("gate_up_proj"),
+        activation=_first(layer, prefix, [(name,) for name in _ACTIVATIONS], "activation")[0],
+        down=_first(layer, prefix, [(name,) for name in _DOWNS], "output of the MLP")[0],
+    )
+
+
+def _mixture_of(layer: nn.Module) -> MixtureParts | None:
+    """Return the mixture of experts in place of the MLP, if any."""
+    names = (f"{mixture}.experts" for mixture in _MIXTURES)
+    experts = next((name for name in names if _is_module(layer, name)), None)
+    if experts is None:
+        return None
+    if not isinstance(layer.get_submodule(experts), QuantExperts):
+        raise UnsupportedStepError(f"{type(layer.get_submodule(experts)).__name__} in '{experts}'")
+    mixture = experts.removesuffix(".experts")
+    routers = [(name,) for name in _ROUTERS]
+    names = (f"{mixture}.{name}" for name in _SHARED)
+    shared = next((name for name in names if _is_module(layer, name)), None)
+    gate = f"{shared}_gate"
+    return MixtureParts(
+        router=_first(layer, f"{mixture}.", routers, "router")[0],
+        experts=experts,
+        shared=None if shared is None else _mlp_at(layer, f"{shared}."),
+        shared_gate=gate if _is_module(layer, gate) else None,
+        correction=_correction_of(layer.get_submodule(mixture)),
+    )
+
+
+def _correction_of(mixture: nn.Module) -> Tensor | None:
+    tensors = itertools.chain(mixture.named_parameters(), mixture.named_buffers())
+    found = (tensor for name, tensor in tensors if name.split(".")[-1] == _CORRECTION)
+    correction = next(found, None)
+    return None if correction is None else correction.detach().float().flatten()
 
 
 def _have(layer: nn.Module, prefix: str, names: Sequence[str | None]) -> bool:
@@ -212,13 +297,23 @@ def _named_heads(
 def _check_weights(layer: nn.Module, parts: LayerParts) -> None:
     """Raise an error for weights that have no place in the step."""
     known = {*parts.norms, *parts.projections, parts.output, *parts.head_norms}
-    known |= {*parts.ups, parts.down}
-    placed = {_SCALAR, f"{parts.attention}.{_POSITIONS}"}
+    below: tuple[str, ...] = ()  # prefixes of modules that are known as a whole
+    placed = {_SCALAR, f"{parts.attention}.{_POSITIONS}", f"{parts.attention}.{_SINKS}"}
+    mlp: MlpParts | None
+    if isinstance(parts.mlp, MixtureParts):
+        mlp, experts = parts.mlp.shared, parts.mlp.experts
+        known |= {parts.mlp.router, parts.mlp.shared_gate}
+        below = (f"{parts.mlp.router}.", f"{experts}.gate_up.", f"{experts}.down.")
+        placed.add(f"{experts.removesuffix('.experts')}.{_CORRECTION}")
+    else:
+        mlp = parts.mlp
+    if mlp is not None:
+        known |= {*mlp.ups, mlp.down}
     for name, part in layer.named_modules():
         own = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
         names = {f"{name}.{key}".lstrip(".") for key, _ in own}
         has_weights = isinstance(part, (QuantLinear, DenseLinear)) or not names <= placed
-        if has_weights and name not in known:
+        if has_weights and name not in known and not name.startswith(below):
             raise UnsupportedStepError(f"weights in '{name}'")
 
 
