@@ -224,16 +224,20 @@ def read_bytes(spec: ModelSpec, bits: int) -> int:
 
 
 def read_bytes_per_s(folder: Path, threads: int) -> float:
-    """Return the bytes that threads read in a second, the best of ten times; measured once."""
+    """Return the bytes that threads read in a second, measured once.
+
+    The best of three of torch's operators that do little else, ten times each.
+    """
     import torch  # noqa: PLC0415  not needed to draw
 
     file = folder / f"read-{threads}.json"
     if not file.exists():
         torch.set_num_threads(threads)
-        values, seconds = torch.ones(READ_BYTES // 4), []
-        for _ in range(10):
+        values, row, seconds = torch.ones(READ_BYTES // 4), torch.ones(1 << 12), []
+        reads = (values.sum, lambda: values.dot(values), lambda: values.view(-1, 1 << 12).mv(row))
+        for read in 10 * reads:
             start = time.perf_counter()
-            values.sum()
+            read()
             seconds.append(time.perf_counter() - start)
         file.write_text(json.dumps(READ_BYTES / min(seconds)))
     return float(json.loads(file.read_text()))
