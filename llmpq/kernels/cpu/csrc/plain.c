@@ -6,13 +6,45 @@
 #ifdef __AVX2__
 enum { ROWS = 4, AT_ONCE = LANES / 4 }; /* of x, and of the weight, whose sums fit the registers */
 
+INLINE float total_of(vf v) {
+    for (int step = LANES / 2; step; step /= 2) v += __builtin_shuffle(v, lane_numbers() ^ step);
+    return v[0];
+}
+
+#ifdef __AVX512BF16__
+INLINE __m512bh pairs_at(const void *from, int64_t at) {
+    return (__m512bh)_mm512_loadu_si512((const uint16_t *)from + at);
+}
+
+/* Adds products of pairs of bf16 numbers; returns how many columns were taken. */
+INLINE int64_t add_pairs(const Product *p, int64_t row, int64_t first, vf (*sum)[AT_ONCE],
+                         const int count, const int wide) {
+    int64_t columns = p->weight->columns, k = 0;
+    for (; k + 2 * LANES <= columns; k += 2 * LANES) {
+        __m512bh weight[AT_ONCE];
+        for (int n = 0; n < wide; n++) weight[n] = pairs_at(p->weight->tiles, (row + n) * columns + k);
+#pragma GCC unroll 4
+        for (int m = 0; m < count; m++) {
+            __m512bh own = pairs_at(p->x, (first + m) * columns + k);
+#pragma GCC unroll 4
+            for (int n = 0; n < wide; n++)
+                sum[m][n] = (vf)_mm512_dpbf16_ps((__m512)sum[m][n], weight[n], own);
+        }
+    }
+    return k;
+}
+#endif
+
 INLINE void multiply(const Product *p, int64_t row, int64_t first, int out, const int type,
                      const int count, const int wide) {
-    int64_t columns = p->weight->columns;
+    int64_t columns = p->weight->columns, k = 0;
     vf sum[ROWS][AT_ONCE];
     for (int m = 0; m < count; m++)
         for (int n = 0; n < wide; n++) sum[m][n] = (vf){0};
-    for (int64_t k = 0; k < columns; k += LANES) {
+#ifdef __AVX512BF16__
+    if (type == TYPE_BF16) k = add_pairs(p, row, first, sum, count, wide);
+#endif
+    for (; k < columns; k += LANES) {
         vf weight[AT_ONCE];
         for (int n = 0; n < wide; n++)
             weight[n] = load_lanes(p->weight->tiles, (row + n) * columns + k, type);
@@ -26,7 +58,7 @@ INLINE void multiply(const Product *p, int64_t row, int64_t first, int out, cons
     for (int m = 0; m < count; m++)
         for (int n = 0; n < wide; n++) {
             float y = p->bias ? load_one(p->bias, row + n, type) : 0;
-            for (int i = 0; i < LANES; i++) y += sum[m][n][i];
+            y += total_of(sum[m][n]);
             int64_t at = (first + m) * p->weight->rows + row + n;
             store_typed(p->y, at, 1, typed_bits((vf){0} + y, out), out);
         }
