@@ -1,6 +1,8 @@
 """The prefetcher keeps the order, holds at most its slots, and ends with the first error."""
 
+import gc
 import threading
+import weakref
 from contextlib import closing
 
 import pytest
@@ -72,6 +74,25 @@ def test_the_memory_of_a_slot_is_reused_and_grows():
     assert again.shape == (5, 7)
     assert again.data_ptr() == large.data_ptr()
     assert slot.allocate((0, 4), torch.float32).shape == (0, 4)
+
+
+def test_the_memory_of_slots_is_freed_without_the_garbage_collector():
+    prefetcher, buffers = Prefetcher(2), []
+
+    def items():
+        for _ in range(4):
+            slot = prefetcher.acquire()
+            buffers.append(weakref.ref(slot.allocate((100,), torch.float32)._base))
+            yield slot
+
+    gc.disable()
+    try:
+        for slot in prefetcher.iterate(items()):
+            slot.release()
+        del slot
+        assert [buffer() for buffer in buffers] == [None] * 4
+    finally:
+        gc.enable()
 
 
 def test_an_error_of_the_reader_is_raised_after_the_items_before_it():

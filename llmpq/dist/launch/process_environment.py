@@ -13,7 +13,7 @@ from pathlib import Path
 
 import llmpq
 from llmpq.spec.runtime_constants import MAPPED_FROM_BYTES
-from llmpq.units import MIB
+from llmpq.units import KIB
 
 _ISA_VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 _ISA_LIMITS = {
@@ -35,7 +35,7 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
 
-LOADING_MMAP_BYTES = 2 * MIB
+LOADING_MMAP_BYTES = 256 * KIB
 _NEVER = 2**31 - 1
 
 
@@ -77,8 +77,9 @@ def python_path(environ: Mapping[str, str]) -> str:
 def tune_malloc_for_loading() -> None:
     """Return freed memory to the system at once, and share one heap between all threads.
 
-    Large matrices, but not the blocks that a quantizer works on, are mapped on their own: in the
-    heap they would leave holes. Does nothing without glibc.
+    Matrices and the blocks that a quantizer works on are mapped on their own. In the heap they
+    would leave holes, and the tensors of later steps between them more holes, in another order in
+    every run: peaks of one plan differed by 20 MB. Does nothing without glibc.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):

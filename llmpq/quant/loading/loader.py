@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from llmpq.errors import SpecError
 from llmpq.kernels.cpu.tiles import TiledWeight
-from llmpq.kernels.packed import PackedWeight
+from llmpq.kernels.packed import PackedWeight, packed_row_bytes
 from llmpq.models import Checkpoint, DecoderStage, Master
 from llmpq.quant.checkpoint.reader import GptqCheckpoint, is_gptq
 from llmpq.quant.loading.assembly import Matrix
@@ -193,6 +193,7 @@ class _StageBuilder:
     layers: list[nn.Module] = field(default_factory=list)
     writer: BackgroundWriter = field(default_factory=BackgroundWriter)
     tiles: TiledWeight = field(init=False)
+    room: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
 
     def add(self, item: Item) -> None:
         """Place a tensor or a matrix, or finish a layer."""
@@ -233,10 +234,20 @@ class _StageBuilder:
 
     def _rounded(self, item: ReadRows, weight: Tensor) -> PackedWeight:
         weight = _cast(weight.to(self.device), self.dtype)
+        precision = item.layer.precision
+        is_tiled = item.matrix.name in item.layer.tiled
+        room = self._room(*weight.shape, precision.bits) if is_tiled else None
         try:
-            return quantize(weight, item.layer.precision, self.dtype)
+            return quantize(weight, precision, self.dtype, room)
         except SpecError as error:
             raise SpecError(f"{item.where}: {error}") from error
+
+    def _room(self, rows: int, columns: int, bits: int) -> Tensor:
+        """Return memory for codes that are copied into tiles, the same for all that fit."""
+        nbytes = rows * packed_row_bytes(columns, bits)
+        if self.room.nbytes < nbytes:
+            self.room = torch.empty(nbytes, dtype=torch.uint8)
+        return self.room
 
     def _install(self, load: LayerLoad, matrix: Matrix, weight: PackedWeight | TiledWeight) -> None:
         if load.begin_entry is not None:  # the first matrix of a new entry

@@ -53,6 +53,10 @@ class Slot:
         """Allow the next item to be read."""
         self._free.put(self)
 
+    def close(self) -> None:
+        """Give up the memory, which lives on in tensors that were made of it."""
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
 
 def _pages(nbytes: int, *, is_pinned: bool) -> Tensor:
     """Return memory that begins at a page, as direct reads need."""
@@ -77,8 +81,9 @@ class Prefetcher(Generic[T]):
     def __init__(self, num_slots: int, *, is_pinned: bool = False) -> None:
         self._free: SimpleQueue[Slot | None] = SimpleQueue()
         self._is_cancelled = False
-        for _ in range(num_slots):
-            self._free.put(Slot(self._free, is_pinned=is_pinned))
+        self._slots = [Slot(self._free, is_pinned=is_pinned) for _ in range(num_slots)]
+        for slot in self._slots:
+            slot.release()
 
     def acquire(self) -> Slot:
         """Wait for a free slot; called by the generator before it reads an item.
@@ -123,6 +128,10 @@ class Prefetcher(Generic[T]):
             self._is_cancelled = True
             self._free.put(None)
             thread.join()
+            # Slots and their queue refer to each other, and while a rank serves, Python's garbage
+            # collector seldom runs.
+            for slot in self._slots:
+                slot.close()
 
 
 @dataclass(frozen=True)

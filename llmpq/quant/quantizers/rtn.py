@@ -23,24 +23,27 @@ _LANES = 16
 _BITS_OF_DTYPE = {2: torch.int16, 4: torch.int32}
 
 
-def quantize(weight: Tensor, precision: Precision, scale_dtype: torch.dtype) -> PackedWeight:
+def quantize(
+    weight: Tensor, precision: Precision, scale_dtype: torch.dtype, room: Tensor | None = None
+) -> PackedWeight:
     """Quantize a weight by the method of its precision, which is ``rtn``.
 
     Args:
         weight: ``[N, K]``, any floating dtype; read only.
         precision: 3, 4 or 8 bits.
         scale_dtype: dtype of the run, in which scales and zeros are stored.
+        room: uint8 memory for the codes, ``None`` for new memory.
 
     Raises:
         SpecError: another method (16 bits has none), or as :func:`round_to_nearest`.
     """
     if precision.method != "rtn":
         raise SpecError(f"quantize: found precision {precision}, expected a method of ['rtn']")
-    return round_to_nearest(weight, precision, scale_dtype)
+    return round_to_nearest(weight, precision, scale_dtype, room)
 
 
 def round_to_nearest(
-    weight: Tensor, precision: Precision, scale_dtype: torch.dtype
+    weight: Tensor, precision: Precision, scale_dtype: torch.dtype, room: Tensor | None = None
 ) -> PackedWeight:
     """Quantize ``weight`` ``[N, K]``, each group on its own.
 
@@ -51,6 +54,7 @@ def round_to_nearest(
         weight: any floating dtype; read only.
         precision: 3, 4 or 8 bits; symmetric or min-max.
         scale_dtype: the run's dtype, in which scales and zeros are stored.
+        room: uint8 memory for the codes, ``None`` for new memory.
 
     Raises:
         SpecError: the weight holds a NaN or an infinity, or its scales overflow ``scale_dtype``.
@@ -59,7 +63,9 @@ def round_to_nearest(
     group = precision.effective_group(columns)
     shape, device = (rows, columns // group), weight.device
     row_bytes = packed_row_bytes(columns, precision.bits)
-    codes = torch.empty((rows, row_bytes), dtype=torch.uint8, device=device)
+    if room is None:
+        room = torch.empty(rows * row_bytes, dtype=torch.uint8, device=device)
+    codes = room[: rows * row_bytes].view(rows, row_bytes)
     scales = torch.empty(shape, dtype=scale_dtype, device=device)
     zeros = None if precision.symmetric else torch.empty_like(scales)
     packed = PackedWeight(
