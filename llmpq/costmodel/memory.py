@@ -3,7 +3,7 @@
 Weights and KV blocks are exact (``costmodel.stored``). Temporaries are the tensors alive at the
 worst moment of a step, times a margin for the allocator. On a CPU every moment is a list of the
 tensors alive in one statement of transformers' decoder layers, and ``HEAP_MARGIN`` is added for the
-holes of glibc's heap; measured peaks of whole processes are 1 % more to 10 % less. Elsewhere one
+holes of glibc's heap; measured peaks of whole processes are 1 % more to 5 % less. Elsewhere one
 documented upper estimate is taken, plus ``GPU_MARGIN``.
 
 Shape legend: R rows of a step, T tokens a sequence, C context tokens, h hidden, e bytes a value.
@@ -15,6 +15,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from llmpq.costmodel.layer_tensors import (
+    BIASED_ATTENTION,
+    IN_FLOAT32,
+    INNER_TENSORS,
+    MORE_HELD,
+    SCORES_ATTENTION,
+    STEPWISE_ACTIVATION,
+    is_attention,
+    is_beside,
+    runs_in_blocks,
+)
 from llmpq.costmodel.stored import head_rows
 from llmpq.spec.devices.figures import DeviceKind
 from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
@@ -28,6 +39,7 @@ from llmpq.spec.runtime_constants import (
     MATRICES_UNDER_WAY,
     MAX_PAGED_HEAD_DIM,
     PRODUCT_ROWS,
+    ROW_BLOCK,
     SCORE_BLOCK_TOKENS,
     SHARED_BUFFERS,
     SHARED_FROM_BYTES,
@@ -43,18 +55,10 @@ HEAP_MARGIN = 0.7
 """Share added to the temporaries of a CPU worker, up to ``MAPPED_FROM_BYTES`` of each tensor."""
 MASTER_BYTES = 2_000_000
 """What embedding, projection and sampling keep on the master."""
-PRODUCT_BYTES = 500_000
+PRODUCT_BYTES = 400_000
 """oneDNN's code and work space for one weight shape and number of rows (``PRODUCT_ROWS``)."""
 EXPERT_SHARE = 2.0
 """Rows of the busiest expert, as a multiple of an even share."""
-SCORES_ATTENTION = ("gemma2", "gpt_oss", "vaultgemma")
-"""Families whose attention writes out its scores (they are capped): on a CPU for a block of queries
-of one row, on a GPU for all."""
-BIASED_ATTENTION = ("bloom", "mpt")
-"""Families whose attention adds a bias of the keys: on a CPU for a block of queries, on a GPU for
-all."""
-STEPWISE_ACTIVATION = {"bloom": 4, "phi": 3}
-"""Families whose activation is a formula of tensor operations: results alive besides its input."""
 INDEX_BYTES = 48
 """Positions and block indices of one token of a step: six 64-bit integers."""
 
@@ -258,7 +262,7 @@ def read_buffer_bytes(steps: Sequence[Step]) -> int:
 def _moments(step: Step, layer: LayerSpec) -> list[Moment]:
     """Return the tensors alive in the statements of a layer that may be its worst."""
     found = [
-        [step.hidden, *[step.of(step.model.hidden_size, 4)] * 2],  # a norm in float32
+        _norm(step, layer),
         _attention(step, layer),
         *_products(step, layer),
     ]
@@ -272,10 +276,22 @@ def _moments(step: Step, layer: LayerSpec) -> list[Moment]:
     return [*found, _experts(step, layer), _shared_expert(step, layer)]
 
 
+def _norm(step: Step, layer: LayerSpec) -> Moment:
+    """Two copies in float32; the layer's input, the residual, and what a norm after it norms."""
+    hidden = step.model.hidden_size
+    held = 3 if layer.norm_parameters >= 4 * hidden else 2
+    return [*[step.hidden] * held, *[step.of(hidden, 4)] * 2]
+
+
 def _shared(step: Step, layer: LayerSpec) -> Moment:
-    """Tensors that all layers of a step share: cosines, sines, a bias, positions, block indices."""
+    """Tensors besides those of a moment: cosines, sines, a bias, positions, block indices."""
     bias = layer.num_heads * step.context * 4 if step.model.family in BIASED_ATTENTION else 0
-    return [*[step.of(layer.head_dim)] * 2, bias, INDEX_BYTES * step.rows]
+    family, hidden = step.model.family, step.model.hidden_size
+    more = [step.hidden] * MORE_HELD.get(family, 0)
+    more += [step.of(hidden, 4) - step.hidden] * IN_FLOAT32.get(family, 0)
+    if step.tokens == 1:  # inner tensors are the larger part of a decode step
+        more = []
+    return [*[step.of(layer.head_dim)] * 2, bias, INDEX_BYTES * step.rows, *more]
 
 
 def _attention(step: Step, layer: LayerSpec) -> Moment:
@@ -340,48 +356,59 @@ def _quantized(step: Step, layer: LayerSpec) -> Moment:
 
 
 def _feed_forward(step: Step, layer: LayerSpec) -> Moment:
-    """The inner tensors of the feed-forward, the layer's input, the residual, the normed copy."""
-    *ups, down = [op for op in layer.linears if not _is_attention(op) and not _is_beside(op)]
-    inner = step.of(down.in_features)
-    residual = [step.hidden] * 2
+    """The layer's input, the residual, the normed copy, and the inner tensors.
+
+    A feed-forward in blocks of rows also holds its output.
+    """
+    *ups, down = [op for op in layer.linears if not is_attention(op) and not is_beside(op)]
+    inner = _rows_of(step, down, down.in_features)
+    held = [step.hidden] * (4 if runs_in_blocks(down) and step.rows > ROW_BLOCK else 3)
     alive = STEPWISE_ACTIVATION.get(step.model.family)
     if alive is not None:
         block = min(inner, ACTIVATION_BLOCK_VALUES * DTYPE_BYTES[step.dtype])
-        return [*residual, step.hidden, inner, *[block] * alive]
+        return [*held, inner, *[block] * alive]
     if sum(op.out_features for op in ups) == down.in_features:
-        return [*residual, inner, inner]
+        return [*held[1:], *[inner] * INNER_TENSORS.get(step.model.family, 2)]
     joined = [2 * inner] if len(ups) == 1 else [inner]
     # Gate and up, or up; activated gate; product.
-    return [*residual, step.hidden, *joined, inner, inner]
+    return [*held, *joined, inner, inner]
 
 
 def _experts(step: Step, layer: LayerSpec) -> Moment:
-    """The busiest expert on the rows routed to it, and the sum of all experts."""
-    *_, down = [op for op in layer.linears if op.count > 1]
-    inner = math.ceil(step.of(down.in_features) * _share(down))
-    return [*[step.hidden] * 4, 2 * inner, inner, inner]
+    """The busiest expert on a block of the rows routed to it, and the sum of all experts."""
+    *_, up, down = [op for op in layer.linears if op.count > 1]
+    inner = _rows_of(step, down, down.in_features)
+    if not runs_in_blocks(down):  # the outputs of all experts, and all of them in one tensor
+        whole = down.active * step.of(up.out_features)
+        return [*[step.hidden] * 4, down.active * step.hidden, *[whole] * 2]
+    return [*[step.hidden] * 4, _rows_of(step, down, down.out_features), 2 * inner, inner]
 
 
 def _shared_expert(step: Step, layer: LayerSpec) -> Moment:
     """The inner tensors of the expert that all tokens visit, and of the routed experts' sum."""
     dense = [op for op in layer.linears if op.count == 1 and op.quantizable]
-    widths = [op.in_features for op in dense if not _is_attention(op)]
-    inner = step.of(max(widths, default=0))
-    return [*[step.hidden] * 4, *[inner] * 3]
+    inner = [_rows_of(step, op, op.in_features) for op in dense if not is_attention(op)]
+    return [*[step.hidden] * 5, *[max(inner, default=0)] * 3]
 
 
 def _expanded_latents(step: Step, layer: LayerSpec) -> Moment:
     """Latent vectors read from the cache, and the keys and values of all heads made from them."""
-    made = [op.out_features for op in layer.linears if op.name.endswith("kv_b_proj")]
+    made = sum(op.out_features for op in layer.linears if op.name.endswith("kv_b_proj"))
+    value, query = layer.num_heads * (layer.value_dim or 0), layer.num_heads * layer.head_dim
+    if step.tokens > 1:  # a prompt attends to its own: queries and keys, rotated too
+        own = [*[step.of(query)] * 4, step.of(made), *[step.of(value)] * 2]
+        return [*[step.hidden] * 4, *own, *[step.of(layer.kv_values_per_token)] * 2]
     cached = step.batch * step.context * DTYPE_BYTES[step.dtype]
-    rotated = layer.num_heads * (layer.value_dim or 0)
-    expanded = [cached * (sum(made) + rotated)] * 2
+    expanded = [cached * (made + value)] * 2
     return [*[step.hidden] * 2, *[cached * layer.kv_values_per_token] * 2, *expanded]
 
 
-def _share(op: LinearSpec) -> float:
-    """Return the share of a step's rows that one operator gets."""
-    return 1.0 if op.count == 1 else min(1.0, EXPERT_SHARE * op.active / op.count)
+def _rows_of(step: Step, op: LinearSpec, features: int, value_bytes: int | None = None) -> int:
+    """Return the bytes of ``features`` for each row that one operator computes at a time."""
+    share = 1.0 if op.count == 1 else min(1.0, EXPERT_SHARE * op.active / op.count)
+    if runs_in_blocks(op):
+        share = min(share, ROW_BLOCK / step.rows)
+    return math.ceil(share * step.of(features, value_bytes))
 
 
 def _products(step: Step, layer: LayerSpec) -> list[Moment]:
@@ -391,13 +418,12 @@ def _products(step: Step, layer: LayerSpec) -> list[Moment]:
         if not op.quantizable:
             continue
         operands = [
-            step.of(op.in_features),
-            step.of(op.out_features),
-            step.of(op.in_features, 1),
-            *([step.of(op.in_features + op.out_features, 4)] if step.dtype == "float16" else []),
+            (op.in_features, None),
+            (op.out_features, None),
+            (op.in_features, 1),
+            *([(op.in_features + op.out_features, 4)] if step.dtype == "float16" else []),
         ]
-        share = _share(op)
-        found.append([*[step.hidden] * 2, *(math.ceil(share * size) for size in operands)])
+        found.append([*[step.hidden] * 2, *(_rows_of(step, op, *size) for size in operands)])
     return found
 
 
@@ -420,24 +446,6 @@ def _scratch_bytes(model: ModelSpec, dtype: Dtype, head_bits: int) -> int:
     if needs_scratch(model.head_precision(head_bits), *head):
         widened.append(math.prod(head) * DTYPE_BYTES[dtype])
     return max(widened, default=0)
-
-
-_ATTENTION_PREFIXES = (
-    *("self_attn.", "self_attention.", "attention.", "attn."),
-    *("linear_attn.", "conv."),  # what some layers have in its place
-)
-
-
-_BESIDE_PREFIXES = ("per_layer_", "laurel.", "altup.")
-"""What layers of Gemma 3n and 4 have beside attention and feed-forward; all of it is narrower."""
-
-
-def _is_attention(op: LinearSpec) -> bool:
-    return op.name.startswith(_ATTENTION_PREFIXES)
-
-
-def _is_beside(op: LinearSpec) -> bool:
-    return op.name.startswith(_BESIDE_PREFIXES)
 
 
 def _gpu_peak(step: Step, *, is_master: bool) -> int:
@@ -471,7 +479,7 @@ def _gpu_attention(step: Step, layer: LayerSpec) -> int:
 
 
 def _gpu_feed_forward(step: Step, layer: LayerSpec) -> int:
-    outputs = [op.active * op.out_features for op in layer.linears if not _is_attention(op)]
+    outputs = [op.active * op.out_features for op in layer.linears if not is_attention(op)]
     copies = 3 if step.model.family in STEPWISE_ACTIVATION else 1
     return step.of(sum(outputs) + copies * max(outputs))
 

@@ -8,7 +8,9 @@ Shapes: R rows, N tokens of the step, H hidden size.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from functools import cache
 from typing import cast
 
 import torch
@@ -31,7 +33,10 @@ from llmpq.models.packed_attention import (
 )
 from llmpq.models.rotary import RotaryTables, Table, build_rotary
 from llmpq.models.token_layout import SharedKV, TokenLayout, layout_of
-from llmpq.spec.runtime_constants import ACTIVATION_BLOCK_VALUES, KV_BLOCK_SIZE
+from llmpq.spec.runtime_constants import ACTIVATION_BLOCK_VALUES, KV_BLOCK_SIZE, ROW_BLOCK
+
+_IN_BLOCKS = "runs_in_row_blocks"
+"""Attribute of the classes that :func:`use_row_blocks` makes."""
 
 LayerArguments = dict[str, Tensor | LayerAttention | KVView | Table | SharedKV | None]
 """Keyword arguments of a layer."""
@@ -263,6 +268,7 @@ def _install(layer: nn.Module, family: Family) -> None:
     """Replace parts of a layer, and its attention function."""
     if family.activation is not None:
         use_blockwise_activation(layer, family.activation)
+    use_row_blocks(layer)
     if not use_own_attention(layer):
         use_packed_attention(layer)
 
@@ -300,3 +306,40 @@ def use_blockwise_activation(layer: nn.Module, name: str) -> None:
     activation = owner.get_submodule(last)
     if not isinstance(activation, BlockwiseActivation):
         setattr(owner, last, BlockwiseActivation(activation))
+
+
+def use_row_blocks(layer: nn.Module) -> None:
+    """Let every feed-forward of ``layer`` compute ``ROW_BLOCK`` tokens at a time on a CPU.
+
+    This bounds its inner tensors, whatever the length of prompts. A feed-forward is a module of
+    two linear operators or more whose call takes hidden states alone, or with a residual.
+    """
+    for name, part in layer.named_modules():
+        if name and _is_feed_forward(part):
+            part.__class__ = _in_row_blocks(part.__class__)  # as torch's parametrizations do
+
+
+def _is_feed_forward(part: nn.Module) -> bool:
+    arguments = tuple(inspect.signature(part.forward).parameters)
+    takes_tokens = len(arguments) == 1 or arguments == ("hidden_states", "residual")
+    linears = [child for child in part.children() if hasattr(child, "in_features")]
+    return takes_tokens and len(linears) > 1 and not hasattr(part, _IN_BLOCKS)
+
+
+@cache
+def _in_row_blocks(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass of ``kind`` that calls it with blocks of rows."""
+
+    def forward(self: nn.Module, *inputs: Tensor) -> Tensor:
+        whole: Tensor = inputs[0]  # [..., N, H]
+        if whole.shape[-2] <= ROW_BLOCK or whole.device.type != "cpu":
+            same: Tensor = kind.forward(self, *inputs)
+            return same
+        output = torch.empty_like(whole)
+        blocks = [torch.split(one, ROW_BLOCK, dim=-2) for one in (*inputs, output)]
+        for *block, made in zip(*blocks, strict=True):
+            made.copy_(kind.forward(self, *block))
+        return output
+
+    members = {"forward": forward, "__module__": kind.__module__, _IN_BLOCKS: True}
+    return type(kind.__name__, (kind,), members)

@@ -20,6 +20,9 @@ SCORE_BLOCK_TOKENS: Final = 64
 """Queries whose scores, bias or mask are materialized at a time."""
 ACTIVATION_BLOCK_VALUES: Final = 2**18
 """Values to which a stepwise activation is applied at a time."""
+ROW_BLOCK: Final = 256
+"""Tokens that a feed-forward or an expert computes at a time on a CPU. The tensors between its
+operators are several times as wide as hidden states."""
 HEAD_LANES: Final = 16
 """The attention kernel that reads blocks in place takes heads of a multiple of this size."""
 MAX_PAGED_HEAD_DIM: Final = 512

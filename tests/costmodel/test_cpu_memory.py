@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import weakref
 
 import pytest
 import torch
-from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from helpers.live_tensors import LiveTensors
 
 from llmpq.costmodel.memory import (
     MASTER_BYTES,
@@ -23,6 +21,7 @@ from llmpq.dist.kv.blocks import slot_blocks
 from llmpq.dist.kv.cache import KVCache
 from llmpq.models import DecoderStage, PackedBatch, build_layer, kv_shapes, load_config
 from llmpq.quant.modules.layer import quantize_layer_
+from llmpq.quant.modules.norms import fuse_norms_
 from llmpq.spec import catalog
 from llmpq.spec.huggingface.families import load_model_dir, model_from_config
 from llmpq.spec.plan import MicroBatching
@@ -31,35 +30,6 @@ from llmpq.spec.workload import Workload
 torch.set_num_threads(1)
 
 OPT_30B = catalog.model("facebook/opt-30b")
-
-
-class LiveTensors(TorchDispatchMode):
-    """Counts the bytes of all tensor memory that operators allocate, while it lives."""
-
-    def __init__(self, known):
-        super().__init__()
-        self.known = {one.untyped_storage()._cdata for one in known}
-        self.sizes = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func._overloadpacket is not torch.ops.aten.scaled_dot_product_attention:
-            with self:  # a composite operator's own temporaries count too
-                parts = func.decompose(*args, **(kwargs or {}))
-            if parts is not NotImplemented:
-                return parts
-        out = func(*args, **(kwargs or {}))
-        for tensor in _pytree.tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                self.see(tensor.untyped_storage())
-        return out
-
-    def see(self, storage):
-        key = storage._cdata
-        if key not in self.known and key not in self.sizes:
-            self.sizes[key] = storage.nbytes()
-            self.peak = max(self.peak, sum(self.sizes.values()))
-            weakref.finalize(storage, self.sizes.pop, key, None)
 
 
 SIZES = {
@@ -97,6 +67,7 @@ def lived_bytes(folder, step, *, bits, dtype, kv_bits, size=1.0):
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     quantize_layer_(layer, bits, dtype)
+    fuse_norms_(layer)
     stage = DecoderStage(config, [layer], 0)
     cache = KVCache(kv_shapes(config, 0, 1), 0, num_blocks=8 * 19, dtype=dtype, kv_bits=kv_bits)
     kept = [one for part in (*cache._layers, cache._buffer) for one in vars(part or stage).values()]
@@ -251,7 +222,7 @@ def test_an_expert_is_counted_on_twice_its_share_of_the_rows():
         model_from_config({**LIVE["mixtral"], "num_local_experts": count}, "m", "here")
         for count in (4, 64)
     )
-    work = Workload(batch=8, prompt_tokens=500, new_tokens=2)
+    work = Workload(batch=8, prompt_tokens=30, new_tokens=2)
     dense = model_from_config(LIVE["llama"], "m", "here")
     sizes = [peak(one, work, 8) for one in (dense, fewer, more)]
     # With 4 experts, 2 of them chosen, one of them may see every row.

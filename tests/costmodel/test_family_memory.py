@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
-from helpers.tiny_configs import stored_fields, tiny_config
+from helpers.live_tensors import LiveTensors
+from helpers.tiny_configs import SIZES, stored_fields, tiny_config
 
-from llmpq.costmodel.memory import temporary_bytes
+from llmpq.costmodel.memory import Step, live_bytes, temporary_bytes
 from llmpq.costmodel.stored import layer_kv_bytes, token_kv_bytes
+from llmpq.dist.kv.blocks import slot_blocks
 from llmpq.dist.kv.cache import KVCache
-from llmpq.models import kv_shapes
+from llmpq.models import DecoderStage, PackedBatch, build_layer, kv_shapes, load_config
 from llmpq.models.families import TESTED
+from llmpq.quant.modules.layer import quantize_layer_
+from llmpq.quant.modules.norms import fuse_norms_
 from llmpq.spec.huggingface.families import model_from_config, model_types
 from llmpq.spec.plan import MicroBatching
+from llmpq.spec.runtime_constants import ROW_BLOCK
 from llmpq.spec.workload import Workload
+
+torch.set_num_threads(1)
 
 WORKLOAD = Workload(batch=4, prompt_tokens=20, new_tokens=12)
 
@@ -38,6 +47,43 @@ def test_temporaries_of_a_family_grow_with_the_micro_batch(model_type, device_ki
         for size in (1, 4)
     ]
     assert WORKLOAD.prompt_tokens * model.hidden_size * 4 < found[0] < found[1]
+
+
+SIZES_OF_A_PROMPT = {
+    **SIZES, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "intermediate_size": 176,
+    "query_pre_attn_scalar": 16, "moe_intermediate_size": 48, "max_position_embeddings": 2048,
+}  # fmt: skip
+ROWS, TOKENS = 4, ROW_BLOCK
+SENDING_MORE = {"gemma3n_text", "gemma4_text"}
+"""Families whose layers run on messages of all stages before."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("model_type", sorted(TESTED - SENDING_MORE))
+def test_tensors_of_a_family_are_counted(tmp_path, model_type, dtype):
+    fields = stored_fields(tiny_config(model_type, SIZES_OF_A_PROMPT))
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    model, config = model_from_config(fields, "tiny", "config.json"), load_config(tmp_path)
+    layer = build_layer(config, 0).to_empty(device="cpu")
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    quantize_layer_(layer, 16, dtype)
+    fuse_norms_(layer)
+    stage = DecoderStage(config, [layer], 0)
+    cache = KVCache(kv_shapes(config, 0, 1), 0, num_blocks=ROWS * TOKENS // 16, dtype=dtype)
+    tables = [slot_blocks(row, TOKENS, TOKENS) for row in range(ROWS)]
+    batch = PackedBatch(block_tables=tables, starts=[0] * ROWS, counts=[TOKENS] * ROWS)
+    kept = [one for part in cache._layers for one in vars(part).values()]
+    known = [one for one in kept if isinstance(one, torch.Tensor)]
+    hidden = torch.randn(1, batch.tokens, model.hidden_size).to(dtype)
+    cache.view(batch)
+    with LiveTensors([*known, *stage.parameters(), *stage.buffers()]) as live:
+        stage(hidden, batch, cache)
+    step = Step(
+        model=model, dtype=str(dtype).removeprefix("torch."), kv_bits=8 * dtype.itemsize,
+        batch=ROWS, tokens=TOKENS, context=TOKENS,
+    )  # fmt: skip
+    assert live.peak + hidden.nbytes <= 1.03 * live_bytes(step)
 
 
 @pytest.mark.parametrize("model_type", sorted(TESTED & set(model_types())))

@@ -236,7 +236,8 @@ class _StageBuilder:
         weight = _cast(weight.to(self.device), self.dtype)
         precision = item.layer.precision
         is_tiled = item.matrix.name in item.layer.tiled
-        room = self._room(*weight.shape, precision.bits) if is_tiled else None
+        rows, columns = weight.shape
+        room = self._room(rows, columns, precision.bits) if is_tiled else None
         try:
             return quantize(weight, precision, self.dtype, room)
         except SpecError as error:

@@ -19,6 +19,7 @@ from llmpq.kernels.cpu.dense import prepack, prepacked_linear
 from llmpq.kernels.cpu.tiles import TiledWeight
 from llmpq.kernels.packed import PackedWeight
 from llmpq.models.expert_layouts import ClampedGate
+from llmpq.spec.runtime_constants import ROW_BLOCK
 
 
 class QuantLinear(nn.Module):
@@ -177,7 +178,7 @@ class Gate(nn.Module):
         """Return ``[..., F]`` from ``[..., 2F]``."""
         gate, up = gate_up.chunk(2, dim=-1)
         activated: Tensor = self.act_fn(gate)
-        return activated * up
+        return activated.mul_(up)
 
 
 def gate_of(experts: nn.Module) -> nn.Module:
@@ -204,7 +205,8 @@ class QuantExperts(nn.Module):
     """The experts of a mixture, two matrices each.
 
     Replaces transformers' fused modules, which hold ``gate_up_proj`` ``[E, 2F, H]`` and
-    ``down_proj`` ``[E, H, F]``. Experts run one after the other, each on the tokens routed to it.
+    ``down_proj`` ``[E, H, F]``. Experts run one after the other, each on the tokens routed to it,
+    on a CPU ``ROW_BLOCK`` of them at a time.
     """
 
     def __init__(
@@ -250,13 +252,19 @@ class QuantExperts(nn.Module):
             if expert == self.num_experts:
                 continue
             token, choice = torch.where(top_k_index == expert)
-            rows = hidden_states[self._padded(token)]
-            gated = self.gate(self.gate_up[expert](rows))  # [padded tokens of this expert, F]
-            y = self.down[expert](gated)
-            y = y[: len(token)]
-            y = y * top_k_weights[token, choice, None]
-            output.index_add_(0, token, y.to(output.dtype))
+            weights = top_k_weights[token, choice, None]
+            block = ROW_BLOCK if output.device.type == "cpu" else max(1, len(token))
+            parts = zip(torch.split(token, block), torch.split(weights, block), strict=True)
+            for part, own in parts:
+                made = self._made_by(expert, hidden_states[self._padded(part)])[: len(part)] * own
+                output.index_add_(0, part, made.to(output.dtype))
+                del made  # before the next one
         return output
+
+    def _made_by(self, expert: int, rows: Tensor) -> Tensor:
+        """Return what an expert makes of rows ``[T, H]``: the same shape."""
+        made: Tensor = self.down[expert](self.gate(self.gate_up[expert](rows)))
+        return made
 
     def _padded(self, token: Tensor) -> Tensor:
         """Return ``token``, padded with its first entry to a multiple of rows."""

@@ -1,0 +1,70 @@
+"""What decides which tensors a layer holds: its family, and the places of its operators.
+
+The counts by family are those of transformers' code; ``tests/costmodel/test_family_memory.py``
+compares them with the tensors that are alive while layers of every tested family run.
+"""
+
+from __future__ import annotations
+
+from llmpq.spec.model import LinearSpec
+
+SCORES_ATTENTION = ("gemma2", "gpt_oss", "vaultgemma")
+"""Families whose attention writes out its scores (they are capped): on a CPU for a block of queries
+of one row, on a GPU for all."""
+BIASED_ATTENTION = ("bloom", "mpt")
+"""Families whose attention adds a bias of the keys: on a CPU for a block of queries, on a GPU for
+all."""
+STEPWISE_ACTIVATION = {"bloom": 4, "phi": 3}
+"""Families whose activation is a formula of tensor operations: results alive besides its input."""
+INNER_TENSORS = {
+    "apertus": 6,
+    **dict.fromkeys(("codegen", "gpt2", "gptj"), 4),
+    **dict.fromkeys(("arcee", "jais2", "nanochat", "nemotron"), 3),
+}
+"""Other families without a gate whose activation is one: tensors of the inner size; of others 2."""
+MORE_HELD = {
+    **dict.fromkeys(("afmoe", "apertus", "codegen", "ernie4_5", "ernie4_5_moe", "gpt2"), 1),
+    **dict.fromkeys(("gpt_neox", "helium", "hunyuan_v1_moe", "phi3", "stablelm"), 1),
+    **dict.fromkeys(("dbrx", "gptj", "phi"), 2),
+    **dict.fromkeys(("diffllama", "gpt_oss"), 3),
+    **dict.fromkeys(("llama4_text", "persimmon"), 4),
+}
+"""Tensors as large as hidden states that layers of a family hold in a prompt on a CPU, beyond those
+of Llama's: parts that are rotated apart, a gate, steps of an activation."""
+IN_FLOAT32 = {
+    **dict.fromkeys(("gemma3_text", "gemma4_text", "nanochat"), 1),
+    **dict.fromkeys(("afmoe", "diffllama"), 2),
+    "hy_v3": 3,
+    **dict.fromkeys(("ernie4_5", "ernie4_5_moe", "flex_olmo", "olmo", "olmo2", "olmo3"), 4),
+    **dict.fromkeys(("cohere", "cohere2"), 6),
+}
+"""How many of the tensors as large as hidden states at their worst moment layers of a family hold
+in float32, whatever the run's dtype: rotated queries, norms of heads, sums of experts."""
+
+_ATTENTION_PREFIXES = (
+    *("self_attn.", "self_attention.", "attention.", "attn.", "norm_attn_norm."),
+    *("linear_attn.", "conv."),  # what some layers have in its place
+)
+
+
+_BESIDE_PREFIXES = ("per_layer_", "laurel.", "altup.")
+"""What layers of Gemma 3n and 4 have beside attention and feed-forward; all of it is narrower."""
+
+
+def is_attention(op: LinearSpec) -> bool:
+    """Whether an operator belongs to attention, or to what a layer has in its place."""
+    return op.name.startswith(_ATTENTION_PREFIXES)
+
+
+def is_beside(op: LinearSpec) -> bool:
+    """Whether an operator belongs to neither attention nor feed-forward."""
+    return op.name.startswith(_BESIDE_PREFIXES)
+
+
+def runs_in_blocks(op: LinearSpec) -> bool:
+    """Whether a CPU computes the operator for ``ROW_BLOCK`` rows at a time.
+
+    These are the feed-forwards that are modules, and experts of two matrices.
+    """
+    is_single_stack = op.count > 1 and not op.name.endswith("_proj")
+    return "." in op.name and not is_attention(op) and not is_single_stack
