@@ -290,19 +290,27 @@ def arrivals(options: argparse.Namespace, number: int) -> None:
 def overhead(options: argparse.Namespace, number: int) -> None:
     """Time the engine without and with HTTP in turn, under the same requests."""
 
-    async def alone(bits: int, level: int) -> list[Sample]:
+    async def alone(bits: int, queries: Sequence[Query], level: int | None) -> list[Sample]:
         async with engine_alone(options, bits) as (_, send):
             await drive(equal(options, WARM_UP, -1), send, WARM_UP)
-            return await drive(equal(options, level, number), send, level)
+            return await drive(queries, send, level)
 
+    loads: list[tuple[str, Sequence[Query], int | None]] = [
+        (f"{level} at a time", equal(options, level, number), level)
+        for level in options.concurrency
+    ]
+    loads += [
+        (f"{rate:g} a second", arriving(options, "poisson", rate, number), None)
+        for rate in options.rates
+    ]
     for bits in options.bits:
-        for level in options.concurrency:
-            samples = asyncio.run(alone(bits, level))
-            keep(options, number, samples, server="engine", bits=bits, concurrency=level)
-            with serving(options, "llmpq", bits, level) as send:
+        for load, queries, level in loads:
+            samples = asyncio.run(alone(bits, queries, level))
+            keep(options, number, samples, server="engine", bits=bits, load=load)
+            with serving(options, "llmpq", bits, max(CONCURRENCY)) as send:
                 warm_up(send)
-                samples = asyncio.run(drive(equal(options, level, number), send, level))
-            keep(options, number, samples, server="llmpq", bits=bits, concurrency=level)
+                samples = asyncio.run(drive(queries, send, level))
+            keep(options, number, samples, server="llmpq", bits=bits, load=load)
 
 
 def orders(options: argparse.Namespace, number: int) -> None:
@@ -363,7 +371,8 @@ def vllm_bench(options: argparse.Namespace, number: int) -> None:
         with server(options, name, bits, max(CONCURRENCY), number) as found:
             for load, default, option, value in [*rates, *levels]:
                 count = options.requests or default
-                words = [option, str(value), "--num-prompts", str(count), "--seed", str(number)]
+                seed = zlib.crc32(f"{load}, {number}".encode())  # other prompts for every run
+                words = [option, str(value), "--num-prompts", str(count), "--seed", str(seed)]
                 one = by_vllm_bench(options, name, found.port, words)
                 add(options, {
                     "round": number, "server": name, "bits": bits, "load": load,
@@ -383,7 +392,6 @@ def by_vllm_bench(options: argparse.Namespace, name: str, port: int, words: list
         "/v1/completions", "--model", named, "--base-url", f"http://127.0.0.1:{port}",
         *words, "--tokenizer", model, "--dataset-name", "random", "--random-input-len",
         str(options.prompt_tokens), "--random-output-len", str(options.new_tokens), "--ignore-eos",
-        "--seed", str(zlib.crc32(" ".join(words).encode())),  # other prompts for every run
         "--num-warmups", str(WARM_UP), "--percentile-metrics", "ttft,e2el", "--metric-percentiles",
         "50,95", "--save-result", "--result-filename", str(report),
     ], {"VLLM_TARGET_DEVICE": "cpu"})  # fmt: skip
@@ -598,7 +606,7 @@ def tables(options: argparse.Namespace) -> list[Reply]:
         beside(options, "vllm_bench", "Timed by vllm bench serve", ("bits", "load")),
     ]
     rows = []
-    for key, (alone, ours) in best_runs(options, "overhead", ("bits", "concurrency")).items():
+    for key, (alone, ours) in best_runs(options, "overhead", ("bits", "load")).items():
         if alone and ours:
             rows.append([*key, alone[0], ours[0], ours[0] / alone[0], ours[1] - alone[1]])
     bound = best_runs(options, "batched", ("bits", "concurrency"), ("llama.cpp batched",))
@@ -609,7 +617,7 @@ def tables(options: argparse.Namespace) -> list[Reply]:
             "rows": [[*key, runs[0][0]] for key, runs in bound.items() if runs[0]],
         }
     )
-    head = ["bits", "concurrency", "engine tokens/s", "HTTP tokens/s", "ratio", "TTFT p50 more, ms"]
+    head = ["bits", "load", "engine tokens/s", "HTTP tokens/s", "ratio", "TTFT p50 more, ms"]
     found.append({"title": "What HTTP costs", "columns": head, "rows": rows})
     return [*found, capacity_table(options), orders_table(options)]
 
