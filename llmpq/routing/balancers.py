@@ -96,16 +96,18 @@ def sal(
 def sal_seconds(
     request: RoutedRequest, replicas: Iterable[ReplicaView], means: WorkloadMeans
 ) -> list[float]:
-    """Score as :func:`sal`, in seconds of each replica: for replicas of different speed.
+    """Score by the seconds of SAL's wait times the requests, this one included.
 
-    This is not in the paper, whose replicas are equal.
+    Seconds tell replicas of different speed apart. The requests stand for the time that a request
+    takes from all others, as in :func:`lmetric`. This is not in the paper, whose replicas are equal.
     """
-    waits = []
+    scores = []
     for item in replicas:
         memory, compute = _steps(request, item, means)
         capacity = item.capacity
-        waits.append(max(memory * capacity.decode_step_s, compute * capacity.prefill_step_s))
-    return waits
+        wait_s = max(memory * capacity.decode_step_s, compute * capacity.prefill_step_s)
+        scores.append(wait_s * (item.requests + 1))
+    return scores
 
 
 def _steps(

@@ -63,14 +63,26 @@ def test_every_replica_is_ranked_once(name, replicas, sent):
         balancer.routed(request, ranked[0])
 
 
+EQUAL = ReplicaCapacity(kv_tokens=5000, token_budget=256, prefill_step_s=0.25, decode_step_s=0.25)
+
+
+def ranks_on_equal_replicas(replicas, request, *names):
+    equal = {number: item._replace(capacity=EQUAL) for number, item in enumerate(replicas)}
+    return [load_balancer(name).rank(request, equal, MEANS) for name in names]
+
+
+@given(st.lists(views, min_size=1, max_size=6), requests, st.integers(0, 50))
+def test_sal_in_seconds_equals_sal_with_as_many_requests(replicas, request, count):
+    replicas = [item._replace(requests=count) for item in replicas]
+    one, other = ranks_on_equal_replicas(replicas, request, "sal", "sal_seconds")
+    assert one == other
+
+
 @given(st.lists(views, min_size=1, max_size=6), requests)
-def test_sal_in_seconds_equals_sal_on_equal_replicas(replicas, request):
-    speed = ReplicaCapacity(
-        kv_tokens=5000, token_budget=256, prefill_step_s=0.25, decode_step_s=0.25
-    )
-    equal = {number: item._replace(capacity=speed) for number, item in enumerate(replicas)}
-    ranks = [load_balancer(name).rank(request, equal, MEANS) for name in ("sal", "sal_seconds")]
-    assert ranks[0] == ranks[1]
+def test_sal_in_seconds_equals_lmetric_where_memory_is_free(replicas, request):
+    replicas = [item._replace(free_tokens=request.prompt_tokens) for item in replicas]
+    one, other = ranks_on_equal_replicas(replicas, request, "lmetric", "sal_seconds")
+    assert one == other
 
 
 def test_sal_waits_for_memory_or_for_the_queue():
