@@ -99,7 +99,8 @@ def sal_seconds(
     """Score by the seconds of SAL's wait times the requests, this one included.
 
     Seconds tell replicas of different speed apart. The requests stand for the time that a request
-    takes from all others, as in :func:`lmetric`. This is not in the paper, whose replicas are equal.
+    takes from all others, as in :func:`lmetric`. This is not in the paper, whose replicas are
+    equal.
     """
     scores = []
     for item in replicas:

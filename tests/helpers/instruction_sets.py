@@ -6,7 +6,15 @@ from unittest import mock
 
 from llmpq.dist.engine import compiled_steps
 from llmpq.kernels.cpu import compiled, dense, dispatch, norm, paged_attention, step, tiles
-from llmpq.kernels.cpu.native import FLAGS, has_avx_vnni, instruction_set, library, load
+from llmpq.kernels.cpu.native import (
+    FLAGS,
+    WITH_BF16,
+    WITH_BYTES,
+    has_avx_vnni,
+    instruction_set,
+    library,
+    load,
+)
 
 OWN = instruction_set()
 RUNNABLE = [
@@ -15,7 +23,6 @@ RUNNABLE = [
     if library() is not None and (name != "avx2_vnni" or has_avx_vnni())
 ]
 """The newest first, which is this process's own; none without a compiler."""
-WITH_BYTES = ("avx512_bf16", "avx512_vnni")
 
 
 @contextmanager
@@ -25,7 +32,7 @@ def using(name: str) -> Iterator[None]:
     replaced = {
         "library": lambda: loaded,
         "instruction_set": lambda: name,
-        "has_bf16_products": lambda: name == "avx512_bf16",
+        "has_bf16_products": lambda: name in WITH_BF16,
         "has_byte_products": lambda: name in WITH_BYTES,
         "has_u8_matmul": lambda: name.endswith("_vnni") or name in WITH_BYTES,
     }

@@ -48,21 +48,23 @@ def test_few_bits_are_right_on_every_vector_extension(cpu_isa):
 
 
 @pytest.mark.parametrize(
-    ("capability", "has_bf16", "has_vnni", "expected"),
+    ("capability", "has_amx", "has_bf16", "has_vnni", "expected"),
     [
-        ("AVX512", True, True, "avx512_bf16"),
-        ("AVX512_CORE", False, True, "avx512_vnni"),
-        ("AVX512", False, False, "avx512"),
-        ("AVX2", False, True, "avx2_vnni"),
-        ("AVX2", False, False, "avx2"),
-        ("DEFAULT", False, False, "baseline"),
-        ("NO AVX", False, False, "baseline"),
+        ("AVX512", True, True, True, "amx"),
+        ("AVX512", False, True, True, "avx512_bf16"),
+        ("AVX512_CORE", False, False, True, "avx512_vnni"),
+        ("AVX512", False, False, False, "avx512"),
+        ("AVX2", True, False, True, "avx2_vnni"),
+        ("AVX2", False, False, False, "avx2"),
+        ("DEFAULT", False, False, False, "baseline"),
+        ("NO AVX", False, False, False, "baseline"),
     ],
 )
 def test_the_newest_instruction_set_is_chosen(
-    monkeypatch, capability, has_bf16, has_vnni, expected
+    monkeypatch, capability, has_amx, has_bf16, has_vnni, expected
 ):
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(native, "has_amx", lambda: has_amx)
     monkeypatch.setattr(native, "has_bf16_products", lambda: has_bf16)
     for function in ("has_byte_products", "has_u8_matmul", "has_avx_vnni"):
         monkeypatch.setattr(native, function, lambda: has_vnni)

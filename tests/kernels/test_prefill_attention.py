@@ -8,6 +8,7 @@ from helpers.instruction_sets import RUNNABLE, using
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmpq.kernels.cpu.native import WITH_BF16
 from llmpq.kernels.cpu.paged_attention import MAX_SINGLE_TOKENS, PagedCall, PagedHeads, can_attend
 
 torch.set_num_threads(1)
@@ -191,3 +192,26 @@ def test_a_number_that_is_none_stays_one():
     )
     assert made[0, 20:].isnan().all()
     assert made[0, :18].isfinite().all()  # whole strips of queries before it
+
+
+@pytest.mark.parametrize("name", [name for name in RUNNABLE if name in WITH_BF16])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("dim", [32, 64, 96])
+def test_an_answer_in_bf16_is_wrong_by_its_own_rounding_alone(name, stored, dim):
+    rng = torch.Generator().manual_seed(5)
+    starts, counts, lengths = [30, 0], [170, 90], [200, 90]
+    blocks, tables = _blocks(lengths, (2, dim), 16, torch.bfloat16, stored, rng)
+    query = torch.randn(1, 260, 6, dim, generator=rng).bfloat16().transpose(1, 2)
+    options = {"scaling": dim**-0.5}
+    with using(name):
+        made = PagedCall(tables, starts, counts).attend(query, blocks, **options)
+    wide, first = _wide(blocks), 0
+    for table, start, count in zip(tables, starts, counts, strict=True):
+        dense = [
+            part[list(table)].transpose(0, 1).flatten(1, 2)[:, : start + count] for part in wide
+        ]
+        own, places = slice(first, first + count), torch.arange(start, start + count)
+        right = _expected(query[0, :, own], *dense, places, options)
+        error = (made[0, own].double() - right).abs()
+        assert (error <= right.abs() * 2**-8 + 2**-14 * right.abs().max()).all()
+        first += count

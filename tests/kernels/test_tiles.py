@@ -10,7 +10,13 @@ from helpers.instruction_sets import OWN, RUNNABLE, using
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmpq.kernels.cpu.native import has_bf16_products, has_pieces, library
+from llmpq.kernels.cpu.native import (
+    WITH_BF16,
+    WITH_BYTES,
+    has_bf16_products,
+    has_pieces,
+    library,
+)
 from llmpq.kernels.cpu.tiles import (
     TILE_COLUMNS,
     TILE_ROWS,
@@ -44,7 +50,7 @@ shapes = st.tuples(
     st.sampled_from([16, 48, 64, 80, 208]),
     st.sampled_from([32, 64, 96, 128, 192, 256, 384, 512]),
 )
-row_counts = st.sampled_from([1, 2, 3, 4, 5, 6, 7, 11, 193])
+row_counts = st.sampled_from([1, 2, 3, 4, 5, 6, 7, 11, 16, 38, 193])
 dtypes = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 
 
@@ -199,7 +205,7 @@ def test_8_bit_pieces_give_the_same_bits_on_every_processor(name, bits, dtype):
 
 @pytest.mark.parametrize("name", PIECES)
 @pytest.mark.parametrize("bits", [3, 4])
-@pytest.mark.parametrize("count", [1, 9])
+@pytest.mark.parametrize("count", [1, 9, 18])
 def test_the_largest_sums_of_8_bit_pieces_do_not_saturate(name, bits, count):
     packed = random_packed((64, 256), Precision(bits=bits, group_size=64), torch.float32)
     packed = replace(packed, codes=torch.full_like(packed.codes, 255))
@@ -220,7 +226,7 @@ def test_a_row_of_8_bit_pieces_does_not_depend_on_its_company(name, bits):
     x = torch.randn(200, 256, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
     with using(name):
         alone = torch.cat([packed_int8_product(row[None], weight, None) for row in x])
-        for count in (1, 2, 3, 4, 5, 7, 200):
+        for count in (1, 2, 3, 4, 5, 7, 16, 29, 200):
             for threads in (1, 2):
                 y = packed_int8_product(x[:count], weight, None, threads=threads)
                 assert torch.equal(y, alone[:count])
@@ -239,15 +245,18 @@ def test_8_bit_pieces_do_not_hide_what_is_not_finite(name, dtype, wrong):
     assert y[[0, 2]].isfinite().all()
 
 
-@pytest.mark.skipif(OWN != "avx512_bf16", reason="no other set has both")
+@pytest.mark.skipif(OWN not in WITH_BF16, reason="no other set has both")
+@pytest.mark.parametrize("name", WITH_BYTES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("count", [1, 13])
-def test_llm_int8_gives_the_same_bits_without_bf16_products(dtype, count):
-    packed = random_packed((80, 256), Precision(bits=8, group_size=None, symmetric=True), dtype)
+@pytest.mark.parametrize(("count", "columns"), [(1, 256), (13, 256), (53, 320), (245, 288)])
+def test_llm_int8_gives_the_same_bits_on_every_processor(name, dtype, count, columns):
+    if name not in RUNNABLE:
+        pytest.skip("this processor cannot")
+    packed = random_packed((80, columns), Precision(bits=8, group_size=None, symmetric=True), dtype)
     weight = prepared_tiles(to_tiles(packed), "cpu_llm_int8")
-    x = torch.randn(count, 256, generator=torch.Generator().manual_seed(2)).mul(3).to(dtype)
+    x = torch.randn(count, columns, generator=torch.Generator().manual_seed(2)).mul(3).to(dtype)
     expected = int8_product(x, weight, None, 6.0)
-    with using("avx512_vnni"):
+    with using(name):
         assert torch.equal(int8_product(x, weight, None, 6.0), expected)
 
 

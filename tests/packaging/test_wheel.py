@@ -55,7 +55,7 @@ def test_wheel_holds_the_libraries_of_every_instruction_set(built):
     wheel = next(built.glob("*.whl"))
     assert "-py3-none-manylinux_2_" in wheel.name
     names = zipfile.ZipFile(wheel).namelist()
-    for name in ("baseline", "avx2", "avx512", "avx512_bf16"):
+    for name in ("baseline", "avx2", "avx512", "avx512_bf16", "amx"):
         assert f"llmpq/kernels/cpu/_kernels-{name}.x86_64-linux-gnu.so" in names
     assert "llmpq/assigner/exact/_core.x86_64-linux-gnu.so" in names
     assert "llmpq/multillm/engine/_engine.x86_64-linux-gnu.so" in names

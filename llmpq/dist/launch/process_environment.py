@@ -26,8 +26,8 @@ _MALLOC_TUNABLES = "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"
 """glibc cuts torch's blocks from larger ones. Its caches of small blocks keep the cut ends, so that
 the hole of a freed tensor is too small for the next one of its size, and the heap grows."""
 
-_SPINS = "2000"
-"""Turns, some 0.1 ms, that an OpenMP thread waits awake for its next share of a step: sleeping and
+_SPINS = "6000"
+"""Turns, some 0.2 ms, that an OpenMP thread waits awake for its next share of a step: sleeping and
 waking takes longer than a small product."""
 
 # <malloc.h>

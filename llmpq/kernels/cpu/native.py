@@ -7,7 +7,9 @@ it.
 
 One library holds the kernels for one instruction set, named by the newest extensions it may use:
 
-* ``avx512_bf16``: products of bf16 pairs, dense ones too, all kernels;
+* ``amx``: all kernels; on AMX's tiles attention of prompts in bf16, and products of many rows by
+  3-, 4- and 8-bit weights;
+* ``avx512_bf16``: all kernels without AMX: products of bf16 pairs, dense ones too;
 * ``avx512_vnni``, ``avx512``, ``avx2_vnni``, ``avx2``: the float32 kernel, that of 8-bit
   activations in pieces, attention and whole decode steps; the first of them LLM.int8() too;
 * ``baseline``: the float32 kernel and attention.
@@ -28,14 +30,16 @@ from torch import Tensor
 
 from llmpq.compiled import NotCompiledError, library_path
 
-ABI = 14
+ABI = 15
 DONE = 0
 
 _COMMON = ("-std=gnu11", "-O3", "-Wno-psabi", "-fPIC", "-shared")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+_BF16 = (*_COMMON, *_AVX512, "-mavx512vnni", "-mavx512bf16")
 FLAGS: dict[str, tuple[str, ...]] = {
-    "avx512_bf16": (*_COMMON, *_AVX512, "-mavx512vnni", "-mavx512bf16"),
+    "amx": (*_BF16, "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
+    "avx512_bf16": _BF16,
     "avx512_vnni": (*_COMMON, *_AVX512, "-mavx512vnni"),
     "avx512": (*_COMMON, *_AVX512),
     "avx2_vnni": (*_COMMON, *_AVX2, "-mavxvnni"),
@@ -44,6 +48,9 @@ FLAGS: dict[str, tuple[str, ...]] = {
 }
 """Compiler flags by instruction set; the newest first."""
 
+WITH_BF16 = ("amx", "avx512_bf16")
+"""Instruction sets that multiply bf16 pairs; likewise bytes, in 512-bit registers."""
+WITH_BYTES = (*WITH_BF16, "avx512_vnni")
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """Numbers of the element types in ``csrc/kernels.h``."""
 
@@ -54,7 +61,7 @@ class Weight(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("tiles", "scales", "zeros")),
         *((name, c_int64) for name in ("rows", "columns", "group")),
-        *((name, c_int32) for name in ("bits", "scale_type")),
+        *((name, c_int32) for name in ("bits", "scale_type", "panel")),
     )
 
 
@@ -114,7 +121,7 @@ def instruction_set() -> str:
     capability = torch.backends.cpu.get_cpu_capability()
     if capability.startswith("AVX512"):
         if has_bf16_products():
-            return "avx512_bf16"
+            return "amx" if has_amx() else "avx512_bf16"
         return "avx512_vnni" if has_byte_products() else "avx512"
     if capability.startswith("AVX2"):
         return "avx2_vnni" if has_avx_vnni() and has_u8_matmul() else "avx2"
@@ -126,6 +133,26 @@ def has_bf16_products() -> bool:
     """Return whether this process may multiply bf16 pairs and bytes in 512-bit registers."""
     supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
     return supported is not None and bool(supported()) and has_byte_products()
+
+
+@cache
+def has_amx() -> bool:
+    """Return whether this process may multiply on AMX's tiles, and has a library that does.
+
+    The system is asked for permission; a compiler from before AMX counts as a processor without.
+    """
+    capabilities = getattr(torch.cpu, "get_capabilities", None)
+    ask = getattr(torch.cpu, "_init_amx", None)
+    if capabilities is None or ask is None:
+        return False
+    found = capabilities()
+    if not (found.get("amx_int8") and found.get("amx_bf16") and ask()):
+        return False
+    try:
+        load("amx")
+    except NotCompiledError:
+        return False
+    return True
 
 
 @cache
@@ -219,9 +246,9 @@ def load(name: str) -> ctypes.CDLL:
         loaded.kernels_step.argtypes = (c_void_p,)
     if has_pieces(name):
         loaded.kernels_packed_int8.argtypes = (POINTER(Product), c_int32)
-    if name in ("avx512_bf16", "avx512_vnni"):
+    if name in WITH_BYTES:
         loaded.kernels_int8.argtypes = (POINTER(Product), c_float, c_int32)
-    if name == "avx512_bf16":
+    if name in WITH_BF16:
         loaded.kernels_bf16.argtypes = (POINTER(Product), c_int64)
         loaded.kernels_dense.argtypes = (POINTER(Product),)
         loaded.kernels_dense_holds.argtypes = (POINTER(Weight), c_void_p, c_int32)

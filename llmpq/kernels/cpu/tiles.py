@@ -24,6 +24,8 @@ from llmpq.spec.precision import Precision
 TILE_ROWS = 16
 TILE_COLUMNS = 32
 ROWS_OF_THREAD = 16
+PANELS = (64, 32)
+"""Rows of a panel in oneDNN's layouts (``csrc/dense_bf16.c``)."""
 """Rows to look up that justify one more thread."""
 
 
@@ -228,10 +230,14 @@ def panels_of(layout: int, weight: Tensor) -> Weight | None:
     Compares every number. ``weight`` ``[N, K]`` is contiguous, N a multiple of 64 and K of 32.
     """
     rows, columns = weight.shape
-    handle = Weight(tiles=layout, rows=rows, columns=columns, group=columns, bits=16)
     threads = torch.get_num_threads()
-    holds = _kernels().kernels_dense_holds(byref(handle), weight.data_ptr(), threads)
-    return handle if holds else None
+    for panel in PANELS:
+        handle = Weight(
+            tiles=layout, rows=rows, columns=columns, group=columns, bits=16, panel=panel
+        )
+        if _kernels().kernels_dense_holds(byref(handle), weight.data_ptr(), threads):
+            return handle
+    return None
 
 
 def dense_product(

@@ -1,15 +1,15 @@
 /* bf16 weights in the panels that oneDNN makes of them, multiplied by a few rows (AVX512-BF16).
  *
- * A panel is 64 rows of the weight: for each pair of columns, from the first on, the pairs of the 64
- * rows side by side (`Weight.tiles`, 128 * columns bytes a panel, bits 16). Nothing is decoded, and a
- * panel is read in one stream, so one row costs what reading the weight costs. Columns are added in
- * their order, in float32, whatever the threads and the number of rows. */
+ * A panel is 64 rows of the weight, or 32 where oneDNN multiplies with AMX: for each pair of columns,
+ * from the first on, the pairs of these rows side by side (`Weight.tiles`, bits 16). Nothing is decoded,
+ * and 64 rows are read in one stream or two, so one row costs what reading the weight costs. Columns
+ * are added in their order, in float32, whatever the threads and the number of rows. */
 #include "step.h"
 
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
 #include <immintrin.h>
 
-enum { VECTORS = PANEL / 16, AT_ONCE = 6, AHEAD = 4096 };
+enum { VECTORS = PANEL / 16, AT_ONCE = 6, AHEAD = 4096, HALF = PANEL / 2 };
 
 INLINE __m512bh pair_of(const uint16_t *x) {
     int32_t pair;
@@ -23,50 +23,56 @@ INLINE void finish(const Product *p, __m512 sum, int64_t m, int64_t row) {
     _mm256_storeu_si256((__m256i *)y, (__m256i)_mm512_cvtneps_pbh(sum));
 }
 
-INLINE void multiply(const Product *p, int64_t panel, int64_t first, const int count) {
-    int64_t columns = p->weight->columns;
-    const uint8_t *from = p->weight->tiles + panel * columns * PANEL * 2;
+/* `panel` rows of the weight side by side. */
+INLINE void multiply(const Product *p, int64_t row, int64_t first, const int count,
+                     const int panel) {
+    const int per = panel / 16;
+    int64_t columns = p->weight->columns, next = columns * panel * 2;
+    const uint8_t *from = panel_at(p->weight, row);
     const uint16_t *x = (const uint16_t *)p->x + first * columns;
     __m512 sum[AT_ONCE][VECTORS];
     for (int m = 0; m < count; m++)
         for (int n = 0; n < VECTORS; n++) sum[m][n] = _mm512_setzero_ps();
-    for (int64_t k = 0; k < columns; k += 2, from += PANEL * 4) {
-        for (int n = 0; n < VECTORS; n++) __builtin_prefetch(from + AHEAD + 64 * n, 0, 2);
+    for (int64_t k = 0; k < columns; k += 2, from += panel * 4) {
+        for (int n = 0; n < VECTORS; n++)
+            __builtin_prefetch(from + n / per * next + n % per * 64 + AHEAD, 0, 2);
 #pragma GCC unroll 6
         for (int m = 0; m < count; m++) {
             __m512bh pair = pair_of(x + m * columns + k);
 #pragma GCC unroll 4
             for (int n = 0; n < VECTORS; n++) {
-                __m512bh weight = (__m512bh)_mm512_loadu_si512(from + 64 * n);
+                const uint8_t *at = from + n / per * next + n % per * 64;
+                __m512bh weight = (__m512bh)_mm512_loadu_si512(at);
                 sum[m][n] = _mm512_dpbf16_ps(sum[m][n], weight, pair);
             }
         }
     }
     for (int m = 0; m < count; m++)
-        for (int n = 0; n < VECTORS; n++) finish(p, sum[m][n], first + m, panel * PANEL + 16 * n);
+        for (int n = 0; n < VECTORS; n++) finish(p, sum[m][n], first + m, row + 16 * n);
 }
 
 #define ROWS(COUNT)                                                                               \
-    static __attribute__((noinline)) void rows_##COUNT(const Product *p, int64_t panel,           \
+    static __attribute__((noinline)) void rows_##COUNT(const Product *p, int64_t row,             \
                                                        int64_t first) {                           \
-        multiply(p, panel, first, COUNT);                                                         \
+        if (p->weight->panel == PANEL) multiply(p, row, first, COUNT, PANEL);                     \
+        else multiply(p, row, first, COUNT, HALF);                                                \
     }
 ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
 
 typedef void (*Rows)(const Product *, int64_t, int64_t);
 static const Rows rows[AT_ONCE + 1] = {0, rows_1, rows_2, rows_3, rows_4, rows_5, rows_6};
 
-/* More rows than registers hold take even strips; a panel is still in the cache for the next one. */
-void dense_part(const Product *p, int64_t panel) {
+/* More rows than registers hold take even strips; the weight is still in the cache for the next one. */
+void dense_part(const Product *p, int64_t item) {
     int64_t strips = (p->count + AT_ONCE - 1) / AT_ONCE;
     for (int64_t i = 0; i < strips; i++) {
         int64_t first = i * p->count / strips, end = (i + 1) * p->count / strips;
-        rows[end - first](p, panel, first);
+        rows[end - first](p, item * PANEL, first);
     }
 }
 
-static void multiply_part(void *data, int64_t panel) {
-    dense_part(data, panel);
+static void multiply_part(void *data, int64_t item) {
+    dense_part(data, item);
 }
 
 int kernels_dense(const Product *p) {
@@ -82,16 +88,16 @@ typedef struct {
 
 static void compare_part(void *data, int64_t panel) {
     Comparison *c = data;
-    int64_t row_bytes = c->weight->columns * 2;
-    const uint8_t *ordered = c->weight->tiles + panel * PANEL * row_bytes;
-    const uint8_t *plain = c->plain + panel * PANEL * row_bytes;
+    int64_t row_bytes = c->weight->columns * 2, rows = c->weight->panel;
+    const uint8_t *ordered = c->weight->tiles + panel * rows * row_bytes;
+    const uint8_t *plain = c->plain + panel * rows * row_bytes;
     uint32_t differs = 0;
     for (int64_t k = 0; k < row_bytes; k += 64)
-        for (int r = 0; r < PANEL; r++)
+        for (int64_t r = 0; r < rows; r++)
             for (int64_t at = k; at < k + 64; at += 4) {
                 uint32_t wanted, found;
                 memcpy(&wanted, plain + r * row_bytes + at, 4);
-                memcpy(&found, ordered + at * PANEL + 4 * r, 4);
+                memcpy(&found, ordered + at * rows + 4 * r, 4);
                 differs |= wanted ^ found;
             }
     if (differs) __atomic_store_n(&c->differs, 1, __ATOMIC_RELAXED);
@@ -100,7 +106,7 @@ static void compare_part(void *data, int64_t panel) {
 /* Whether w->tiles hold these very numbers in the order above; columns a multiple of 32. */
 int kernels_dense_holds(const Weight *w, const void *plain, int threads) {
     Comparison comparison = {w, plain, 0};
-    run_parts(compare_part, &comparison, w->rows / PANEL, threads);
+    run_parts(compare_part, &comparison, w->rows / w->panel, threads);
     return !comparison.differs;
 }
 #endif

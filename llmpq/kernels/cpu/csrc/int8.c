@@ -8,6 +8,7 @@
  *
  * Integer products need one unsigned side. That is the weight's (code = q + 128), so the correction
  * is one number a row of x, its sum, and only the codes are stored. */
+#include "amx.h"
 #include "step.h"
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
@@ -16,7 +17,7 @@
 #include <stdlib.h>
 
 enum { WIDE = 4, STRIP = 6, DEPTH = 256, AHEAD = 4096, MOST_SHARED = 64 };
-enum { WORTH_THREADS = 1 << 18 }; /* numbers of x whose reading takes longer than waking a thread */
+enum { WORTH_THREADS = 1 << 15 }; /* numbers of x whose reading takes longer than waking a thread */
 
 typedef struct {
     const Product *product;
@@ -116,6 +117,43 @@ INLINE void multiply(const Job *job, int64_t first, int64_t row, int64_t from, i
         for (int n = 0; n < wide; n++) _mm512_store_si512(total + m * PANEL + 16 * n, sum[m][n]);
 }
 
+#ifdef __AMX_INT8__
+/* 32 rows on tiles, or 16: columns in steps of 64, which are whole tiles of the weight side by side. */
+INLINE void multiply_amx(const Job *job, int64_t first, int64_t row, int64_t from, int64_t end,
+                         int32_t *total, const int strips, const int wide) {
+    const Weight *w = job->product->weight;
+    const int8_t *x = job->rows.codes + first * w->columns, *below = x + AMX_ROWS * w->columns;
+    int32_t *lower = total + AMX_ROWS * PANEL;
+    int64_t down = w->columns * TILE_ROWS;
+    for (int n = 0; n < wide; n += 2) {
+        const uint8_t *tile = tile_at(w, row + 16 * n, from);
+        int32_t *to = total + 16 * n, *lower_to = lower + 16 * n;
+        TILE_LOAD(0, to, 4 * PANEL);
+        if (wide > 1) TILE_LOAD(1, to + 16, 4 * PANEL);
+        if (strips > 1) TILE_LOAD(2, lower_to, 4 * PANEL);
+        if (strips > 1 && wide > 1) TILE_LOAD(3, lower_to + 16, 4 * PANEL);
+        for (int64_t k = from; k < end; k += AMX_COLUMNS, tile += AMX_COLUMNS * TILE_ROWS) {
+            TILE_LOAD(6, x + k, w->columns);
+            TILE_LOAD(4, tile, 64);
+            TILE_MULTIPLY(0, 6, 4);
+            if (wide > 1) {
+                TILE_LOAD(5, tile + down, 64);
+                TILE_MULTIPLY(1, 6, 5);
+            }
+            if (strips > 1) {
+                TILE_LOAD(7, below + k, w->columns);
+                TILE_MULTIPLY(2, 7, 4);
+                if (wide > 1) TILE_MULTIPLY(3, 7, 5);
+            }
+        }
+        TILE_STORE(0, to, 4 * PANEL);
+        if (wide > 1) TILE_STORE(1, to + 16, 4 * PANEL);
+        if (strips > 1) TILE_STORE(2, lower_to, 4 * PANEL);
+        if (strips > 1 && wide > 1) TILE_STORE(3, lower_to + 16, 4 * PANEL);
+    }
+}
+#endif
+
 INLINE __m512 column_of(const Weight *w, int64_t row, int64_t k) {
     const uint8_t *vector = tile_at(w, row, k) + k % TILE_COLUMNS / 4 * 64;
     __m512i words = _mm512_srl_epi32(_mm512_loadu_si512(vector), _mm_cvtsi32_si128(k % 4 * 8));
@@ -152,8 +190,18 @@ INLINE void panel_rows(const Job *job, int64_t row, int64_t first, int64_t count
     int64_t columns = job->product->weight->columns;
     int64_t depth = count <= STRIP ? columns : DEPTH; /* beyond one strip, codes are read again */
     memset(total, 0, (size_t)count * PANEL * sizeof *total);
+#ifdef __AMX_INT8__
+    const int on_tiles = count >= AMX_ROWS && columns % AMX_COLUMNS == 0;
+    if (on_tiles) shape_tiles(AMX_ROWS, 4);
+#endif
     for (int64_t k = 0; k < columns; k += depth) {
         int64_t end = k + depth < columns ? k + depth : columns, m = 0;
+#ifdef __AMX_INT8__
+        for (; on_tiles && m + 2 * AMX_ROWS <= count; m += 2 * AMX_ROWS)
+            multiply_amx(job, first + m, row, k, end, total + m * PANEL, 2, wide);
+        for (; on_tiles && m + AMX_ROWS <= count; m += AMX_ROWS)
+            multiply_amx(job, first + m, row, k, end, total + m * PANEL, 1, wide);
+#endif
         for (; m + STRIP <= count; m += STRIP)
             multiply(job, first + m, row, k, end, total + m * PANEL, STRIP, wide);
         switch (count - m) { /* codes are read once for them, whatever their number */
@@ -164,6 +212,9 @@ INLINE void panel_rows(const Job *job, int64_t row, int64_t first, int64_t count
         case 5: multiply(job, first + m, row, k, end, total + m * PANEL, 5, wide); break;
         }
     }
+#ifdef __AMX_INT8__
+    if (on_tiles) clear_tiles();
+#endif
     float shared[MOST_SHARED * PANEL] __attribute__((aligned(64)));
     for (int i = 0; i < job->shared; i++)
         for (int n = 0; n < wide; n++) {

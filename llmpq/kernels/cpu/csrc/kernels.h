@@ -31,6 +31,7 @@ typedef struct {
     int64_t rows, columns;
     int64_t group; /* columns that share a scale, a multiple of TILE_COLUMNS */
     int32_t bits, scale_type;
+    int32_t panel; /* 16 bits: rows of a panel (dense_bf16.c) */
 } Weight;
 
 /* One product: y = x weight^T + bias, x [count, weight.columns] and y [count, weight.rows]. */
@@ -110,6 +111,11 @@ INLINE int64_t tile_bytes(const Weight *w) {
 INLINE const uint8_t *tile_at(const Weight *w, int64_t row, int64_t column) {
     int64_t across = w->columns / TILE_COLUMNS;
     return w->tiles + (row / TILE_ROWS * across + column / TILE_COLUMNS) * tile_bytes(w);
+}
+
+/* Where rows from `row` on start in panels of bf16; rows of a panel are side by side. */
+INLINE const uint8_t *panel_at(const Weight *w, int64_t row) {
+    return w->tiles + row / w->panel * w->columns * w->panel * 2 + row % w->panel * 4;
 }
 
 INLINE v16f scale_at(const Weight *w, int64_t column, int64_t row) {

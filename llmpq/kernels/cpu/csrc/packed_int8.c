@@ -11,7 +11,9 @@
  * With VNNI one instruction adds the four products of every lane. Without it, half lanes of 16 bits
  * add the 16 products of a piece that fall to them: at most 16 * 15 * 128 = 30,720, below 2^15, so
  * that none saturates. Integer sums are exact either way, and the float32 operations of an output are
- * the same, in the same order, at every width of vectors: all processors give the same bits. */
+ * the same, in the same order, at every width of vectors and on AMX's tiles: all processors give the
+ * same bits. */
+#include "amx.h"
 #include "lanes.h"
 #include "step.h"
 
@@ -27,7 +29,7 @@ enum { GROUP = 1, STRIP = 6, FEW_WIDE = 1, FEW = 4 };
 #endif
 enum { WIDE = PANEL / TILE_ROWS, PARTS = TILE_ROWS / LANES, PIECE = TILE_COLUMNS / LANES };
 enum { QUADS = TILE_COLUMNS / 4, AHEAD = 2048 };
-enum { WORTH_THREADS = 1 << 18 }; /* numbers of x whose reading takes longer than waking a thread */
+enum { WORTH_THREADS = 1 << 15 }; /* numbers of x whose reading takes longer than waking a thread */
 
 typedef struct {
     const Product *product;
@@ -84,10 +86,10 @@ INLINE int32_t sum_of(vi v) {
     return v[0];
 }
 
-/* Codes of row m, a scale for each piece, and the sums of blocks of the codes times their scales. */
+/* Codes of row m, a scale for each piece, and the sums of blocks of the codes times their scales. All
+ * rows of a block lie together, as a product reads them. */
 INLINE void codes_of(const Prepared *q, int64_t rows, int64_t m, const int type) {
     const Codes order = q->bits == 3 ? order_of_3 : order_of_4;
-    float *scale = q->scale + m * (q->columns / TILE_COLUMNS);
     vf finite = {0};
     for (int64_t k = 0; k < q->columns; k += q->block) {
         float block_sum = 0;
@@ -101,17 +103,17 @@ INLINE void codes_of(const Prepared *q, int64_t rows, int64_t m, const int type)
             float size = greatest(most), step = size / 127, steps = size > 0 ? 127 / size : 0;
             vi code[PIECE], sum = {0};
             for (int i = 0; i < PIECE; i++) sum += code[i] = nearest(x[i] * steps);
-            scale[t / TILE_COLUMNS] = step;
+            q->scale[t / TILE_COLUMNS * rows + m] = step;
             block_sum = fmaf(step, (float)sum_of(sum), block_sum);
             Codes codes = __builtin_shuffle(together(code), order);
-            memcpy(q->codes + m * q->columns + t, &codes, sizeof codes);
+            memcpy(q->codes + k * rows + m * q->block + t - k, &codes, sizeof codes);
         }
         q->sums[k / q->block * rows + m] = block_sum;
     }
     float sum = 0;
     for (int i = 0; i < LANES; i++) sum += finite[i];
     if (sum == 0) return;
-    for (int64_t t = 0; t < q->columns / TILE_COLUMNS; t++) scale[t] = sum;
+    for (int64_t t = 0; t < q->columns / TILE_COLUMNS; t++) q->scale[t * rows + m] = sum;
 }
 
 /* Rounds row m. A row with a number that is not finite has scales that are none. */
@@ -198,17 +200,26 @@ INLINE vi four_of(const int8_t *codes) {
     return (vi){0} + four;
 }
 
-/* Adds the sums of a block, `stride` apart, to those of some rows of x. */
-INLINE void add_scaled(const Weight *w, const vf *sum, const float *x_sum, int64_t column,
-                       int64_t row, float *total, const int count, const int stride) {
+typedef struct {
+    vf scale, zero;
+} Scales;
+
+/* Of LANES rows of the weight from `row` on, for a block of columns. */
+INLINE Scales scales_at(const Weight *w, int64_t column, int64_t row) {
     int64_t at = column / w->group * w->rows + row;
-    vf scale = load_any(w->scales, at, w->scale_type), zero = {0};
+    Scales scales = {load_any(w->scales, at, w->scale_type), {0}};
+    if (w->zeros) scales.zero = load_any(w->zeros, at, w->scale_type);
+    return scales;
+}
+
+/* Adds the sums of a block, `stride` apart, to those of some rows of x. */
+INLINE void add_scaled(const Weight *w, Scales scales, const vf *sum, const float *x_sum,
+                       float *total, const int count, const int stride) {
     vf less = spread(-(float)(1 << (w->bits - 1)));
-    if (w->zeros) zero = load_any(w->zeros, at, w->scale_type);
     for (int m = 0; m < count; m++) {
         vf x = spread(x_sum[m]), new = load_lanes(total, m * PANEL, TYPE_F32);
-        new = multiply_add(scale, multiply_add(less, x, sum[m * stride]), new);
-        if (w->zeros) new = multiply_add(zero, x, new);
+        new = multiply_add(scales.scale, multiply_add(less, x, sum[m * stride]), new);
+        if (w->zeros) new = multiply_add(scales.zero, x, new);
         memcpy(total + m * PANEL, &new, sizeof new);
     }
 }
@@ -227,15 +238,15 @@ INLINE void finish(const Job *job, const float *total, int64_t m, int64_t row, i
 INLINE void few_rows(const Job *job, int64_t row, const int count, const int wide, const int bits) {
     const Weight *w = job->product->weight;
     const int across = wide * PARTS;
-    const int8_t *x = job->rows.codes;
-    int64_t tiles = w->columns / TILE_COLUMNS, down = tiles * 64 * bits;
+    const int64_t down = w->columns / TILE_COLUMNS * 64 * bits, block = job->rows.block;
     float total[FEW * PANEL] __attribute__((aligned(64)));
     memset(total, 0, (size_t)count * PANEL * sizeof *total);
-    for (int64_t b = 0; b < w->columns; b += job->rows.block) {
+    for (int64_t b = 0; b < w->columns; b += block) {
+        const int8_t *x = job->rows.codes + b * count;
         vf sum[FEW * FEW_WIDE * PARTS];
 #pragma GCC unroll 12
         for (int i = 0; i < count * across; i++) sum[i] = (vf){0};
-        for (int64_t k = b; k < b + job->rows.block; k += TILE_COLUMNS) {
+        for (int64_t k = b; k < b + block; k += TILE_COLUMNS) {
             const uint8_t *tile = tile_at(w, row, k);
 #pragma GCC unroll 8
             for (int n = 0; n < across; n++) {
@@ -250,19 +261,20 @@ INLINE void few_rows(const Job *job, int64_t row, const int count, const int wid
 #pragma GCC unroll 4
                     for (int m = 0; m < count; m++)
                         own[m][i % CHAINS] = dot(own[m][i % CHAINS], quad[i],
-                                                 four_of(x + m * w->columns + k + 4 * i));
+                                                 four_of(x + m * block + k - b + 4 * i));
 #pragma GCC unroll 4
                 for (int m = 0; m < count; m++) {
                     vi both = CHAINS == 2 ? own[m][0] + own[m][CHAINS - 1] : own[m][0];
-                    vf scale = spread(job->rows.scale[m * tiles + k / TILE_COLUMNS]);
+                    vf scale = spread(job->rows.scale[k / TILE_COLUMNS * count + m]);
                     vf *to = sum + m * across + n;
                     *to = multiply_add(float_of(both), scale, *to);
                 }
             }
         }
-        const float *sums = job->rows.sums + b / job->rows.block * job->product->count;
+        const float *sums = job->rows.sums + b / block * count;
         for (int n = 0; n < across; n++)
-            add_scaled(w, sum + n, sums, b, row + LANES * n, total + LANES * n, count, across);
+            add_scaled(w, scales_at(w, b, row + LANES * n), sum + n, sums, total + LANES * n, count,
+                       across);
     }
     for (int m = 0; m < count; m++) finish(job, total + m * PANEL, m, row, wide);
 }
@@ -287,17 +299,17 @@ static const Few few[2][FEW + 1] = {{0, few_1_3, few_2_3, few_3_3, few_4_3},
 #endif
 
 /* More rows: strips of them go over a panel of decoded codes in the first-level cache. */
-INLINE void multiply(const Job *job, const vu *panel, int64_t first, int64_t column, int64_t row,
-                     float *total, const int strip, const int group) {
+INLINE void multiply(const Job *job, const vu *panel, const Scales *scales, int64_t first,
+                     int64_t column, float *total, const int strip, const int group) {
     const Weight *w = job->product->weight;
     const int wide = group * PARTS;
-    int64_t tiles = w->columns / TILE_COLUMNS;
-    const int8_t *x = job->rows.codes + first * w->columns + column;
-    const float *x_scale = job->rows.scale + first * tiles + column / TILE_COLUMNS;
+    const int64_t block = job->rows.block, rows = job->product->count;
+    const int8_t *x = job->rows.codes + column * rows + first * block;
+    const float *x_scale = job->rows.scale + column / TILE_COLUMNS * rows + first;
     vf sum[STRIP * GROUP * PARTS];
 #pragma GCC unroll 12
     for (int i = 0; i < strip * wide; i++) sum[i] = (vf){0};
-    for (int64_t t = 0; t < job->rows.block / TILE_COLUMNS; t++) {
+    for (int64_t t = 0; t < block / TILE_COLUMNS; t++) {
         vi own[STRIP][GROUP * PARTS];
         for (int m = 0; m < strip; m++)
             for (int n = 0; n < wide; n++) own[m][n] = (vi){0};
@@ -306,14 +318,14 @@ INLINE void multiply(const Job *job, const vu *panel, int64_t first, int64_t col
             const vu *quad = panel + (t * QUADS + i) * wide;
 #pragma GCC unroll 6
             for (int m = 0; m < strip; m++) {
-                vi four = four_of(x + m * w->columns + t * TILE_COLUMNS + 4 * i);
+                vi four = four_of(x + m * block + t * TILE_COLUMNS + 4 * i);
 #pragma GCC unroll 4
                 for (int n = 0; n < wide; n++) own[m][n] = dot(own[m][n], quad[n], four);
             }
         }
 #pragma GCC unroll 6
         for (int m = 0; m < strip; m++) {
-            vf scale = spread(x_scale[m * tiles + t]);
+            vf scale = spread(x_scale[t * rows + m]);
 #pragma GCC unroll 4
             for (int n = 0; n < wide; n++) {
                 vf *to = sum + m * wide + n;
@@ -321,21 +333,66 @@ INLINE void multiply(const Job *job, const vu *panel, int64_t first, int64_t col
             }
         }
     }
-    const float *sums = job->rows.sums + column / job->rows.block * job->product->count + first;
+    const float *sums = job->rows.sums + column / block * rows + first;
     for (int n = 0; n < wide; n++)
-        add_scaled(w, sum + n, sums, column, row + LANES * n, total + LANES * n, strip, wide);
+        add_scaled(w, scales[n], sum + n, sums, total + LANES * n, strip, wide);
 }
+
+#ifdef __AMX_INT8__
+/* 16 rows on tiles: codes of x in rows of 32 bytes, quads of the panel in 8 rows of 64. */
+INLINE void multiply_amx(const Job *job, const vu *panel, const Scales *scales, int64_t first,
+                         int64_t column, float *total, const int group) {
+    const Weight *w = job->product->weight;
+    const int64_t block = job->rows.block, rows = job->product->count;
+    const int64_t pieces = block / TILE_COLUMNS;
+    const int8_t *x = job->rows.codes + column * rows + first * block;
+    const float *x_scale = job->rows.scale + column / TILE_COLUMNS * rows + first;
+    const float *sums = job->rows.sums + column / block * rows + first;
+    vi own[BLOCK / TILE_COLUMNS][AMX_ROWS];
+#define LOAD_X(PIECE_, TILE)                                                                     \
+    if (PIECE_ < pieces) TILE_LOAD(TILE, x + TILE_COLUMNS * PIECE_, block)
+    LOAD_X(0, 4);
+    LOAD_X(1, 5);
+    LOAD_X(2, 6);
+    LOAD_X(3, 7);
+#undef LOAD_X
+    for (int n = 0; n < group; n++) {
+#define ADD_UP(PIECE_, X, SUM, WEIGHT)                                                           \
+    if (PIECE_ < pieces) {                                                                       \
+        TILE_CLEAR(SUM);                                                                         \
+        TILE_LOAD(WEIGHT, panel + PIECE_ * QUADS * group + n, VECTOR_BYTES * group);             \
+        TILE_MULTIPLY(SUM, X, WEIGHT);                                                           \
+        TILE_STORE(SUM, own[PIECE_], VECTOR_BYTES);                                       \
+    }
+            ADD_UP(0, 4, 0, 2)
+            ADD_UP(1, 5, 1, 3)
+            ADD_UP(2, 6, 0, 2)
+            ADD_UP(3, 7, 1, 3)
+#undef ADD_UP
+        vf sum[AMX_ROWS];
+#pragma GCC unroll 16
+        for (int m = 0; m < AMX_ROWS; m++) sum[m] = (vf){0};
+        for (int64_t t = 0; t < pieces; t++)
+#pragma GCC unroll 16
+            for (int m = 0; m < AMX_ROWS; m++) {
+                vf scale = spread(x_scale[t * rows + m]);
+                sum[m] = multiply_add(float_of(own[t][m]), scale, sum[m]);
+            }
+        add_scaled(w, scales[n], sum, sums, total + LANES * n, AMX_ROWS, 1);
+    }
+}
+#endif
 
 /* Rows to multiply at once while so many are left. One alone would wait for its own sums. */
 INLINE int64_t strip_of(int64_t left) {
     return left == STRIP + 1 ? STRIP - 1 : left < STRIP ? left : STRIP;
 }
 
-INLINE void multiply_strip(const Job *job, const vu *panel, int64_t first, int64_t count,
-                           int64_t column, int64_t row, float *total, const int group) {
+INLINE void multiply_strip(const Job *job, const vu *panel, const Scales *scales, int64_t first,
+                           int64_t count, int64_t column, float *total, const int group) {
 #define ROWS(COUNT)                                                                              \
     case COUNT:                                                                                  \
-        if (COUNT <= STRIP) multiply(job, panel, first, column, row, total, COUNT, group);       \
+        if (COUNT <= STRIP) multiply(job, panel, scales, first, column, total, COUNT, group);    \
         break;
     switch (count) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) }
 #undef ROWS
@@ -349,8 +406,13 @@ INLINE void panel_rows(const Job *job, int64_t row, int64_t first, int64_t count
     vu panel[BLOCK / 4 * WIDE * PARTS];
     float total[ROW_BLOCK * PANEL] __attribute__((aligned(64)));
     memset(total, 0, (size_t)count * PANEL * sizeof *total);
+#ifdef __AMX_INT8__
+    if (count >= AMX_ROWS) shape_tiles(QUADS, 2);
+#endif
     for (int64_t k = 0; k < w->columns; k += job->rows.block) {
-        for (int n = 0; n < groups * wide; n++)
+        Scales scales[WIDE * PARTS];
+        for (int n = 0; n < groups * wide; n++) {
+            scales[n] = scales_at(w, k, row + LANES * n);
             for (int64_t t = 0; t < job->rows.block; t += TILE_COLUMNS) {
                 const uint8_t *tile = tile_at(w, row + LANES * n, k + t) + n % PARTS * VECTOR_BYTES;
                 vu *out = panel + n / wide * across + t / 4 * wide + n % wide;
@@ -358,16 +420,29 @@ INLINE void panel_rows(const Job *job, int64_t row, int64_t first, int64_t count
                 if (w->bits == 4) decode(tile, 4, out, wide);
                 else decode(tile, 3, out, wide);
             }
-        for (int64_t m = 0; m < count;) {
+        }
+        int64_t m = 0;
+#ifdef __AMX_INT8__
+        for (; m + AMX_ROWS <= count; m += AMX_ROWS)
+            for (int g = 0; g < groups; g++) {
+                int64_t side = TILE_ROWS * group * g;
+                multiply_amx(job, panel + g * across, scales + g * wide, first + m, k,
+                             total + m * PANEL + side, group);
+            }
+#endif
+        while (m < count) {
             int64_t now = strip_of(count - m);
             for (int g = 0; g < groups; g++) {
                 int64_t side = TILE_ROWS * group * g;
-                multiply_strip(job, panel + g * across, first + m, now, k, row + side,
+                multiply_strip(job, panel + g * across, scales + g * wide, first + m, now, k,
                                total + m * PANEL + side, group);
             }
             m += now;
         }
     }
+#ifdef __AMX_INT8__
+    if (count >= AMX_ROWS) clear_tiles();
+#endif
     for (int64_t m = 0; m < count; m++)
         finish(job, total + m * PANEL, first + m, row, groups * group);
 }

@@ -82,13 +82,13 @@ static void decode8(const uint8_t *tile, float *out, int64_t stride) {
         }
 }
 
-/* bf16 in the panels of dense_bf16.c: pairs of columns of 64 rows side by side. */
+/* bf16 in the panels of dense_bf16.c: pairs of columns of their rows side by side. */
 static void decode16(const Weight *w, int64_t row, int64_t column, int64_t columns, float *out,
                      int64_t stride) {
-    const uint8_t *from = w->tiles + row / PANEL * w->columns * PANEL * 2 + row % PANEL * 4;
+    const uint8_t *from = panel_at(w, row);
     for (int64_t k = 0; k < columns; k += 2)
         for (int part = 0; part < PARTS; part++) {
-            vu words = load_codes(from + (column + k) * PANEL * 2, 0, part);
+            vu words = load_codes(from + (column + k) * w->panel * 2, 0, part);
             vu even = words << 16, odd = words & 0xFFFF0000u;
             memcpy(out + k * stride + LANES * part, &even, sizeof even);
             memcpy(out + (k + 1) * stride + LANES * part, &odd, sizeof odd);

@@ -5,10 +5,14 @@
  * transposed; six queries at a time are multiplied by it with their sums in registers, become weights
  * (online softmax: Milakov and Gimelshein 2018), and are multiplied by the values. Tiles begin at
  * multiples of 64, so a token's answer depends neither on its run nor on the number of threads. Tiles
- * that no query of a strip sees are skipped. */
+ * that no query of a strip sees are skipped.
+ *
+ * With AMX bf16 queries and keys are multiplied as they are, and 8-bit keys and values as the bf16
+ * numbers that their codes are; weights are cut into two bf16 numbers, which keeps 16 bits of them. */
+#include "amx.h"
 #include "attention.h"
 
-enum { TILE = 64, STRIP = 6, MOST_ROWS = 192, ROOM = MOST_ROWS * 128 };
+enum { TILE = 64, STRIP = 6, MOST_STRIP = 16, MOST_ROWS = 192, ROOM = MOST_ROWS * 128 };
 #if defined(__AVX512F__)
 enum { WIDE = 4 }; /* vectors of columns at once */
 #else
@@ -20,15 +24,17 @@ typedef struct {
     const Attention *a;
     const int32_t *table;
     int64_t kv_head, rows, since, end; /* tokens [since, end) are seen by some row */
+    int64_t strip;                     /* rows at once */
     int64_t first[MOST_ROWS], last[MOST_ROWS]; /* a row sees [first, last) */
     int64_t from[MOST_ROWS], to[MOST_ROWS];    /* where its query is, and its answer goes */
     int64_t head[MOST_ROWS];
     float most[MOST_ROWS];
     vf weight[MOST_ROWS]; /* sums of the weights so far, lane by lane */
-    float query[ROOM] __attribute__((aligned(64)));  /* [rows, dim], scaled */
+    float query[ROOM] __attribute__((aligned(64)));  /* [rows, dim], scaled; AMX: in bf16, as it is */
     float total[ROOM] __attribute__((aligned(64)));  /* [rows, dim] */
-    float keys[MOST_DIM * TILE] __attribute__((aligned(64)));   /* [dim, TILE] */
-    float values[TILE * MOST_DIM] __attribute__((aligned(64))); /* [TILE, dim] */
+    float keys[MOST_DIM * TILE] __attribute__((aligned(64)));   /* [dim, TILE]; AMX: see lay_out */
+    float values[TILE * MOST_DIM] __attribute__((aligned(64))); /* [TILE, dim]; likewise */
+    float key_scale[TILE], value_scale[TILE]; /* AMX: what the scores and the weights are times */
 } Run;
 
 /* ---- tiles ----------------------------------------------------------------------------------- */
@@ -78,23 +84,6 @@ INLINE void widen_tokens(Run *r, int64_t first, const int64_t *at, const int typ
 #pragma GCC unroll 16
         for (int i = 0; i < LANES; i++)
             memcpy(r->keys + (k + i) * TILE + first, key + i, sizeof(vf));
-    }
-}
-
-/* Widens the tokens [t, t + TILE). */
-INLINE void widen_tile(Run *r, int64_t t, const int type) {
-    int64_t place = 0, at[LANES];
-    for (int first = 0; first < TILE; first += LANES) {
-        int seen = 0;
-        if (first % RUN == 0 && t + first < r->end) place = place_of(r->a, r->table, r->kv_head, t + first);
-        for (int j = 0; j < LANES; j++) {
-            int64_t token = t + first + j;
-            int is_seen = token >= r->since && token < r->end;
-            at[j] = is_seen ? place + (first % RUN + j) * r->a->dim : -1;
-            seen += is_seen;
-        }
-        if (seen == LANES) widen_tokens(r, first, at, type, 1);
-        else widen_tokens(r, first, at, type, 0);
     }
 }
 
@@ -207,7 +196,171 @@ static void weigh(Run *r, int64_t row, int64_t t, float *score) {
     else weigh_some(r, row, score, low, high, 0);
 }
 
+/* ---- AMX ------------------------------------------------------------------------------------- */
+
+#ifdef __AMX_BF16__
+enum { PAIRS = 32, TILE_NUMBERS = AMX_ROWS * PAIRS }; /* columns of bf16 in a tile, and its numbers */
+
+INLINE int has_amx(const Attention *a) {
+    return a->type == TYPE_BF16 && (a->stored == TYPE_BF16 || a->stored == TYPE_INT8) &&
+           a->dim % PAIRS == 0;
+}
+
+/* bf16 numbers of 32 columns: codes are bf16 numbers, too. */
+INLINE __m512i load_pairs(const void *from, int64_t at, const int type) {
+    if (type == TYPE_BF16) return _mm512_loadu_si512((const uint16_t *)from + at);
+    __m512 low = (__m512)load_stored(from, at, type), high = (__m512)load_stored(from, at + LANES, type);
+    return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+}
+
+/* Lays out 16 tokens from token `first` of a tile on: keys with the tokens side by side, pairs of columns
+ * below each other; values with the columns side by side, pairs of tokens below each other. */
+INLINE void lay_out(Run *r, int64_t first, const int64_t *at, const int type) {
+    const Attention *a = r->a;
+    int64_t dim = a->dim;
+    uint16_t *keys = (uint16_t *)r->keys, *values = (uint16_t *)r->values;
+    for (int j = 0; j < LANES; j++) {
+        r->key_scale[first + j] = a->scaling, r->value_scale[first + j] = 1;
+        if (type != TYPE_INT8 || at[j] < 0) continue;
+        r->key_scale[first + j] *= scale_of(a->key_scales, at[j] / dim);
+        r->value_scale[first + j] = scale_of(a->value_scales, at[j] / dim);
+    }
+    for (int64_t k = 0; k < dim; k += PAIRS) {
+        vf key[LANES];
+        __m512i value[LANES];
+#pragma GCC unroll 16
+        for (int j = 0; j < LANES; j++) {
+            key[j] = (vf){0}, value[j] = _mm512_setzero_si512();
+            if (at[j] < 0) continue;
+            key[j] = (vf)load_pairs(a->keys, at[j] + k, type);
+            value[j] = load_pairs(a->values, at[j] + k, type);
+        }
+        transpose(key);
+        memcpy(keys + (k / PAIRS * (TILE / AMX_ROWS) + first / AMX_ROWS) * TILE_NUMBERS, key, sizeof key);
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            int64_t tile = first / PAIRS * (dim / AMX_ROWS) + k / AMX_ROWS + half;
+            uint16_t *to = values + tile * TILE_NUMBERS + first % PAIRS / 2 * PAIRS;
+#pragma GCC unroll 8
+            for (int j = 0; j < LANES; j += 2) {
+                __m256i one = half ? _mm512_extracti64x4_epi64(value[j], 1) : _mm512_castsi512_si256(value[j]);
+                __m256i two = half ? _mm512_extracti64x4_epi64(value[j + 1], 1) : _mm512_castsi512_si256(value[j + 1]);
+                __m512i pairs = _mm512_or_si512(_mm512_cvtepu16_epi32(one),
+                                                _mm512_slli_epi32(_mm512_cvtepu16_epi32(two), 16));
+                _mm512_storeu_si512(to + j / 2 * PAIRS, pairs);
+            }
+        }
+    }
+}
+
+/* Scores of 16 rows, times their scales. */
+static void score_amx(const Run *r, int64_t row, float *score) {
+    int64_t dim = r->a->dim;
+    const uint16_t *query = (const uint16_t *)r->query + row * dim, *keys = (const uint16_t *)r->keys;
+    TILE_CLEAR(0);
+    TILE_CLEAR(1);
+    TILE_CLEAR(2);
+    TILE_CLEAR(3);
+    for (int64_t k = 0; k < dim; k += PAIRS, keys += TILE / AMX_ROWS * TILE_NUMBERS) {
+        TILE_LOAD(6, query + k, 2 * dim);
+        TILE_LOAD(4, keys, VECTOR_BYTES);
+        TILE_MULTIPLY_BF16(0, 6, 4);
+        TILE_LOAD(5, keys + TILE_NUMBERS, VECTOR_BYTES);
+        TILE_MULTIPLY_BF16(1, 6, 5);
+        TILE_LOAD(4, keys + 2 * TILE_NUMBERS, VECTOR_BYTES);
+        TILE_MULTIPLY_BF16(2, 6, 4);
+        TILE_LOAD(5, keys + 3 * TILE_NUMBERS, VECTOR_BYTES);
+        TILE_MULTIPLY_BF16(3, 6, 5);
+    }
+    TILE_STORE(0, score, 4 * TILE);
+    TILE_STORE(1, score + LANES, 4 * TILE);
+    TILE_STORE(2, score + 2 * LANES, 4 * TILE);
+    TILE_STORE(3, score + 3 * LANES, 4 * TILE);
+    for (int i = 0; i < TILE; i += LANES) {
+        vf scale = load_lanes(r->key_scale, i, TYPE_F32);
+        for (int m = 0; m < AMX_ROWS; m++) {
+            vf own = load_lanes(score, m * TILE + i, TYPE_F32) * scale;
+            memcpy(score + m * TILE + i, &own, sizeof own);
+        }
+    }
+}
+
+/* Adds the values times the weights of 16 rows to their totals. */
+static void add_amx(Run *r, int64_t row, const float *share, int64_t depth) {
+    uint16_t high[AMX_ROWS * TILE] __attribute__((aligned(64)));
+    uint16_t low[AMX_ROWS * TILE] __attribute__((aligned(64)));
+    for (int i = 0; i < AMX_ROWS * TILE; i += PAIRS) {
+        __m512 weight[2], rest[2];
+        for (int half = 0; half < 2; half++) {
+            int at = i + half * LANES;
+            weight[half] = (__m512)(load_lanes(share, at, TYPE_F32) *
+                                    load_lanes(r->value_scale, at % TILE, TYPE_F32));
+        }
+        __m512i both = (__m512i)_mm512_cvtne2ps_pbh(weight[1], weight[0]);
+        _mm512_store_si512(high + i, both);
+        for (int half = 0; half < 2; half++) {
+            __m256i own = half ? _mm512_extracti64x4_epi64(both, 1) : _mm512_castsi512_si256(both);
+            rest[half] = _mm512_sub_ps(weight[half], (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(own), 16));
+        }
+        _mm512_store_si512(low + i, (__m512i)_mm512_cvtne2ps_pbh(rest[1], rest[0]));
+    }
+    int64_t dim = r->a->dim;
+    for (int64_t k = 0; k < dim; k += PAIRS) {
+        float *total = r->total + row * dim + k;
+        TILE_LOAD(0, total, 4 * dim);
+        TILE_LOAD(1, total + LANES, 4 * dim);
+        for (int64_t token = 0; token < depth; token += PAIRS) {
+            const uint16_t *values = (const uint16_t *)r->values;
+            values += (token / PAIRS * dim + k) / AMX_ROWS * TILE_NUMBERS;
+            TILE_LOAD(6, high + token, 2 * TILE);
+            TILE_LOAD(4, values, VECTOR_BYTES);
+            TILE_MULTIPLY_BF16(0, 6, 4);
+            TILE_LOAD(5, values + TILE_NUMBERS, VECTOR_BYTES);
+            TILE_MULTIPLY_BF16(1, 6, 5);
+            TILE_LOAD(7, low + token, 2 * TILE);
+            TILE_MULTIPLY_BF16(0, 7, 4);
+            TILE_MULTIPLY_BF16(1, 7, 5);
+        }
+        TILE_STORE(0, total, 4 * dim);
+        TILE_STORE(1, total + LANES, 4 * dim);
+    }
+}
+#else
+INLINE int has_amx(const Attention *a) {
+    (void)a;
+    return 0;
+}
+#endif
+
 /* ---- runs ------------------------------------------------------------------------------------ */
+
+/* Takes LANES tokens of a tile from its token `first` on; one at -1 is seen by no row. */
+INLINE void take_tokens(Run *r, int64_t first, const int64_t *at, const int type, int are_seen) {
+#ifdef __AMX_BF16__
+    if (r->strip == AMX_ROWS && (type == TYPE_BF16 || type == TYPE_INT8)) {
+        lay_out(r, first, at, type);
+        return;
+    }
+#endif
+    if (are_seen) widen_tokens(r, first, at, type, 1);
+    else widen_tokens(r, first, at, type, 0);
+}
+
+/* Takes the tokens [t, t + TILE). */
+INLINE void take_tile(Run *r, int64_t t, const int type) {
+    int64_t place = 0, at[LANES];
+    for (int first = 0; first < TILE; first += LANES) {
+        int seen = 0;
+        if (first % RUN == 0 && t + first < r->end) place = place_of(r->a, r->table, r->kv_head, t + first);
+        for (int j = 0; j < LANES; j++) {
+            int64_t token = t + first + j;
+            int is_seen = token >= r->since && token < r->end;
+            at[j] = is_seen ? place + (first % RUN + j) * r->a->dim : -1;
+            seen += is_seen;
+        }
+        take_tokens(r, first, at, type, seen == LANES);
+    }
+}
 
 static void set_row(Run *r, int64_t row, int64_t token, int64_t head) {
     const Attention *a = r->a;
@@ -221,34 +374,49 @@ static void set_row(Run *r, int64_t row, int64_t token, int64_t head) {
     r->most[row] = a->sinks ? a->sinks[head] : -INFINITY;
     r->weight[row] = (vf){0};
     if (a->sinks) r->weight[row][0] = 1;
+    memset(r->total + row * a->dim, 0, (size_t)a->dim * sizeof *r->total);
+    if (r->strip != STRIP) {
+        const uint16_t *query = (const uint16_t *)a->query + r->from[row];
+        memcpy((uint16_t *)r->query + row * a->dim, query, (size_t)a->dim * sizeof *query);
+        return;
+    }
     for (int64_t k = 0; k < a->dim; k += LANES) {
-        vf query = load_any(a->query, r->from[row] + k, a->type) * a->scaling, none = {0};
+        vf query = load_any(a->query, r->from[row] + k, a->type) * a->scaling;
         memcpy(r->query + row * a->dim + k, &query, sizeof query);
-        memcpy(r->total + row * a->dim + k, &none, sizeof none);
     }
 }
 
 /* Rows up to a whole strip: they see nothing. */
 static void fill_strip(Run *r) {
-    int64_t dim = r->a->dim, count = (STRIP - r->rows % STRIP) % STRIP;
+    int64_t dim = r->a->dim, count = (r->strip - r->rows % r->strip) % r->strip;
+    size_t number = r->strip == STRIP ? sizeof *r->query : sizeof(uint16_t);
     for (int64_t row = r->rows; row < r->rows + count; row++)
         r->first[row] = r->last[row] = 0, r->most[row] = -INFINITY, r->weight[row] = (vf){0};
-    memset(r->query + r->rows * dim, 0, (size_t)(count * dim) * sizeof *r->query);
+    memset((char *)r->query + (size_t)(r->rows * dim) * number, 0, (size_t)(count * dim) * number);
     memset(r->total + r->rows * dim, 0, (size_t)(count * dim) * sizeof *r->total);
 }
 
 static void attend_tile(Run *r, int64_t t) {
-    float score[STRIP * TILE] __attribute__((aligned(64)));
-    for (int64_t row = 0; row < r->rows; row += STRIP) {
+    float score[MOST_STRIP * TILE] __attribute__((aligned(64)));
+    for (int64_t row = 0; row < r->rows; row += r->strip) {
         int64_t first = INT64_MAX, last = 0;
-        for (int64_t m = row; m < row + STRIP && m < r->rows; m++) {
+        for (int64_t m = row; m < row + r->strip && m < r->rows; m++) {
             if (r->first[m] < first) first = r->first[m];
             if (r->last[m] > last) last = r->last[m];
         }
         if (t + TILE <= first || t >= last) continue;
+        int64_t depth = last - t < TILE ? last - t : TILE;
+#ifdef __AMX_BF16__
+        if (r->strip == AMX_ROWS) {
+            score_amx(r, row, score);
+            for (int m = 0; m < AMX_ROWS; m++) weigh(r, row + m, t, score + m * TILE);
+            add_amx(r, row, score, depth);
+            continue;
+        }
+#endif
         score_strip(r, row, score);
         for (int m = 0; m < STRIP; m++) weigh(r, row + m, t, score + m * TILE);
-        add_strip(r, row, score, last - t < TILE ? last - t : TILE);
+        add_strip(r, row, score, depth);
     }
 }
 
@@ -269,10 +437,10 @@ static void attend_rows(Run *r) {
     fill_strip(r);
     for (int64_t t = r->since - r->since % TILE; t < r->end; t += TILE) {
         switch (r->a->stored) {
-        case TYPE_F32: widen_tile(r, t, TYPE_F32); break;
-        case TYPE_F16: widen_tile(r, t, TYPE_F16); break;
-        case TYPE_BF16: widen_tile(r, t, TYPE_BF16); break;
-        default: widen_tile(r, t, TYPE_INT8);
+        case TYPE_F32: take_tile(r, t, TYPE_F32); break;
+        case TYPE_F16: take_tile(r, t, TYPE_F16); break;
+        case TYPE_BF16: take_tile(r, t, TYPE_BF16); break;
+        default: take_tile(r, t, TYPE_INT8);
         }
         attend_tile(r, t);
     }
@@ -283,8 +451,12 @@ static void attend_rows(Run *r) {
 void run_part(const Attention *a, const int64_t *run, int64_t head) {
     int64_t all = run[1] * a->group, most = ROOM / a->dim;
     Run r;
-    most = most > MOST_ROWS ? MOST_ROWS : most / STRIP * STRIP;
+    r.strip = has_amx(a) ? MOST_STRIP : STRIP;
+    most = most > MOST_ROWS ? MOST_ROWS : most / r.strip * r.strip;
     r.a = a, r.kv_head = head, r.table = a->tables + a->starts[run[0]];
+#ifdef __AMX_BF16__
+    if (r.strip == AMX_ROWS) shape_tiles(AMX_ROWS, 4);
+#endif
     for (int64_t first = 0; first < all; first += most) {
         r.rows = all - first < most ? all - first : most;
         r.since = INT64_MAX, r.end = 0;
@@ -294,4 +466,7 @@ void run_part(const Attention *a, const int64_t *run, int64_t head) {
         }
         attend_rows(&r);
     }
+#ifdef __AMX_BF16__
+    if (r.strip == AMX_ROWS) clear_tiles();
+#endif
 }

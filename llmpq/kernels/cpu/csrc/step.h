@@ -44,8 +44,8 @@ typedef struct {
     int64_t columns;
     int64_t block;   /* 3 and 4 bits: columns of a sum */
     float *sums;     /* 3 and 4 bits: [blocks, rows] of x over each block of columns */
-    int8_t *codes;   /* x at 8 bits: [rows, columns] */
-    float *scale;    /* [rows], or [rows, columns / TILE_COLUMNS] where the weight has 3 or 4 bits */
+    int8_t *codes;   /* x at 8 bits: [rows, columns]; 3 and 4 bits: [blocks, rows, block] */
+    float *scale;    /* [rows]; 3 and 4 bits: [columns / TILE_COLUMNS, rows] */
     int32_t *sum;    /* [rows] of the codes */
     int64_t *start;  /* [rows] where a row's outliers start */
     int64_t *end;    /* [rows] and end */
@@ -70,7 +70,7 @@ void attention_part(const Attention *a, const Pieces *pieces, int64_t item);
 void norm_rows(const Norm *n, int64_t first, int64_t end);
 
 void plain_part(const Product *p, int out, int64_t item);
-void dense_part(const Product *p, int64_t panel);
+void dense_part(const Product *p, int64_t item);
 
 void bf16_sums(const Prepared *q, int64_t rows, int64_t m);
 void bf16_part(const Product *p, const Prepared *q, int64_t few_limit, int64_t panel);
