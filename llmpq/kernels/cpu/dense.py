@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from llmpq.kernels.base import PreparedWeight
-from llmpq.kernels.cpu.native import Weight, has_bf16_products, library
-from llmpq.kernels.cpu.switch import MANY_ROWS, crossing, fastest, kept_limit
+from llmpq.kernels.cpu.native import Weight, has_bf16_products, instruction_set, library
+from llmpq.kernels.cpu.switch import MANY_ROWS, TRIED_ROWS, crossing, fastest, kept_limit
 from llmpq.kernels.cpu.tiles import dense_product, float_product, panels_of
 from llmpq.spec.precision import default_precision
 from llmpq.spec.runtime_constants import PRODUCT_ROWS
@@ -28,7 +28,7 @@ DENSE_BACKEND = "cpu_bf16"
 """Name of this backend, next to the names in ``registry.BACKENDS``."""
 
 _MULTIPLE = 64  # oneDNN pads blocks of outputs to it, and then a weight weighs more than 2 N K
-_AT_ONCE = 6
+_AT_ONCE, _AT_ONCE_WITH_AMX = 6, 16
 """Rows that the compiled kernel multiplies in one pass over a weight."""
 _LONGEST = 4096
 """Columns up to which 64 rows of the weight stay in a 1 MiB cache between passes."""
@@ -62,7 +62,7 @@ def prepacked_linear(x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> 
     """Return ``x @ weight.T + bias`` for bf16 ``x`` ``[..., K]``: bf16 ``[..., N]``."""
     is_few = x.numel() <= _most_rows(weight) * weight.in_features
     if weight.handle is not None and is_few and x.dtype == torch.bfloat16:
-        passes = -(-x.numel() // (_AT_ONCE * weight.in_features))
+        passes = -(-x.numel() // (_at_once() * weight.in_features))
         worth = passes * weight.nbytes // _THREAD_BYTES
         return dense_product(x, weight, bias, threads=max(1, min(torch.get_num_threads(), worth)))
     if weight.handle is not None and x.dtype == torch.bfloat16 and is_dense_float_faster():
@@ -118,6 +118,15 @@ def few_dense_rows() -> int:
     return kept_limit("16 bits", _measure)
 
 
+def few_dense_rows_of_step() -> int:
+    """Return up to how many rows a decode step is best compiled.
+
+    With AMX the compiled kernel is about as fast as oneDNN for all rows of a step, which saves the
+    time between operators.
+    """
+    return max(TRIED_ROWS) if instruction_set() == "amx" else few_dense_rows()
+
+
 @cache
 def is_dense_float_faster() -> bool:
     """Return whether many rows are multiplied as float32 here, and not by oneDNN."""
@@ -125,7 +134,12 @@ def is_dense_float_faster() -> bool:
 
 
 def _most_rows(weight: PreparedWeight) -> int:
-    return few_dense_rows() if weight.in_features <= _LONGEST else min(few_dense_rows(), _AT_ONCE)
+    most = few_dense_rows()
+    return most if weight.in_features <= _LONGEST else min(most, _at_once())
+
+
+def _at_once() -> int:
+    return _AT_ONCE_WITH_AMX if instruction_set() == "amx" else _AT_ONCE
 
 
 def _prepared(layout: Tensor, plain: Tensor, handle: Weight | None) -> PreparedWeight:

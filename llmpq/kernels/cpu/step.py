@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from llmpq.kernels.base import PreparedWeight
-from llmpq.kernels.cpu.dense import DENSE_BACKEND, few_dense_rows
+from llmpq.kernels.cpu.dense import DENSE_BACKEND, few_dense_rows_of_step
 from llmpq.kernels.cpu.dispatch import OUTLIER_THRESHOLD
 from llmpq.kernels.cpu.native import (
     TYPES,
@@ -47,7 +47,7 @@ from llmpq.kernels.cpu.step_structures import (
 )
 from llmpq.kernels.cpu.switch import few_rows_limit, is_float_faster
 
-MOST_ROWS = 32
+MOST_ROWS = 64
 """Most rows of a step."""
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 """In the order of ``csrc/rows.c``."""
@@ -368,7 +368,7 @@ class StepProgram:
             raise UnsupportedStepError(f"a weight of '{weight.backend}' without a compiled kernel")
         is_bf16 = self.dtype == torch.bfloat16
         if weight.backend == DENSE_BACKEND and is_bf16:
-            self.most_rows = min(self.most_rows, few_dense_rows())
+            self.most_rows = min(self.most_rows, few_dense_rows_of_step())
             return StepKernel(_DENSE_BF16, 0, 0)
         block = _BLOCK
         while weight.handle.group % block:

@@ -36,7 +36,7 @@ from llmpq.kernels.cpu.step_structures import (
 Score = Literal["softmax", "sigmoid", "sparse mixer"]
 SCORES: tuple[Score, ...] = ("softmax", "sigmoid", "sparse mixer")
 """In the order of ``csrc/experts.c``."""
-_MOST_EXPERTS, _MOST_CHOICES = 1024, 512 // MOST_ROWS  # csrc/experts.h
+_MOST_EXPERTS, _MOST_CHOICES = 1024, 1024 // MOST_ROWS  # csrc/experts.h
 
 ExpertMatrix = tuple[PreparedWeight | Tensor, Tensor | None]
 """Weight and bias of an expert's linear operator."""

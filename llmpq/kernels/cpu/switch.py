@@ -33,7 +33,7 @@ from llmpq.kernels.cpu.tiles import bf16_product, prepared_tiles, to_tiles
 from llmpq.kernels.packed import PackedWeight, packed_row_bytes
 from llmpq.spec.precision import default_precision
 
-TRIED_ROWS = (2, 4, 6, 8, 12, 16, 20, 24, 32)
+TRIED_ROWS = (2, 4, 6, 8, 12, 16, 20, 24, 32, 48, 64)
 ROUNDS = 7
 MANY_ROWS = 128
 """Rows of the product that decides whether many rows are multiplied as float32."""

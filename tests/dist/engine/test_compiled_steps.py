@@ -27,6 +27,7 @@ from llmpq.dist.engine.compiled_steps import (
 )
 from llmpq.dist.kv.cache import KVCache
 from llmpq.kernels.cpu.native import has_bf16_products
+from llmpq.kernels.cpu.step import MOST_ROWS
 from llmpq.models import PackedBatch, kv_shapes
 from llmpq.quant.loading.loader import load_stage
 
@@ -224,7 +225,7 @@ def test_steps_of_other_rows_run_operator_by_operator(tiny_model, monkeypatch):
     chunk = PackedBatch(block_tables=[[1]], starts=[0], counts=[2])
     expected = stage(hidden, chunk, other)
     assert torch.equal(steps.forward(hidden, chunk), expected)
-    many = 33
+    many = MOST_ROWS + 1
     tables = [[i % 24] for i in range(many)]
     batch = PackedBatch(
         block_tables=tables, starts=[i // 24 for i in range(many)], counts=[1] * many

@@ -17,13 +17,13 @@ typedef struct {
     uint8_t rows[16];
 } TileShapes;
 
-/* The first `sums` tiles hold sums, two more the weight: 4 columns of 16 rows in each of `depth` rows;
- * the others rows of x of 4 `depth` columns. */
-INLINE void shape_tiles(int depth, int sums) {
+/* The first `sums` tiles hold sums of `count` rows, two more the weight: 4 columns, of bf16 2, of 16
+ * rows in each of `depth` rows; the others `count` rows of x of `depth` times so many columns. */
+INLINE void shape_tiles(int depth, int sums, int count) {
     TileShapes shapes = {.palette = 1};
     for (int i = 0; i < 8; i++) {
         int is_weight = i >= sums && i < sums + 2, is_x = i >= sums + 2;
-        shapes.rows[i] = (uint8_t)(is_weight ? depth : AMX_ROWS);
+        shapes.rows[i] = (uint8_t)(is_weight ? depth : count);
         shapes.row_bytes[i] = (uint16_t)(is_x ? 4 * depth : 64);
     }
     __asm__ volatile("ldtilecfg %0" ::"m"(shapes));

@@ -7,7 +7,7 @@
 
 #include "rows.h"
 
-enum { MOST_EXPERTS = 1024, MOST_SLOTS = 512 };
+enum { MOST_EXPERTS = 1024, MOST_SLOTS = 1024 };
 
 typedef struct {
     const void *logits;      /* [rows, experts] of `type` */

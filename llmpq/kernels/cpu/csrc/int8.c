@@ -192,7 +192,7 @@ INLINE void panel_rows(const Job *job, int64_t row, int64_t first, int64_t count
     memset(total, 0, (size_t)count * PANEL * sizeof *total);
 #ifdef __AMX_INT8__
     const int on_tiles = count >= AMX_ROWS && columns % AMX_COLUMNS == 0;
-    if (on_tiles) shape_tiles(AMX_ROWS, 4);
+    if (on_tiles) shape_tiles(AMX_ROWS, 4, AMX_ROWS);
 #endif
     for (int64_t k = 0; k < columns; k += depth) {
         int64_t end = k + depth < columns ? k + depth : columns, m = 0;

@@ -407,7 +407,7 @@ INLINE void panel_rows(const Job *job, int64_t row, int64_t first, int64_t count
     float total[ROW_BLOCK * PANEL] __attribute__((aligned(64)));
     memset(total, 0, (size_t)count * PANEL * sizeof *total);
 #ifdef __AMX_INT8__
-    if (count >= AMX_ROWS) shape_tiles(QUADS, 2);
+    if (count >= AMX_ROWS) shape_tiles(QUADS, 2, AMX_ROWS);
 #endif
     for (int64_t k = 0; k < w->columns; k += job->rows.block) {
         Scales scales[WIDE * PARTS];

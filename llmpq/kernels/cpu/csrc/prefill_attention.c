@@ -455,7 +455,7 @@ void run_part(const Attention *a, const int64_t *run, int64_t head) {
     most = most > MOST_ROWS ? MOST_ROWS : most / r.strip * r.strip;
     r.a = a, r.kv_head = head, r.table = a->tables + a->starts[run[0]];
 #ifdef __AMX_BF16__
-    if (r.strip == AMX_ROWS) shape_tiles(AMX_ROWS, 4);
+    if (r.strip == AMX_ROWS) shape_tiles(AMX_ROWS, 4, AMX_ROWS);
 #endif
     for (int64_t first = 0; first < all; first += most) {
         r.rows = all - first < most ? all - first : most;
