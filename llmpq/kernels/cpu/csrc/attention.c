@@ -121,8 +121,13 @@ INLINE void add_values(const Attention *a, const int64_t *at, int64_t skip, int6
 
 INLINE void scale_scores(const void *scales, const Attention *a, const int64_t *at, int64_t count,
                          float *score) {
-    for (int64_t i = 0; i < count; i++)
-        score[i] *= scale_of(scales, at[i / LANES] / a->dim + i % LANES);
+    for (int64_t i = 0; i < count; i += LANES) {
+        int64_t place = at[i / LANES] / a->dim;
+        if (i + LANES <= count)
+            store_floats(score + i, load_floats(score + i) * load_typed(scales, place, TYPE_BF16));
+        else
+            for (int64_t t = 0; i + t < count; t++) score[i + t] *= scale_of(scales, place + t);
+    }
 }
 
 /* The beginning of a block is fetched ahead; the processor itself follows from there. */

@@ -20,10 +20,17 @@ INLINE int64_t token_of(const Attention *a, int64_t item) {
 
 INLINE vf load_stored(const void *from, int64_t at, const int type) {
     if (type != TYPE_INT8) return load_lanes(from, at, type);
+    const int8_t *codes = (const int8_t *)from + at; /* GCC 12 would convert them one by one */
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)codes)));
+#elif defined(__AVX2__)
+    return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)codes)));
+#else
     typedef int8_t vb __attribute__((vector_size(LANES)));
-    vb codes;
-    memcpy(&codes, (const int8_t *)from + at, sizeof codes);
-    return __builtin_convertvector(codes, vf);
+    vb own;
+    memcpy(&own, codes, sizeof own);
+    return __builtin_convertvector(own, vf);
+#endif
 }
 
 INLINE float scale_of(const void *scales, int64_t at) {
