@@ -196,7 +196,10 @@ def _timed(
 def table_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return tokens a second of what was measured, and ours over the others'."""
     names, rows = (OURS, LLAMA_CPP, TRANSFORMERS), []
-    sizes = dict.fromkeys((one["bits"], one["kv_bits"], one["tokens"]) for one in runs)
+    sizes = sorted(
+        {(one["bits"], one["kv_bits"], one["tokens"]) for one in runs},
+        key=lambda size: (-int(size[0]), size[2], -int(size[1])),
+    )
     for (field, title), size in ((pair, one) for pair in PASSES.items() for one in sizes):
         seconds: dict[str, list[float]] = {name: [] for name in names}
         for one in runs:

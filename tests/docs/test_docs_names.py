@@ -16,6 +16,7 @@ MAX_WORDS_OF = {
     "docs/evidence/online.md": 250,
     "docs/evidence/sal.md": 280,
     "docs/evidence/samullm.md": 330,
+    "docs/evidence/speed.md": 330,
     "docs/how/applications.md": 330,
     "docs/how/draft-models.md": 480,
     "docs/how/fleets.md": 750,
