@@ -1,7 +1,8 @@
-"""One sequence: milliseconds a token, beside llama.cpp's, and the share of the memory's speed.
+"""One sequence: milliseconds a step, beside llama.cpp's, and the share of the memory's speed.
 
     python benchmarks/one_sequence.py --folder DIR --prepare       # models: nothing is timed
     python benchmarks/one_sequence.py --folder DIR --rounds 2 --json FILE.json
+    python benchmarks/one_sequence.py --folder DIR --sequences 2 8 32 --json FILE.json  # batches
 
 Random Llamas of three sizes (benchmarks/sizes.py) answer a prompt of 32 tokens on one core and on
 all: 31 decode steps, layers and head at the same bits. llama.cpp has the closest of its formats,
@@ -34,8 +35,9 @@ COLUMNS = (
     "model",
     "bits",
     "threads",
-    "llmpq, ms a token (range)",
-    "llama.cpp, ms a token",
+    "sequences",
+    "llmpq, ms a step (range)",
+    "llama.cpp, ms a step",
     "llmpq / llama.cpp",
     "weights read, GB/s",
     "of the memory's speed",
@@ -54,6 +56,8 @@ def main() -> int:
     parser.add_argument("--prepare", action="store_true", help="make models and exit")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--models", nargs="+", choices=SIZES, default=SIZES)
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1])
+    parser.add_argument("--threads", type=int, nargs="+", default=thread_counts())
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     folder = options.folder.absolute()
@@ -62,15 +66,18 @@ def main() -> int:
         rivals.prepare(folder / "rivals", name, MODELS[name])
     if options.prepare:
         return 0
-    runs = run_rounds(
-        folder / "one-sequence.jsonl", cases(options.models), options.rounds, partial(run, folder)
-    )
-    speeds = {threads: read_bytes_per_s(folder, threads) for threads in thread_counts()}
-    table = {"title": "One sequence", "columns": COLUMNS, "rows": rows(folder, runs, speeds)}
+    topic, title = "one-sequence", "One sequence"
+    words = "python benchmarks/one_sequence.py --folder DIR"
+    if options.sequences != [1]:
+        topic, title = "batches", "Several sequences"
+        words += f" --sequences {' '.join(map(str, options.sequences))}"
+    wanted = cases(options.models, options.sequences, options.threads)
+    runs = run_rounds(folder / f"{topic}.jsonl", wanted, options.rounds, partial(run, folder))
+    speeds = {threads: read_bytes_per_s(folder, threads) for threads in options.threads}
+    table = {"title": title, "columns": COLUMNS, "rows": rows(folder, runs, speeds)}
     print(text_of(table))
     if options.json is not None:
-        words = "python benchmarks/one_sequence.py --folder DIR"
-        head = origin("one-sequence", words, **{"llama.cpp": rivals.PACKAGE})
+        head = origin(topic, words, **{"llama.cpp": rivals.PACKAGE})
         speed = {"read_bytes_per_s": speeds, "samples": runs, "tables": [{**table, "note": NOTE}]}
         write_results(options.json, {**head, **speed})
     return 0
@@ -81,12 +88,15 @@ def thread_counts() -> list[int]:
     return sorted({1, len(os.sched_getaffinity(0))})
 
 
-def cases(models: Sequence[str]) -> list[dict[str, Any]]:
+def cases(
+    models: Sequence[str], sequences: Sequence[int], threads: Sequence[int]
+) -> list[dict[str, Any]]:
     """Return the runs of a round, in turn."""
     return [
-        {"model": model, "bits": bits, "threads": threads, "run": name}
+        {"model": model, "bits": bits, "threads": count, "sequences": batch, "run": name}
         for model in models
-        for threads in reversed(thread_counts())
+        for count in sorted(threads, reverse=True)
+        for batch in sequences
         for bits in rivals.BITS
         for name in (OURS, LLAMA_CPP)
     ]
@@ -95,10 +105,10 @@ def cases(models: Sequence[str]) -> list[dict[str, Any]]:
 def run(folder: Path, case: Mapping[str, Any]) -> dict[str, float]:
     """Time the decode steps of a case, on as many cores as it has threads."""
     bits, cores = case["bits"], os.sched_getaffinity(0)
-    name = f"{bits}, head {bits} x1" if case["run"] == OURS else f"{LLAMA_CPP}-{bits} x1"
+    name = f"{bits}, head {bits}" if case["run"] == OURS else f"{LLAMA_CPP}-{bits}"
     os.sched_setaffinity(0, sorted(cores)[: case["threads"]])
     try:
-        return pipeline.run(folder, case["model"], name)
+        return pipeline.run(folder, case["model"], f"{name} x{case['sequences']}")
     finally:
         os.sched_setaffinity(0, cores)
 
@@ -106,12 +116,12 @@ def run(folder: Path, case: Mapping[str, Any]) -> dict[str, float]:
 def rows(
     folder: Path, runs: Sequence[Mapping[str, Any]], speeds: Mapping[int, float]
 ) -> list[list[str]]:
-    """Return a row for each model, bitwidth and number of threads that both ran."""
+    """Return a row for each model, bitwidth, numbers of threads and sequences that both ran."""
     found = []
-    for model, threads, bits in dict.fromkeys(
-        (one["model"], one["threads"], one["bits"]) for one in runs
-    ):
-        same = {"model": model, "threads": threads, "bits": bits}.items()
+    names = ("model", "threads", "sequences", "bits")
+    for key in dict.fromkeys(tuple(one[name] for name in names) for one in runs):
+        same = dict(zip(names, key, strict=True)).items()
+        model, threads, sequences, bits = key
         ours, theirs = (
             [1e3 * one["seconds"] / (pipeline.DECODE_TOKENS - 1) for one in runs
              if same <= one.items() and one["run"] == name]
@@ -122,9 +132,9 @@ def rows(
         middle, best = statistics.median(ours), min(theirs)
         rate = read_bytes(load_model_dir(folder / model), int(bits)) / middle * 1e3
         found.append([
-            model, bits, str(threads), f"{middle:.2f} ({min(ours):.2f}-{max(ours):.2f})",
-            f"{best:.2f}", f"{middle / best:.2f}", f"{rate / GB:.1f}",
-            f"{rate / speeds[threads]:.0%}",
+            model, bits, str(threads), str(sequences),
+            f"{middle:.2f} ({min(ours):.2f}-{max(ours):.2f})", f"{best:.2f}",
+            f"{middle / best:.2f}", f"{rate / GB:.1f}", f"{rate / speeds[threads]:.0%}",
         ])  # fmt: skip
     return found
 

@@ -120,9 +120,9 @@ def test_rounds_go_on_where_they_were(tmp_path):
     assert workbench.run_rounds(kept, cases, 2, run) == runs
 
 
-def test_one_sequence_compares_our_median_with_their_best(tiny_model):
+def test_decode_steps_compare_our_median_with_their_best(tiny_model):
     model = tiny_model("llama")
-    case = {"model": model.name, "bits": "16", "threads": 1}
+    case = {"model": model.name, "bits": "16", "threads": 1, "sequences": 4}
     runs = [
         {**case, "run": name, "seconds": 31e-3 * ms}
         for name, times in (("llmpq", (2.0, 4.0, 2.5)), ("llama.cpp", (6.0, 5.0)))
@@ -133,8 +133,8 @@ def test_one_sequence_compares_our_median_with_their_best(tiny_model):
     assert sizes.read_bytes(spec, 16) == read
     (row,) = one_sequence.rows(model.parent, runs, {1: read / 5e-3})
     assert row == [
-        model.name, "16", "1", "2.50 (2.00-4.00)", "5.00", "0.50", f"{read / 2.5e-3 / 1e9:.1f}",
-        "200%",
+        model.name, "16", "1", "4", "2.50 (2.00-4.00)", "5.00", "0.50",
+        f"{read / 2.5e-3 / 1e9:.1f}", "200%",
     ]  # fmt: skip
     assert one_sequence.rows(model.parent, runs[:3], {}) == []
 

@@ -69,9 +69,9 @@ def test_errs_by_the_rounding_of_the_answer_alone(
 @pytest.mark.parametrize(("out_features", "in_features"), [(64, 64), (256, 768), (832, 2048)])
 def test_neither_threads_nor_other_rows_change_an_answer(out_features, in_features):
     weight = prepack(_drawn(1, out_features, in_features, scale=0.05))
-    x = _drawn(2, 64, in_features)
+    x = _drawn(2, 200, in_features)
     alone = torch.cat([dense_product(row[None], weight, None, threads=1) for row in x])
-    for rows in (1, 2, 6, 7, 13, 17, 32, 63):
+    for rows in (1, 2, 6, 7, 13, 17, 32, 63, 200):
         for threads in (1, 2, 3):
             assert torch.equal(dense_product(x[:rows], weight, None, threads=threads), alone[:rows])
 
@@ -131,21 +131,32 @@ def test_what_cannot_be_read_is_left_to_onednn(missing, monkeypatch):
 
 
 @needs_kernel
+@pytest.mark.parametrize("count", [1, 40, 300])
+def test_with_amx_all_rows_are_the_compiled_kernels(monkeypatch, count):
+    asked = []
+    monkeypatch.setattr(cpu_dense, "has_tiles", lambda: True)
+    monkeypatch.setattr(cpu_dense, "dense_product", lambda x, *_, **__: asked.append(len(x)))
+    prepacked_linear(_drawn(11, count, 8192), prepack(_drawn(10, 64, 8192)), None)
+    assert asked == [count]
+
+
+@needs_kernel
 def test_rows_beyond_the_switch_and_long_ones_are_onednns(monkeypatch):
     asked = []
+    monkeypatch.setattr(cpu_dense, "has_tiles", lambda: False)
     monkeypatch.setattr(cpu_dense, "few_dense_rows", lambda: 16)
     monkeypatch.setattr(cpu_dense, "dense_product", lambda x, *_, **__: asked.append(len(x)))
     for columns in (256, 8192):
         weight = prepack(_drawn(10, 64, columns))
         for rows in (1, 6, 7, 16, 17):
             prepacked_linear(_drawn(11, rows, columns), weight, None)
-    long = (1, 6, 7, 16) if cpu_dense._at_once() == 16 else (1, 6)
-    assert asked == [1, 6, 7, 16, *long]
+    assert asked == [1, 6, 7, 16, 1, 6]
 
 
 @needs_kernel
 def test_many_rows_are_multiplied_as_float32_where_that_is_faster(monkeypatch):
     asked = []
+    monkeypatch.setattr(cpu_dense, "has_tiles", lambda: False)
     monkeypatch.setattr(cpu_dense, "few_dense_rows", lambda: 4)
     monkeypatch.setattr(cpu_dense, "is_dense_float_faster", lambda: True)
     monkeypatch.setattr(cpu_dense, "float_product", lambda x, *_: asked.append(len(x)))
@@ -165,6 +176,7 @@ def test_activations_of_another_type_are_refused_as_before():
 @needs_kernel
 def test_a_thread_is_woken_for_a_mebibyte(monkeypatch):
     asked = []
+    monkeypatch.setattr(cpu_dense, "has_tiles", lambda: False)
     monkeypatch.setattr(cpu_dense, "few_dense_rows", lambda: 32)
     monkeypatch.setattr(cpu_dense, "dense_product", lambda *_, threads: asked.append(threads))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
@@ -172,8 +184,7 @@ def test_a_thread_is_woken_for_a_mebibyte(monkeypatch):
         weight = prepack(_drawn(13, features, 1024))
         for rows in (1, 6, 7, 32):
             prepacked_linear(_drawn(14, rows, 1024), weight, None)
-    more = min(4, 2 * -(-7 // cpu_dense._at_once()))
-    assert asked == [1, 1, 1, 1, 2, 2, more, 4]
+    assert asked == [1, 1, 1, 1, 2, 2, 4, 4]
 
 
 @needs_kernel

@@ -149,6 +149,7 @@ class OnlineEngine:
         """
         try:
             with contextlib.suppress(EOFError):
+                self._send_stats()  # a router asks for them as soon as the engine is ready
                 self._channel.send(
                     "ready",
                     max_model_len=self._model.max_model_len,

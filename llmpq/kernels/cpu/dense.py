@@ -3,9 +3,10 @@
 A plain ``F.linear`` reorders the weight at every call, half of the time of one row. For few rows
 oneDNN reads the weight at half of the memory bandwidth, so a compiled kernel
 (``csrc/dense_bf16.c``) reads oneDNN's layout in place, after a check of every number that the
-layout is the expected one. Many rows are oneDNN's, except on processors where products of bf16
-pairs take longer than float32 ones: there another compiled kernel (``csrc/panel_float.c``) widens
-the same layout. Weights that oneDNN would pad are not prepacked.
+layout is the expected one. With AMX it multiplies all rows. Elsewhere many rows are oneDNN's,
+except on processors where products of bf16 pairs take longer than float32 ones: there another
+compiled kernel (``csrc/panel_float.c``) widens the same layout. Weights that oneDNN would pad are
+not prepacked.
 
 Shape legend: N output features, K input features.
 """
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from llmpq.kernels.base import PreparedWeight
 from llmpq.kernels.cpu.native import Weight, has_bf16_products, instruction_set, library
-from llmpq.kernels.cpu.switch import MANY_ROWS, TRIED_ROWS, crossing, fastest, kept_limit
+from llmpq.kernels.cpu.switch import MANY_ROWS, crossing, fastest, kept_limit
 from llmpq.kernels.cpu.tiles import dense_product, float_product, panels_of
 from llmpq.spec.precision import default_precision
 from llmpq.spec.runtime_constants import PRODUCT_ROWS
@@ -52,7 +53,7 @@ def prepack(weight: Tensor) -> PreparedWeight:
     plain = weight.detach().contiguous()
     layout: Tensor = torch.ops.mkldnn._reorder_linear_weight(plain, None)
     handle = _readable(layout, plain)
-    if handle is not None:
+    if handle is not None and not has_tiles():
         few_dense_rows()
         is_dense_float_faster()
     return _prepared(layout, plain, handle)
@@ -60,9 +61,10 @@ def prepack(weight: Tensor) -> PreparedWeight:
 
 def prepacked_linear(x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
     """Return ``x @ weight.T + bias`` for bf16 ``x`` ``[..., K]``: bf16 ``[..., N]``."""
-    is_few = x.numel() <= _most_rows(weight) * weight.in_features
-    if weight.handle is not None and is_few and x.dtype == torch.bfloat16:
-        passes = -(-x.numel() // (_at_once() * weight.in_features))
+    is_own = has_tiles() or x.numel() <= _most_rows(weight) * weight.in_features
+    if weight.handle is not None and is_own and x.dtype == torch.bfloat16:
+        at_once = _AT_ONCE_WITH_AMX if has_tiles() else _AT_ONCE
+        passes = -(-x.numel() // (at_once * weight.in_features))
         worth = passes * weight.nbytes // _THREAD_BYTES
         return dense_product(x, weight, bias, threads=max(1, min(torch.get_num_threads(), worth)))
     if weight.handle is not None and x.dtype == torch.bfloat16 and is_dense_float_faster():
@@ -118,13 +120,9 @@ def few_dense_rows() -> int:
     return kept_limit("16 bits", _measure)
 
 
-def few_dense_rows_of_step() -> int:
-    """Return up to how many rows a decode step is best compiled.
-
-    With AMX the compiled kernel is about as fast as oneDNN for all rows of a step, which saves the
-    time between operators.
-    """
-    return max(TRIED_ROWS) if instruction_set() == "amx" else few_dense_rows()
+def rows_of_step(most: int) -> int:
+    """Return how many rows of at most ``most`` a compiled decode step is the fastest for."""
+    return most if has_tiles() else min(most, few_dense_rows())
 
 
 @cache
@@ -134,12 +132,16 @@ def is_dense_float_faster() -> bool:
 
 
 def _most_rows(weight: PreparedWeight) -> int:
-    most = few_dense_rows()
-    return most if weight.in_features <= _LONGEST else min(most, _at_once())
+    return few_dense_rows() if weight.in_features <= _LONGEST else min(few_dense_rows(), _AT_ONCE)
 
 
-def _at_once() -> int:
-    return _AT_ONCE_WITH_AMX if instruction_set() == "amx" else _AT_ONCE
+def has_tiles() -> bool:
+    """Return whether the compiled kernel multiplies any number of rows, on AMX's tiles.
+
+    It takes 0.9 to 1.3 of oneDNN's time there, keeps nothing for a number of rows, and the bits of
+    a row's answer are the same in any number of rows.
+    """
+    return instruction_set() == "amx"
 
 
 def _prepared(layout: Tensor, plain: Tensor, handle: Weight | None) -> PreparedWeight:

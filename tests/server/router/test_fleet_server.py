@@ -35,9 +35,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("content-length", str(len(text)))
         self.end_headers()
         self.wfile.write(text)
+    def log_message(self, *_):
+        pass
 server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
 def end(*_):
-    print("ended", sys.argv[1], file=sys.stderr, flush=True)
+    sys.stderr.write(f"ended {sys.argv[1]}\\n")
     sys.exit(0)
 signal.signal(signal.SIGTERM, end)
 for path in sys.argv[2:]:

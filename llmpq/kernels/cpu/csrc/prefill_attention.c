@@ -206,15 +206,21 @@ INLINE int has_amx(const Attention *a) {
            a->dim % PAIRS == 0;
 }
 
+/* Half of 32 numbers of 16 bits, in 32 bits each. */
+INLINE __m512i half_of(__m512i both, const int half) {
+    __m256i own = half ? _mm512_extracti64x4_epi64(both, 1) : _mm512_castsi512_si256(both);
+    return _mm512_cvtepu16_epi32(own);
+}
+
 /* bf16 numbers of 32 columns: codes are bf16 numbers, too. */
 INLINE __m512i load_pairs(const void *from, int64_t at, const int type) {
     if (type == TYPE_BF16) return _mm512_loadu_si512((const uint16_t *)from + at);
-    __m512 low = (__m512)load_stored(from, at, type), high = (__m512)load_stored(from, at + LANES, type);
-    return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+    vf low = load_stored(from, at, type), high = load_stored(from, at + LANES, type);
+    return (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
 }
 
-/* Lays out 16 tokens from token `first` of a tile on: keys with the tokens side by side, pairs of columns
- * below each other; values with the columns side by side, pairs of tokens below each other. */
+/* Lays out 16 tokens from token `first` of a tile on: keys with the tokens side by side, pairs of
+ * columns below each other; values with the columns side by side, pairs of tokens below each other. */
 INLINE void lay_out(Run *r, int64_t first, const int64_t *at, const int type) {
     const Attention *a = r->a;
     int64_t dim = a->dim;
@@ -236,17 +242,16 @@ INLINE void lay_out(Run *r, int64_t first, const int64_t *at, const int type) {
             value[j] = load_pairs(a->values, at[j] + k, type);
         }
         transpose(key);
-        memcpy(keys + (k / PAIRS * (TILE / AMX_ROWS) + first / AMX_ROWS) * TILE_NUMBERS, key, sizeof key);
+        int64_t group = k / PAIRS * (TILE / AMX_ROWS) + first / AMX_ROWS;
+        memcpy(keys + group * TILE_NUMBERS, key, sizeof key);
 #pragma GCC unroll 2
         for (int half = 0; half < 2; half++) {
             int64_t tile = first / PAIRS * (dim / AMX_ROWS) + k / AMX_ROWS + half;
             uint16_t *to = values + tile * TILE_NUMBERS + first % PAIRS / 2 * PAIRS;
 #pragma GCC unroll 8
             for (int j = 0; j < LANES; j += 2) {
-                __m256i one = half ? _mm512_extracti64x4_epi64(value[j], 1) : _mm512_castsi512_si256(value[j]);
-                __m256i two = half ? _mm512_extracti64x4_epi64(value[j + 1], 1) : _mm512_castsi512_si256(value[j + 1]);
-                __m512i pairs = _mm512_or_si512(_mm512_cvtepu16_epi32(one),
-                                                _mm512_slli_epi32(_mm512_cvtepu16_epi32(two), 16));
+                __m512i second = _mm512_slli_epi32(half_of(value[j + 1], half), 16);
+                __m512i pairs = _mm512_or_si512(half_of(value[j], half), second);
                 _mm512_storeu_si512(to + j / 2 * PAIRS, pairs);
             }
         }
@@ -256,7 +261,8 @@ INLINE void lay_out(Run *r, int64_t first, const int64_t *at, const int type) {
 /* Scores of 16 rows, times their scales. */
 static void score_amx(const Run *r, int64_t row, float *score) {
     int64_t dim = r->a->dim;
-    const uint16_t *query = (const uint16_t *)r->query + row * dim, *keys = (const uint16_t *)r->keys;
+    const uint16_t *query = (const uint16_t *)r->query + row * dim;
+    const uint16_t *keys = (const uint16_t *)r->keys;
     TILE_CLEAR(0);
     TILE_CLEAR(1);
     TILE_CLEAR(2);
@@ -299,8 +305,8 @@ static void add_amx(Run *r, int64_t row, const float *share, int64_t depth) {
         __m512i both = (__m512i)_mm512_cvtne2ps_pbh(weight[1], weight[0]);
         _mm512_store_si512(high + i, both);
         for (int half = 0; half < 2; half++) {
-            __m256i own = half ? _mm512_extracti64x4_epi64(both, 1) : _mm512_castsi512_si256(both);
-            rest[half] = _mm512_sub_ps(weight[half], (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(own), 16));
+            __m512 own = (__m512)_mm512_slli_epi32(half_of(both, half), 16);
+            rest[half] = _mm512_sub_ps(weight[half], own);
         }
         _mm512_store_si512(low + i, (__m512i)_mm512_cvtne2ps_pbh(rest[1], rest[0]));
     }
