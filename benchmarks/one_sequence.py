@@ -70,7 +70,9 @@ def main() -> int:
     words = "python benchmarks/one_sequence.py --folder DIR"
     if options.sequences != [1]:
         topic, title = "batches", "Several sequences"
+        words += f" --models {' '.join(options.models)}"
         words += f" --sequences {' '.join(map(str, options.sequences))}"
+        words += f" --threads {' '.join(map(str, options.threads))}"
     wanted = cases(options.models, options.sequences, options.threads)
     runs = run_rounds(folder / f"{topic}.jsonl", wanted, options.rounds, partial(run, folder))
     speeds = {threads: read_bytes_per_s(folder, threads) for threads in options.threads}

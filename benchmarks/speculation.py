@@ -272,6 +272,7 @@ def _record(options: argparse.Namespace, rows: list[list[str]], load: float) -> 
     return {
         "topic": "draft-model" if with_model else "speculation",
         "command": "python benchmarks/speculation.py --folder DIR --output FILE "
+        f"--bits {' '.join(map(str, options.bits))} "
         f"--batches {' '.join(map(str, options.batches))} --rounds {options.rounds} "
         f"--threads {options.threads}"
         + "".join(f" {bits}" for bits in (["--draft_bits", *options.draft_bits] * with_model)),

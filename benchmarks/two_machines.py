@@ -27,6 +27,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -437,10 +438,15 @@ def rows(runs: Sequence[Run]) -> list[list[str]]:
 
 def document(runs: Sequence[Run]) -> dict[str, Any]:
     """Return the results with their samples and where they come from."""
+    rounds = max(
+        Counter(
+            (run["place"], run["bits"], run["batch"]) for run in runs if run["run"] == OURS
+        ).values()
+    )
     return {
         **origin(
             "two-machines",
-            "python benchmarks/two_machines.py --folder DIR --rounds 3",
+            f"python benchmarks/two_machines.py --folder DIR --rounds {rounds}",
             **{"llama.cpp": rivals.PACKAGE},
         ),
         "samples": list(runs),

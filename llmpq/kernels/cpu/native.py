@@ -7,8 +7,8 @@ it.
 
 One library holds the kernels for one instruction set, named by the newest extensions it may use:
 
-* ``amx``: all kernels; on AMX's tiles attention of prompts in bf16, and products of many rows by
-  3-, 4- and 8-bit weights;
+* ``amx``: all kernels; on AMX's tiles attention of prompts in bf16, products by bf16 weights, and
+  those of many rows by 3-, 4- and 8-bit ones;
 * ``avx512_bf16``: all kernels without AMX: products of bf16 pairs, dense ones too;
 * ``avx512_vnni``, ``avx512``, ``avx2_vnni``, ``avx2``: the float32 kernel, that of 8-bit
   activations in pieces, attention and whole decode steps; the first of them LLM.int8() too;

@@ -24,9 +24,9 @@ from llmpq.spec.precision import Precision
 TILE_ROWS = 16
 TILE_COLUMNS = 32
 ROWS_OF_THREAD = 16
+"""Rows to look up that justify one more thread."""
 PANELS = (64, 32)
 """Rows of a panel in oneDNN's layouts (``csrc/dense_bf16.c``)."""
-"""Rows to look up that justify one more thread."""
 
 
 def fits_tiles(out_features: int, in_features: int, group_size: int) -> bool:

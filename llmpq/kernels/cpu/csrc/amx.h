@@ -48,6 +48,14 @@ INLINE void clear_tiles(void) {
 /* The same row 16 times. Sums do not begin with tilezero: the product after it takes three times as
  * long (measured on Emerald Rapids). */
 #define TILE_CLEAR(TILE) TILE_LOAD(TILE, &amx_zeros, 0)
+/* The first four tiles, which hold sums. */
+#define CLEAR_SUMS()                                                                             \
+    do {                                                                                         \
+        TILE_CLEAR(0);                                                                           \
+        TILE_CLEAR(1);                                                                           \
+        TILE_CLEAR(2);                                                                           \
+        TILE_CLEAR(3);                                                                           \
+    } while (0)
 static const v16i amx_zeros;
 #endif
 

@@ -37,10 +37,7 @@ static void one_strip(const Product *p, int64_t row, int64_t count) {
     const uint16_t *x = p->x;
     int64_t pair_bytes = 4 * w->panel;
     for (int n = 0; n < VECTORS; n++) from[n] = panel_at(w, row + 16 * n);
-    TILE_CLEAR(0);
-    TILE_CLEAR(1);
-    TILE_CLEAR(2);
-    TILE_CLEAR(3);
+    CLEAR_SUMS();
     for (int64_t k = 0; k < w->columns; k += PAIRS) {
         int64_t at = k / 2 * pair_bytes;
         TILE_LOAD(6, x + k, 2 * w->columns);
@@ -60,7 +57,7 @@ static void one_strip(const Product *p, int64_t row, int64_t count) {
     finish_amx(p, sum, row, 0, count, VECTORS);
 }
 
-/* Two strips of rows of x, from two rows on, by 32 rows of the weight. */
+/* Two strips of rows of x by 32 rows of the weight. */
 static void two_strips(const Product *p, int64_t row, int64_t first, int64_t second, int64_t count) {
     const Weight *w = p->weight;
     float sum[2][AMX_ROWS * PANEL] __attribute__((aligned(64)));
@@ -68,10 +65,7 @@ static void two_strips(const Product *p, int64_t row, int64_t first, int64_t sec
     const uint16_t *x = (const uint16_t *)p->x + first * w->columns;
     const uint16_t *below = (const uint16_t *)p->x + second * w->columns;
     int64_t pair_bytes = 4 * w->panel;
-    TILE_CLEAR(0);
-    TILE_CLEAR(1);
-    TILE_CLEAR(2);
-    TILE_CLEAR(3);
+    CLEAR_SUMS();
     for (int64_t k = 0; k < w->columns; k += PAIRS) {
         int64_t at = k / 2 * pair_bytes;
         TILE_LOAD(6, x + k, 2 * w->columns);

@@ -263,10 +263,7 @@ static void score_amx(const Run *r, int64_t row, float *score) {
     int64_t dim = r->a->dim;
     const uint16_t *query = (const uint16_t *)r->query + row * dim;
     const uint16_t *keys = (const uint16_t *)r->keys;
-    TILE_CLEAR(0);
-    TILE_CLEAR(1);
-    TILE_CLEAR(2);
-    TILE_CLEAR(3);
+    CLEAR_SUMS();
     for (int64_t k = 0; k < dim; k += PAIRS, keys += TILE / AMX_ROWS * TILE_NUMBERS) {
         TILE_LOAD(6, query + k, 2 * dim);
         TILE_LOAD(4, keys, VECTOR_BYTES);
