@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from workbench import ROOT, SMALL_LLAMA, call, machine, write_results
 
-from llmpq.dist.engine.compiled_steps import decode_steps_of
+from llmpq.dist.engine.compiled_steps import step_runner_of
 from llmpq.dist.kv.blocks import blocks_of
 from llmpq.dist.kv.cache import KVCache
 from llmpq.models import PackedBatch, kv_shapes, load_config
@@ -109,7 +109,7 @@ def make_model(family: str, path: Path, layers: int) -> None:
 def step_ms(
     model_dir: Path, bits: int, rounds: int, sequences: int
 ) -> tuple[dict[str, list[float]], float]:
-    """Return milliseconds of steps both ways, and the seconds of ``decode_steps_of``."""
+    """Return milliseconds of steps both ways, and the seconds of ``step_runner_of``."""
     config = load_config(model_dir)
     count = config.num_hidden_layers
     stage = load_stage(model_dir, 0, count, [bits] * count, dtype=torch.bfloat16, device="cpu")
@@ -120,7 +120,7 @@ def step_ms(
         for _ in range(2)
     ]
     start = time.perf_counter()
-    steps = decode_steps_of(stage, caches[0], full_rows=1)
+    steps = step_runner_of(stage, caches[0], full_rows=1)
     check_s = time.perf_counter() - start
     if steps is None:
         raise SystemExit(f"{model_dir}: found no compiled steps at {bits} bits")

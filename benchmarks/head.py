@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from workbench import ROOT, make_model
 
 from llmpq.calibration import Hessian
-from llmpq.dist.engine.compiled_steps import decode_steps_of
+from llmpq.dist.engine.compiled_steps import step_runner_of
 from llmpq.dist.engine.sampler import Sampler, SamplingState
 from llmpq.dist.engine.stage import StageRunner
 from llmpq.dist.kv.blocks import blocks_of, slot_blocks
@@ -114,7 +114,7 @@ def steps(model_dir: Path, rounds: int) -> dict[tuple[int, int], list[float]]:
         stage = load_stage(model_dir, 0, count, [bits] * count, dtype=torch.bfloat16, device="cpu")
         runners[bits] = StageRunner(
             layers=stage, cache=cache, device=torch.device("cpu"), is_last=True,
-            graphs=decode_steps_of(stage, cache, full_rows=1),
+            steps=step_runner_of(stage, cache, full_rows=1),
         )  # fmt: skip
     masters = {
         bits: load_master(model_dir, dtype=torch.bfloat16, device="cpu", head_bits=bits)

@@ -30,7 +30,7 @@ from sizes import MODELS, make_models
 from transformers import AutoModelForCausalLM
 from workbench import call, origin, run_rounds, text_of, unset_threading, write_results
 
-from llmpq.dist.engine.compiled_steps import decode_steps_of
+from llmpq.dist.engine.compiled_steps import step_runner_of
 from llmpq.dist.engine.stage import StageRunner
 from llmpq.dist.kv.blocks import blocks_of, slot_blocks
 from llmpq.dist.kv.cache import KVCache
@@ -133,7 +133,7 @@ def ours(model_dir: Path, bits: int, kv_bits: int, tokens: int) -> dict[str, flo
     cache = KVCache(shapes, 0, dtype=dtype, num_blocks=blocks_of(most), kv_bits=kv_bits)
     runner = StageRunner(
         layers=stage, cache=cache, device=torch.device("cpu"), is_last=True,
-        graphs=decode_steps_of(stage, cache, full_rows=1),
+        steps=step_runner_of(stage, cache, full_rows=1),
     )  # fmt: skip
 
     def step(ids: torch.Tensor, first: int) -> None:

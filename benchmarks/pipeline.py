@@ -28,7 +28,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from workbench import call, cluster_text, command, make_model, origin, write_prompts
 
-from llmpq.dist.engine.compiled_steps import decode_steps_of
+from llmpq.dist.engine.compiled_steps import step_runner_of
 from llmpq.dist.engine.sampler import Sampler, SamplingState
 from llmpq.dist.engine.stage import StageRunner
 from llmpq.dist.kv.blocks import blocks_of, slot_blocks
@@ -257,7 +257,7 @@ def decode_seconds(model_dir: Path, bits: int, head_bits: int, ids: torch.Tensor
         layers=stage,
         cache=cache,
         device=torch.device("cpu"),
-        graphs=decode_steps_of(stage, cache, full_rows=rows),
+        steps=step_runner_of(stage, cache, full_rows=rows),
         is_last=True,
     )
     sampler, states = Sampler(), [SamplingState() for _ in range(rows)]

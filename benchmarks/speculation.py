@@ -46,7 +46,7 @@ from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.queue_order import queue_order
 from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.dist.engine import online
-from llmpq.dist.engine.compiled_steps import decode_steps_of
+from llmpq.dist.engine.compiled_steps import step_runner_of
 from llmpq.dist.engine.draft_model import DraftModel
 from llmpq.dist.engine.packed_steps import PipelineSteps
 from llmpq.dist.engine.sampler import SampledToken, SamplingState, ScoredRows
@@ -115,9 +115,9 @@ def _runner(model: Path, bits: int) -> StageRunner:
     layers = int(json.loads((model / "config.json").read_text())["num_hidden_layers"])
     stage = load_stage(model, 0, layers, [bits] * layers, dtype=DTYPE, device="cpu")
     cache = KVCache(kv_shapes(stage.config, 0, layers), 0, num_blocks=BLOCKS, dtype=DTYPE)
-    graphs = decode_steps_of(stage, cache, 1)
+    steps = step_runner_of(stage, cache, 1)
     return StageRunner(
-        layers=stage, cache=cache, device=CPU, is_last=True, graphs=graphs, dtype=DTYPE
+        layers=stage, cache=cache, device=CPU, is_last=True, steps=steps, dtype=DTYPE
     )
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from llmpq.batching import HybridPolicy
-from llmpq.dist.engine.compiled_steps import decode_steps_of
+from llmpq.dist.engine.compiled_steps import step_runner_of
 from llmpq.dist.engine.cuda_graphs import DecodeGraphs
 from llmpq.dist.engine.engine import MasterEngine
 from llmpq.dist.engine.sampler import Sampler
@@ -236,7 +236,7 @@ class Bench:
         most = self.job.max_tokens + 1
         tables = [slot_blocks(slot, most, shape.tokens) for slot in range(shape.batch)]
         rows = [Row(blocks=table, first=first, length=shape.tokens) for table in tables]
-        if isinstance(runner.graphs, DecodeGraphs) and new == 1:
+        if isinstance(runner.steps, DecodeGraphs) and new == 1:
             runner.run(hidden, rows)  # captures the shape unless it is captured
         synchronize(self.job.device)
         start = time.perf_counter()
@@ -251,7 +251,7 @@ class Bench:
             cache=self._cache,
             device=self.job.device,
             is_last=False,
-            graphs=decode_steps_of(stage, self._cache, full_rows=1),
+            steps=step_runner_of(stage, self._cache, full_rows=1),
         )
 
     def _run_master(self, shape: Shape, bits: int) -> list[Timing]:

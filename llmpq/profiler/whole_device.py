@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig
 
-from llmpq.dist.engine.compiled_steps import decode_steps_of
+from llmpq.dist.engine.compiled_steps import step_runner_of
 from llmpq.dist.engine.stage import StageRunner
 from llmpq.dist.kv.blocks import blocks_of, slot_blocks
 from llmpq.dist.kv.cache import KVCache
@@ -259,7 +259,7 @@ def _trials(
     )  # fmt: skip
     runner = StageRunner(
         layers=stage, cache=cache, device=job.device, is_last=False,
-        graphs=decode_steps_of(stage, cache, full_rows=1),
+        steps=step_runner_of(stage, cache, full_rows=1),
     )  # fmt: skip
     for shape in shapes:
         new = shape.tokens if shape.phase is Phase.PREFILL else 1

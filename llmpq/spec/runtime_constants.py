@@ -23,6 +23,10 @@ ACTIVATION_BLOCK_VALUES: Final = 2**18
 ROW_BLOCK: Final = 256
 """Tokens that a feed-forward or an expert computes at a time on a CPU. The tensors between its
 operators are several times as wide as hidden states."""
+STEP_ROWS: Final = 512
+"""Most tokens that a compiled step takes through all layers at a time, on a CPU."""
+STEP_SLOTS: Final = 4096
+"""Most choices of experts of these tokens."""
 HEAD_LANES: Final = 16
 """The attention kernel that reads blocks in place takes heads of a multiple of this size."""
 MAX_PAGED_HEAD_DIM: Final = 512

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from helpers.tiny_models import load_master
 
-from llmpq.dist.engine.compiled_steps import CompiledSteps, decode_steps_of
+from llmpq.dist.engine.compiled_steps import CompiledSteps, step_runner_of
 from llmpq.dist.kv.cache import KVCache
 from llmpq.kernels.cpu.native import has_steps, instruction_set, library
 from llmpq.models import DecoderStage, PackedBatch, kv_shapes
@@ -33,7 +33,7 @@ def batch_of(lengths: Sequence[int], counts: Sequence[int]) -> PackedBatch:
 
 def compiled(stage: DecoderStage, cache: KVCache) -> CompiledSteps:
     """The compiled steps of a stage that has them."""
-    steps = decode_steps_of(stage, cache, 1)
+    steps = step_runner_of(stage, cache, 1)
     assert isinstance(steps, CompiledSteps)
     return steps
 

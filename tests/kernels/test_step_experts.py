@@ -15,6 +15,7 @@ from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from llmpq.kernels.cpu.native import has_byte_products, has_steps, instruction_set, library
+from llmpq.kernels.cpu.paged_attention import PagedTokens
 from llmpq.kernels.cpu.step import StepProgram, UnsupportedStepError
 from llmpq.kernels.cpu.step_experts import ClampedActivation, RowExperts, append_experts
 from llmpq.kernels.registry import choose_backend
@@ -105,7 +106,7 @@ def _compare(router, correction, experts, rows, dtype, *, activation="silu", **s
         **shared,
     )
     append_experts(program, x, y, found)
-    program.run([[0]] * rows, [0] * rows)
+    program.run(PagedTokens([[0]] * rows, [0] * rows, [1] * rows))
 
     _, weights, chosen = routed(router, x[:rows], correction)
     expected = experts(x[:rows], chosen, weights).float()
@@ -155,7 +156,7 @@ def test_a_row_alone_has_the_numbers_it_has_among_others():
             activation="silu",
         )
         append_experts(program, x, y, row)
-        program.run([[0]] * rows, [0] * rows)
+        program.run(PagedTokens([[0]] * rows, [0] * rows, [1] * rows))
         found.append(y[0].clone())
     assert torch.equal(*found)
 
@@ -198,7 +199,7 @@ def test_rows_that_are_no_numbers_have_experts():
         activation="silu",
     )
     append_experts(program, x, y, row)
-    program.run([[0]] * 3, [0] * 3)
+    program.run(PagedTokens([[0]] * 3, [0] * 3, [1] * 3))
     assert y[:3].isnan().all()
 
 

@@ -13,6 +13,7 @@ from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from llmpq.kernels.cpu.native import has_steps, instruction_set, library
+from llmpq.kernels.cpu.paged_attention import PagedTokens
 from llmpq.kernels.cpu.step import ACTIVATIONS, StepProgram, UnsupportedStepError
 from llmpq.quant.modules.steps.values import activation_like, norm_like
 
@@ -40,7 +41,7 @@ def _random(*shape, dtype=torch.float32, seed=0):
 
 
 def _run(program):
-    program.run([[0]] * ROWS, [0] * ROWS)
+    program.run(PagedTokens([[0]] * ROWS, [0] * ROWS, [1] * ROWS))
 
 
 def _assert_close(found, expected):

@@ -19,11 +19,11 @@ def test_decode_steps_are_compiled_as_in_a_rank(bits, monkeypatch):
     steps = []
 
     def kept(layers, cache, full_rows):
-        steps.append(decode_steps_of(layers, cache, full_rows))
+        steps.append(step_runner_of(layers, cache, full_rows))
         return steps[-1]
 
-    decode_steps_of = whole_device.decode_steps_of
-    monkeypatch.setattr(whole_device, "decode_steps_of", kept)
+    step_runner_of = whole_device.step_runner_of
+    monkeypatch.setattr(whole_device, "step_runner_of", kept)
     with torch.inference_mode():
         layers = whole_device._layers(JOB, "bfloat16", bits, 2)
         shape = Shape(phase=Phase.DECODE, batch=4, tokens=3)

@@ -1,12 +1,13 @@
-"""CompiledSteps: decode steps of a stage as one call of compiled code, on CPUs.
+"""CompiledSteps: steps of a stage as calls of compiled code, on CPUs.
 
 The layers of transformers stay the definition: when a stage is loaded, some layers of every kind
 are computed both ways on random numbers, and a stage with a layer that differs runs operator by
 operator, with a logged reason. So does a stage whose layers the compiled step does not know. Layers
 of one kind run the same code on weights of the same shapes and precisions. How the modules of a
-kind are combined is tried, and the scores of attention are as transformers asks for them.
+kind are combined is tried, and the scores of attention are as transformers asks for them. Prompts
+run in parts of ``STEP_ROWS`` tokens, each through all layers.
 
-Shapes: R rows, H hidden size, P positions.
+Shapes: N tokens, H hidden size.
 """
 
 from __future__ import annotations
@@ -23,22 +24,23 @@ from torch import Tensor, nn
 from llmpq.dist.engine.cuda_graphs import graphs_of
 from llmpq.dist.kv.cache import KVCache
 from llmpq.kernels.cpu.native import has_steps, instruction_set
+from llmpq.kernels.cpu.paged_attention import PagedTokens
 from llmpq.kernels.cpu.step import StepProgram, StepScores, UnsupportedStepError
 from llmpq.logging import get_logger
 from llmpq.models import DecoderStage, PackedBatch, kv_shapes
 from llmpq.models.attention import ScoreOptions
 from llmpq.models.packed_attention import Attention, LayerAttention
-from llmpq.models.rotary import RotaryTables
 from llmpq.quant.modules.linear import QuantExperts
 from llmpq.quant.modules.steps.append import LayerStep, append_layer
 from llmpq.quant.modules.steps.parts import LayerForm, LayerParts, forms_of, parts_of
+from llmpq.quant.modules.steps.rotary import RotaryRows
 from llmpq.spec.precision import Precision
 
 logger = get_logger(__name__)
 
 LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.02}
 """Largest difference of what a layer adds to its input, relative to it (norms)."""
-_FEWEST_POSITIONS = 1024
+_FEWEST_BIASED = 1024
 _FAR = 1 << 20
 """A position at which layers that scale by positions show it."""
 _PLAIN = (bool, int, float, str, torch.dtype, Precision, NoneType)
@@ -56,16 +58,21 @@ LayerChoice = tuple[LayerForm, StepScores]
 """How the modules of a layer are combined, and the scores of its attention."""
 
 
-class DecodeSteps(Protocol):
-    """Runs the layers of a stage, decode steps in a faster way where possible."""
+class StepRunner(Protocol):
+    """Runs the layers of a stage, steps in a faster way where possible."""
+
+    @property
+    def takes_prompts(self) -> bool:
+        """Whether prompts of any length run in that way."""
+        ...
 
     def forward(self, hidden: Tensor, batch: PackedBatch) -> Tensor:
         """Run the layers over one step, as ``DecoderStage.forward`` does with the cache."""
         ...
 
 
-def decode_steps_of(layers: DecoderStage, cache: KVCache, full_rows: int) -> DecodeSteps | None:
-    """Return captured or compiled decode steps of a stage; ``None`` where neither is possible.
+def step_runner_of(layers: DecoderStage, cache: KVCache, full_rows: int) -> StepRunner | None:
+    """Return captured decode steps or compiled steps; ``None`` where neither is possible.
 
     Args:
         layers: of the stage.
@@ -78,18 +85,21 @@ def decode_steps_of(layers: DecoderStage, cache: KVCache, full_rows: int) -> Dec
         trial = _Trial(layers, cache)
         return CompiledSteps(layers, cache, trial.choices(), trial.longest)
     except UnsupportedStepError as error:
-        logger.info("decode steps run operator by operator: %s", error)
+        logger.info("steps run operator by operator: %s", error)
         return None
 
 
 class CompiledSteps:
-    """The layers of a stage with their decode steps compiled.
+    """The layers of a stage, compiled.
 
     Args:
         layers: of the stage.
         cache: of their keys and values.
         choices: of the layers that are run, by their index in the stage, in order.
         longest: tokens of the longest sequence of a compiled step; ``None`` for any.
+
+    Attributes:
+        takes_prompts: whether prompts of any length are compiled.
 
     Raises:
         UnsupportedStepError: a layer has no compiled step.
@@ -108,13 +118,14 @@ class CompiledSteps:
         self._program = StepProgram(cache.dtype)
         self._hidden = self._program.buffer("hidden", layers.config.hidden_size)
         is_short = any(form.rotation == "short" for form, _ in choices.values())
-        self._rotary = _RotaryRows(layers, self._program, self._hidden, is_short=is_short)
+        self._rotary = RotaryRows(layers, self._program, self._hidden, is_short=is_short)
         self._biased_tokens = 0
         for index, choice in choices.items():
             self._append(index, choice)
+        self.takes_prompts = self._program.few_rows is None
 
     def forward(self, hidden: Tensor, batch: PackedBatch) -> Tensor:
-        """Run the layers over one step; see :class:`DecodeSteps`."""
+        """Run the layers over one step; see :class:`StepRunner`."""
         if not self._runs(hidden, batch):
             output: Tensor = self._layers(hidden, batch, self._cache)
             return output
@@ -123,18 +134,22 @@ class CompiledSteps:
 
     @torch.inference_mode()
     def run(self, hidden: Tensor, batch: PackedBatch) -> Tensor:
-        """Run the compiled step on ``[1, R, H]``; return the same shape."""
-        rows = batch.rows
-        self._hidden[:rows] = hidden[0]
-        self._rotary.fill(batch.positions[0], batch.longest)
+        """Run compiled steps on ``[1, N, H]``; return the same shape."""
         if self._layers.has_alibi and batch.longest > self._biased_tokens:
-            self._biased_tokens = max(_FEWEST_POSITIONS, 2 * batch.longest)
+            self._biased_tokens = max(_FEWEST_BIASED, 2 * batch.longest)
             self._program.set_bias(self._layers.score_bias(self._biased_tokens, self._hidden))
-        self._program.run(batch.block_tables, batch.starts)
-        return self._hidden[None, :rows].clone()
+        tokens = PagedTokens(batch.block_tables, batch.starts, batch.counts)
+        output = torch.empty_like(hidden)
+        for first in range(0, len(tokens), self._program.most_rows):
+            end = min(first + self._program.most_rows, len(tokens))
+            self._hidden[: end - first] = hidden[0, first:end]
+            self._rotary.fill(batch.positions[0, first:end], batch.longest)
+            self._program.run(tokens.part(first, end))
+            output[0, first:end] = self._hidden[: end - first]
+        return output
 
     def margins(self, rows: int) -> Tensor:
-        """Return how clearly experts were chosen for ``rows`` rows of the last run, ``[R]``.
+        """Return how clearly experts were chosen for ``rows`` tokens of the last run, ``[N]``.
 
         The least of all layers, in standard deviations of a router's scores.
         """
@@ -142,12 +157,14 @@ class CompiledSteps:
         return torch.stack([torch.full((rows,), torch.inf), *found]).amin(0)
 
     def _runs(self, hidden: Tensor, batch: PackedBatch) -> bool:
-        """Whether the rows are single tokens, few, and not too far."""
-        if not batch.is_decode or batch.rows > self._program.most_rows:
+        """Whether the tokens are not too many, and not too far."""
+        few_rows = self._program.few_rows
+        if few_rows is not None and hidden.shape[1] > few_rows:
             return False
         if self._longest is not None and batch.longest > self._longest:
             return False
-        return hidden.dtype == self._cache.dtype and hidden.shape[1] == batch.rows
+        is_alone = batch.is_decode or self._rotary.is_alone(batch.longest)
+        return is_alone and hidden.dtype == self._cache.dtype
 
     def _append(self, index: int, choice: LayerChoice) -> None:
         number, (form, scores) = self._layers.first_layer + index, choice
@@ -159,77 +176,6 @@ class CompiledSteps:
             form=form,
         )
         append_layer(self._program, self._layers.layers[index], step)
-
-
-class _RotaryRows:
-    """cos and sin of the rows of a step, from tables of all positions so far.
-
-    Args:
-        layers: of the stage.
-        program: of the step.
-        like: has dtype and device of the tables.
-        is_short: whether the rotary embedding makes each angle once, not for both features.
-
-    Attributes:
-        buffers: of cos and sin of every layer of the model; empty without rotation.
-    """
-
-    def __init__(
-        self, layers: DecoderStage, program: StepProgram, like: Tensor, *, is_short: bool
-    ) -> None:
-        self._rotary: RotaryTables | None = layers.rotary
-        self._is_short = is_short
-        self._like = like
-        self._tables: list[Tensor] = []
-        self._length = 0
-        self.buffers: list[tuple[Tensor, Tensor]] = []
-        kinds: list[int] = []
-        if layers.rotary is not None:
-            if layers.rotary.depends_on_length and layers.rotary.switches_after is None:
-                raise UnsupportedStepError("its rotary embedding depends on the length of a row")
-            kinds = self._grow(layers.rotary, 1)
-        elif (own := parts_of(layers.layers[0]).positions) is not None:
-            sin, cos = own.to(like.dtype).chunk(2, dim=1)
-            self._tables = [torch.cat((part, part), dim=1) for part in (cos, sin)]
-            kinds = [0] * layers.config.num_hidden_layers
-        self._places = [
-            program.buffer(f"rotary {i}", table.shape[1], table.dtype)
-            for i, table in enumerate(self._tables)
-        ]
-        self.buffers = [(self._places[2 * kind], self._places[2 * kind + 1]) for kind in kinds]
-
-    def fill(self, positions: Tensor, longest: int) -> None:
-        """Copy the rows at ``positions`` ``[R]`` into the buffers."""
-        if self._rotary is not None and longest > self._length:
-            self._grow(self._rotary, longest)
-        for table, place in zip(self._tables, self._places, strict=True):
-            torch.index_select(table, 0, positions, out=place[: len(positions)])
-
-    def _grow(self, rotary: RotaryTables, longest: int) -> list[int]:
-        """Compute the tables of at least ``longest`` positions; return each layer's kind."""
-        length = max(_FEWEST_POSITIONS, 2 * self._length)
-        length = max(length, longest)
-        counts, switch = [length], rotary.switches_after
-        if switch is not None and length > switch:
-            counts = [switch, length - switch]
-        made = rotary(self._like, torch.arange(length)[None], counts)
-        kinds: dict[int, int] = {}
-        tables: list[Tensor] = []
-        for table in made:
-            if isinstance(table, Tensor):
-                raise UnsupportedStepError("its rotary embedding has complex numbers")
-            if id(table) not in kinds:
-                kinds[id(table)] = len(kinds)
-                tables += [self._by_halves(part[0]) for part in table]
-        self._tables, self._length = tables, length
-        return [kinds[id(table)] for table in made]
-
-    def _by_halves(self, table: Tensor) -> Tensor:
-        """Return a table ``[P, features]`` with the number of each pair once in either half."""
-        if self._is_short:
-            return torch.cat((table, table), dim=1)
-        even, odd = table[:, ::2], table[:, 1::2]
-        return torch.cat((even, odd), dim=1) if torch.equal(even, odd) else table.contiguous()
 
 
 def checked_layers(layers: DecoderStage) -> list[int]:

@@ -100,6 +100,11 @@ class DecodeGraphs:
         self._waits: list[bool] | None = None
 
     @property
+    def takes_prompts(self) -> bool:
+        """No: prompts are not captured."""
+        return False
+
+    @property
     def shapes(self) -> tuple[StepShape, ...]:
         """The captured shapes."""
         return tuple(self._graphs)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from llmpq.dist.engine.compiled_steps import DecodeSteps
+from llmpq.dist.engine.compiled_steps import StepRunner
 from llmpq.dist.engine.handover import received
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.kv.transfer import KVConnector
@@ -37,7 +37,7 @@ class StageRunner:
         device: where both are.
         is_last: whether the projection to the vocabulary follows this stage.
         kv_connector: transfers keys and values from or to other ranks (WAA).
-        graphs: the layers with captured or compiled decode steps, where possible.
+        steps: the layers with captured or compiled steps, where possible.
         dtype: number format of the layers, ``None`` for that of any hidden states.
     """
 
@@ -46,7 +46,7 @@ class StageRunner:
     device: torch.device
     is_last: bool
     kv_connector: KVConnector | None = None
-    graphs: DecodeSteps | None = None
+    steps: StepRunner | None = None
     dtype: torch.dtype | None = None
 
     def close(self) -> None:
@@ -77,8 +77,8 @@ class StageRunner:
         hidden = received(hidden, self.device, self.dtype)
         batch = packed_batch_of(rows)
         if self.layers is not None:
-            if self.graphs is not None and only is None:
-                hidden = self.graphs.forward(hidden, batch)
+            if self.steps is not None and only is None:
+                hidden = self.steps.forward(hidden, batch)
             else:
                 hidden = self.layers(hidden, batch, self.cache, only)
         if self.is_last and not batch.is_decode:

@@ -2,7 +2,7 @@
 
 First calls choose kernels and allocate memory: on a CPU, the first prefill of a stage took 10 to
 15 ms longer than the second. Layers of the same bits have the same kernels, so one of them is
-enough for a prefill on a CPU.
+enough for a prefill on a CPU, and none where prompts run as compiled steps.
 
 Shapes: N tokens of a step, H hidden size.
 """
@@ -29,7 +29,7 @@ def warm_up(
 ) -> None:
     """Run a stage's layers on zeros, at the plan's sizes, in the phases that it computes.
 
-    On a CPU, prefill runs one layer of each bitwidth.
+    On a CPU, prefill runs one layer of each bitwidth, or none where prompts are compiled.
 
     What it writes to the blocks is overwritten or masked later.
     """
@@ -41,7 +41,10 @@ def warm_up(
     one_each = None
     if runner.device.type == "cpu":
         one_each = [i for i, bits in enumerate(stage.bits) if bits not in stage.bits[:i]]
-    steps = [(rows, 0, prompt, one_each)] if stage.computes(Phase.PREFILL) else []
+    is_compiled = runner.steps is not None and runner.steps.takes_prompts
+    steps = []
+    if stage.computes(Phase.PREFILL) and not is_compiled:
+        steps.append((rows, 0, prompt, one_each))
     if work.new_tokens > 1 and stage.computes(Phase.DECODE):
         steps.append((sizes.decode, prompt, prompt + 1, None))
     _, max_tokens = plan.slots_of(stage)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from llmpq.batching.draft_model import FEW_TOKENS, DraftWork
-from llmpq.dist.engine.compiled_steps import decode_steps_of
+from llmpq.dist.engine.compiled_steps import step_runner_of
 from llmpq.dist.engine.draft_model import DraftModel, DraftWorker
 from llmpq.dist.engine.packed_steps import PipelineSteps
 from llmpq.dist.engine.policy import engine_limits
@@ -102,7 +102,7 @@ def load_draft_model(job: Job, plan: Plan, device: torch.device) -> DraftModel |
         cache=cache,
         device=device,
         is_last=True,
-        graphs=decode_steps_of(layers, cache, 1) if job.captures else None,
+        steps=step_runner_of(layers, cache, 1) if job.captures else None,
         dtype=dtype,
     )
     model = DraftModel(

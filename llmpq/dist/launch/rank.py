@@ -15,7 +15,7 @@ from llmpq.batching import PipelineDepth
 from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.queue_order import queue_order
 from llmpq.batching.speculation import MAX_STEP_TOKENS
-from llmpq.dist.engine.compiled_steps import decode_steps_of
+from llmpq.dist.engine.compiled_steps import step_runner_of
 from llmpq.dist.engine.draft_model import Drafter, RemoteDraftModel
 from llmpq.dist.engine.engine import MasterEngine, OnFinish, OnTokens, ShouldAbort
 from llmpq.dist.engine.online import EngineChannel, OnlineEngine
@@ -246,7 +246,7 @@ def load_runner(context: RankContext, device: torch.device) -> StageRunner:
         device=device,
         is_last=is_last,
         kv_connector=kv_connector(plan, cache, links, timeout_s=job.step_timeout_s),
-        graphs=decode_steps_of(layers, cache, plan.micro_batching.decode) if captures else None,
+        steps=step_runner_of(layers, cache, plan.micro_batching.decode) if captures else None,
         dtype=dtype,
     )
     context.recorder.mark("decode steps")
@@ -286,7 +286,7 @@ def _load(
     trace_calls = context.recorder.trace_calls
     if layers is not None:
         warm_up(plan, plan.stages[rank], runner, message_features(layers.config), dtype)
-        trace_calls(runner.graphs or layers, "forward", "compute", device)
+        trace_calls(runner.steps or layers, "forward", "compute", device)
     if master is not None:
         warm_up_master(plan, master, runner)
         trace_calls(master, "embed", "embed", device)

@@ -120,9 +120,9 @@ def few_dense_rows() -> int:
     return kept_limit("16 bits", _measure)
 
 
-def rows_of_step(most: int) -> int:
-    """Return how many rows of at most ``most`` a compiled decode step is the fastest for."""
-    return most if has_tiles() else min(most, few_dense_rows())
+def rows_of_step() -> int | None:
+    """Return for how many rows a compiled step is the fastest; ``None`` for any number."""
+    return None if has_tiles() else few_dense_rows()
 
 
 @cache

@@ -26,8 +26,6 @@ STORED_TYPES = {**TYPES, torch.int8: 3}
 """Numbers of the types of stored heads in ``csrc/attention.h``."""
 MAX_SINGLE_TOKENS = 16
 """Most tokens of a row that attend one by one."""
-_RUN_VALUES = 192 * 128
-"""Values of the queries, at most 192, that share a tile of keys (``prefill_attention.c``)."""
 
 
 def can_attend(dtype: torch.dtype, stored: torch.dtype, head_dim: int, block_size: int) -> bool:
@@ -55,6 +53,87 @@ class PagedHeads:
     value_scales: Tensor | None = None
 
 
+class PagedTokens:
+    """Where the tokens of a step are in the blocks of their sequences.
+
+    Args:
+        block_tables: blocks of each sequence, in order.
+        starts: first position of each sequence's tokens in this step.
+        counts: how many there are.
+
+    Attributes:
+        blocks: of all sequences, int32.
+        offsets: of the blocks of each token's sequence, ``[N]``.
+        lengths: of each token's sequence up to itself, ``[N]``.
+        chosen: tokens that attend one by one; ``None`` for all.
+        runs: first token of the others of each sequence, and how many there are, ``[runs, 2]``.
+    """
+
+    def __init__(
+        self,
+        block_tables: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        counts: Sequence[int],
+    ) -> None:
+        sizes = [len(table) for table in block_tables]
+        self.blocks = np.fromiter(
+            (b for table in block_tables for b in table), np.int32, sum(sizes)
+        )
+        self.offsets = np.cumsum([0, *sizes[:-1]])
+        self.lengths = np.array(starts) + 1
+        self.chosen: IntArray | None = None
+        self.runs: IntArray | None = None
+        if max(counts) > 1:
+            ends = np.cumsum(counts)
+            own = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
+            self.offsets = np.repeat(self.offsets, counts)
+            self.lengths = np.repeat(self.lengths, counts) + own
+        if max(counts) > MAX_SINGLE_TOKENS:
+            whole, ends = np.array(counts), np.cumsum(counts)
+            is_long = whole > MAX_SINGLE_TOKENS
+            self.chosen = np.flatnonzero(np.repeat(~is_long, counts)).astype(np.int64)
+            self.runs = np.stack((ends - whole, whole), axis=1)[is_long]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def part(self, first: int, end: int) -> PagedTokens:
+        """Return the tokens ``[first, end)``; each attends as it does among all."""
+        part = object.__new__(PagedTokens)
+        part.blocks = self.blocks
+        part.offsets, part.lengths = self.offsets[first:end], self.lengths[first:end]
+        part.chosen = part.runs = None
+        if self.chosen is not None and self.runs is not None:
+            chosen = self.chosen[(self.chosen >= first) & (self.chosen < end)]
+            starts = np.maximum(self.runs[:, 0], first)
+            counts = np.minimum(self.runs.sum(axis=1), end) - starts
+            part.chosen = chosen - first
+            part.runs = np.stack((starts - first, counts), axis=1)[counts > 0]
+        return part
+
+    @property
+    def fields(self) -> dict[str, int | None]:
+        """Fields of :class:`Attention`, with addresses of these arrays."""
+        found: dict[str, int | None] = {
+            "tables": self.blocks.ctypes.data,
+            "starts": self.offsets.ctypes.data,
+            "lengths": self.lengths.ctypes.data,
+        }
+        if self.chosen is not None and self.runs is not None:
+            found |= {"chosen": self.chosen.ctypes.data, "runs": self.runs.ctypes.data}
+        return found
+
+    @property
+    def single_count(self) -> int:
+        """How many tokens attend one by one."""
+        return len(self) if self.chosen is None else len(self.chosen)
+
+    @property
+    def run_count(self) -> int:
+        """How many sequences have runs."""
+        return 0 if self.runs is None else len(self.runs)
+
+
 class PagedCall:
     """The part of a kernel call that all layers of one step share.
 
@@ -70,25 +149,11 @@ class PagedCall:
         starts: Sequence[int],
         counts: Sequence[int],
     ) -> None:
-        sizes = [len(table) for table in block_tables]
-        blocks = np.fromiter((b for table in block_tables for b in table), np.int32, sum(sizes))
-        offsets = np.cumsum([0, *sizes[:-1]])
-        lengths = np.array(starts) + 1
-        if max(counts) > 1:
-            ends = np.cumsum(counts)
-            own = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
-            offsets = np.repeat(offsets, counts)
-            lengths = np.repeat(lengths, counts) + own
-        self._blocks, self._offsets, self._lengths = blocks, offsets, lengths
-        self._counts = counts
-        self._single = _single_tokens(counts)
-        self._runs: dict[int, IntArray] = {}  # by the tokens of a run
-        self._call = Attention(
-            tables=blocks.ctypes.data,
-            starts=offsets.ctypes.data,
-            lengths=lengths.ctypes.data,
-            threads=torch.get_num_threads(),
-        )
+        self._tokens = PagedTokens(block_tables, starts, counts)
+        fields = self._tokens.fields
+        self._chosen = fields.get("chosen")
+        self._call = Attention(**fields, threads=torch.get_num_threads())
+        self._call.run_count = self._tokens.run_count
 
     def attend(
         self,
@@ -131,7 +196,8 @@ class PagedCall:
         call = self._call
         call.query, call.out, call.type = query.data_ptr(), out.data_ptr(), TYPES[query.dtype]
         call.group = count // call.kv_heads
-        self._set_tokens()
+        call.chosen = self._chosen
+        call.count = self._tokens.single_count
         call.query_head, call.query_token = query.stride()[1:3]
         call.window, call.chunk = window or 0, chunk or 0
         call.scaling, call.softcap = scaling, softcap or 0.0
@@ -148,7 +214,7 @@ class PagedCall:
     def store(self, new: tuple[Tensor, Tensor], heads: PagedHeads) -> None:
         """Write the new keys and values ``[1, h, N, d]`` of all tokens into their blocks."""
         self._set_heads(heads)
-        self._call.chosen, self._call.count = None, len(self._lengths)
+        self._call.chosen, self._call.count = None, len(self._tokens)
         kept = self._set_new(new)
         loaded = library()
         assert loaded is not None
@@ -165,19 +231,6 @@ class PagedCall:
         call.type = TYPES[key.dtype]
         return key, value
 
-    def _set_tokens(self) -> None:
-        """Set the tokens that attend one by one, and the runs of the others, the longest first."""
-        call = self._call
-        call.chosen = None if self._single is None else self._single.ctypes.data
-        call.count = len(self._lengths) if self._single is None else len(self._single)
-        if self._single is None:
-            return
-        size = max(1, min(192, _RUN_VALUES // call.dim) // call.group)
-        if size not in self._runs:
-            self._runs[size] = _runs(self._counts, self._lengths, size)
-        runs = self._runs[size]
-        call.runs, call.run_count = runs.ctypes.data, len(runs)
-
     def _set_heads(self, heads: PagedHeads) -> None:
         call = self._call
         call.keys, call.values = heads.keys.data_ptr(), heads.values.data_ptr()
@@ -188,25 +241,6 @@ class PagedCall:
         call.block_bits = block_size.bit_length() - 1
         call.block_stride, call.head_stride = heads.keys.stride()[:2]
         call.stored = STORED_TYPES[heads.keys.dtype]
-
-
-def _single_tokens(counts: Sequence[int]) -> IntArray | None:
-    """Return the tokens of short rows; ``None`` if that is all."""
-    if max(counts) <= MAX_SINGLE_TOKENS:
-        return None
-    is_short = np.repeat(np.array(counts) <= MAX_SINGLE_TOKENS, counts)
-    return np.flatnonzero(is_short).astype(np.int64)
-
-
-def _runs(counts: Sequence[int], lengths: IntArray, size: int) -> IntArray:
-    """Return first token and number of tokens of each run of long rows, ``[runs, 2]``."""
-    parts = []
-    for first, count in zip(np.cumsum([0, *counts[:-1]]), counts, strict=True):
-        if count > MAX_SINGLE_TOKENS:
-            starts = np.arange(first, first + count, size)
-            parts.append(np.stack((starts, np.minimum(size, first + count - starts)), axis=1))
-    runs = np.concatenate(parts)
-    return np.ascontiguousarray(runs[np.argsort(-lengths[runs[:, 0]], kind="stable")])
 
 
 def _dense(part: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
-"""A decode step in one call: the operators of several layers, for a few rows (``csrc/step.c``).
+"""A step in one call: the operators of several layers, for some tokens (``csrc/step.c``).
 
 ``StepProgram`` is a list of operators on fixed buffers. Python appends them once; every step then
-passes the rows' block tables and positions and calls compiled code. Operators on heads take views
-``[R, H, d]`` of buffers by any strides, such as the parts of a fused projection.
+passes where the tokens are and calls compiled code. Operators on heads take views ``[R, H, d]`` of
+buffers by any strides, such as the parts of a fused projection.
 
-Shapes: R rows (single tokens), H heads, h KV heads, d head_dim, C columns, P positions.
+Shapes: R rows (tokens), H heads, h KV heads, d head_dim, C columns, P positions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from ctypes import Array, Structure, addressof, byref
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,7 +29,7 @@ from llmpq.kernels.cpu.native import (
     has_bf16_products,
     library,
 )
-from llmpq.kernels.cpu.paged_attention import STORED_TYPES, PagedHeads
+from llmpq.kernels.cpu.paged_attention import STORED_TYPES, PagedHeads, PagedTokens
 from llmpq.kernels.cpu.step_structures import (
     MOST_PRODUCTS,
     AddRows,
@@ -46,9 +45,10 @@ from llmpq.kernels.cpu.step_structures import (
     Step,
 )
 from llmpq.kernels.cpu.switch import few_rows_limit, is_float_faster
+from llmpq.spec.runtime_constants import STEP_ROWS
 
-MOST_ROWS = 64
-"""Most rows of a step."""
+FEW_ROWS = 64
+"""Rows up to which plain weights are multiplied as fast as by torch."""
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 """In the order of ``csrc/rows.c``."""
 _DENSE_BF16, _PLAIN, _PACKED_BF16, _PACKED_FLOAT, _LLM_INT8, _PACKED_INT8 = range(6)
@@ -128,7 +128,8 @@ class StepProgram:
         dtype: float32 or bfloat16, of all rows.
 
     Attributes:
-        most_rows: most rows for which the kernels of its products are the fastest.
+        most_rows: most rows of a call.
+        few_rows: rows up to which the kernels of its products are the fastest; ``None`` for any.
         margins: functions of a number of rows R: how clearly routers chose the experts of these
             rows in the last run, ``[R]``, in standard deviations of their scores.
     """
@@ -137,7 +138,8 @@ class StepProgram:
         if dtype not in (torch.float32, torch.bfloat16):
             raise UnsupportedStepError(f"numbers of {dtype}")
         self.dtype = dtype
-        self.most_rows = MOST_ROWS
+        self.most_rows = STEP_ROWS
+        self.few_rows: int | None = None
         self.margins: list[Callable[[int], Tensor]] = []
         self._buffers: dict[tuple[str, int, int, torch.dtype], Tensor] = {}
         self._operators: list[tuple[int, Structure]] = []
@@ -147,7 +149,7 @@ class StepProgram:
         self._bias: Tensor | None = None
 
     def buffer(
-        self, name: str, columns: int, dtype: torch.dtype | None = None, rows: int = MOST_ROWS
+        self, name: str, columns: int, dtype: torch.dtype | None = None, rows: int = STEP_ROWS
     ) -> Tensor:
         """Return the rows of a name and shape, ``[rows, columns]``: one for all layers."""
         key = (name, rows, columns, dtype or self.dtype)
@@ -314,18 +316,18 @@ class StepProgram:
         for call in self._biased:
             call.bias, call.bias_head = bias.data_ptr(), bias.stride(0)
 
-    def run(self, block_tables: Sequence[Sequence[int]], positions: Sequence[int]) -> None:
+    def limit(self, rows: int | None) -> None:
+        """State that a product is the fastest for at most ``rows`` rows; ``None`` for any number."""
+        if rows is not None:
+            self.few_rows = min(rows, self.few_rows or rows)
+
+    def run(self, tokens: PagedTokens) -> None:
         """Run all operators for the first R rows of the buffers.
 
         Args:
-            block_tables: blocks of each row's sequence.
-            positions: of each row's token; no two rows of a sequence have the same.
+            tokens: of the rows; no two of a sequence have the same position.
         """
-        sizes = [len(table) for table in block_tables]
-        blocks = np.fromiter((b for table in block_tables for b in table), np.int32, sum(sizes))
-        offsets = np.cumsum([0, *sizes[:-1]])
-        lengths = np.array(positions) + 1
-        assert len(positions) <= MOST_ROWS
+        assert len(tokens) <= self.most_rows
         if self._list is None:
             self._list = (Operator * len(self._operators))(
                 *(Operator(kind=kind, what=addressof(what)) for kind, what in self._operators)
@@ -333,10 +335,10 @@ class StepProgram:
         step = Step(
             operators=addressof(self._list),
             count=len(self._operators),
-            rows=len(positions),
-            tables=blocks.ctypes.data,
-            starts=offsets.ctypes.data,
-            lengths=lengths.ctypes.data,
+            rows=len(tokens),
+            **tokens.fields,
+            chosen_count=tokens.single_count,
+            run_count=tokens.run_count,
             type=TYPES[self.dtype],
             threads=torch.get_num_threads(),
         )
@@ -368,7 +370,7 @@ class StepProgram:
             raise UnsupportedStepError(f"a weight of '{weight.backend}' without a compiled kernel")
         is_bf16 = self.dtype == torch.bfloat16
         if weight.backend == DENSE_BACKEND and is_bf16:
-            self.most_rows = rows_of_step(self.most_rows)
+            self.limit(rows_of_step())
             return StepKernel(_DENSE_BF16, 0, 0)
         block = _BLOCK
         while weight.handle.group % block:

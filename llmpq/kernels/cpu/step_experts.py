@@ -1,4 +1,4 @@
-"""Experts in a compiled decode step (``csrc/experts.h``): routing, products and weighted sums.
+"""Experts in a compiled step (``csrc/experts.h``): routing, products and weighted sums.
 
 Shapes: R rows, C hidden size, E experts, k experts of a row, F features of an expert.
 """
@@ -17,7 +17,6 @@ from llmpq.kernels.base import PreparedWeight
 from llmpq.kernels.cpu.native import TYPES
 from llmpq.kernels.cpu.step import (
     ACTIVATIONS,
-    MOST_ROWS,
     StepKernel,
     StepProgram,
     UnsupportedStepError,
@@ -32,11 +31,12 @@ from llmpq.kernels.cpu.step_structures import (
     Kind,
     RouteRows,
 )
+from llmpq.spec.runtime_constants import STEP_SLOTS
 
 Score = Literal["softmax", "sigmoid", "sparse mixer"]
 SCORES: tuple[Score, ...] = ("softmax", "sigmoid", "sparse mixer")
 """In the order of ``csrc/experts.c``."""
-_MOST_EXPERTS, _MOST_CHOICES = 1024, 1024 // MOST_ROWS  # csrc/experts.h
+_MOST_EXPERTS, _MOST_CHOICES = 1024, 64  # csrc/experts.h
 
 ExpertMatrix = tuple[PreparedWeight | Tensor, Tensor | None]
 """Weight and bias of an expert's linear operator."""
@@ -162,7 +162,8 @@ def append_experts(program: StepProgram, x: Tensor, y: Tensor, experts: RowExper
         UnsupportedStepError: too many experts, or weights that differ or have no kernel.
     """
     router, features = experts.router, _features(experts)
-    slots, hidden = MOST_ROWS * router.count, x.shape[1]
+    program.most_rows = min(program.most_rows, STEP_SLOTS // router.count)
+    slots, hidden = program.most_rows * router.count, x.shape[1]
     if len(router.weight) > _MOST_EXPERTS or router.count > _MOST_CHOICES or hidden % 16:
         raise UnsupportedStepError(f"{router.count} of {len(router.weight)} experts")
     route = _route(program, x, router)

@@ -1,4 +1,4 @@
-"""Structures of the compiled decode step (``csrc/step.c`` and its headers), for ctypes."""
+"""Structures of the compiled step (``csrc/step.c`` and its headers), for ctypes."""
 
 from __future__ import annotations
 
@@ -165,6 +165,7 @@ class Step(Structure):
     _fields_ = (
         ("operators", c_void_p),
         *((name, c_int64) for name in ("count", "rows")),
-        *((name, c_void_p) for name in ("tables", "starts", "lengths")),
+        *((name, c_void_p) for name in ("tables", "starts", "lengths", "chosen", "runs")),
+        *((name, c_int64) for name in ("chosen_count", "run_count")),
         *((name, c_int32) for name in ("type", "threads")),
     )

@@ -17,7 +17,7 @@ from helpers.decode_steps import (
 from helpers.tiny_configs import SIZES, tiny_config
 from helpers.tiny_models import generate_alone, load_reference, make_tiny_model_script
 
-from llmpq.dist.engine.compiled_steps import CompiledSteps, decode_steps_of
+from llmpq.dist.engine.compiled_steps import CompiledSteps, step_runner_of
 from llmpq.kernels.cpu.native import has_bf16_products
 from llmpq.quant.loading.loader import load_stage
 
@@ -197,5 +197,5 @@ def test_other_layers_run_operator_by_operator(case, tmp_path, caplog):
     model_type, overrides, reason = REFUSED[case]
     stage = _stage(_save(tmp_path, model_type, overrides), 16)
     with caplog.at_level(logging.INFO, logger="llmpq"):
-        assert decode_steps_of(stage, cache_of(stage), 1) is None
+        assert step_runner_of(stage, cache_of(stage), 1) is None
     assert f"decode steps run operator by operator: {reason}" in caplog.text

@@ -1,4 +1,4 @@
-"""Decode steps in one compiled call, against transformers' generate and the layers themselves."""
+"""Steps in one compiled call, against transformers' generate and the layers themselves."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from llmpq.dist.engine.compiled_steps import (
     LIMITS,
     CompiledSteps,
     checked_layers,
-    decode_steps_of,
+    step_runner_of,
 )
 from llmpq.dist.kv.cache import KVCache
 from llmpq.kernels.cpu.native import has_bf16_products
-from llmpq.kernels.cpu.step import MOST_ROWS
+from llmpq.kernels.cpu.step import FEW_ROWS
 from llmpq.models import PackedBatch, kv_shapes
 from llmpq.quant.loading.loader import load_stage
+from llmpq.spec.runtime_constants import STEP_ROWS
 
 pytestmark = pytest.mark.skipif(not HAS_STEPS, reason="needs AVX2 and a C compiler")
 
@@ -154,7 +155,7 @@ def test_float16_runs_operator_by_operator(tiny_model, caplog, bits):
     path = tiny_model("llama", shape=SHAPE)
     stage = load_stage(path, 0, 2, [bits] * 2, dtype=torch.float16, device="cpu")
     with caplog.at_level("INFO", logger="llmpq"):
-        assert decode_steps_of(stage, cache_of(stage, None, torch.float16), 1) is None
+        assert step_runner_of(stage, cache_of(stage, None, torch.float16), 1) is None
     assert "numbers of torch.float16" in caplog.text
 
 
@@ -184,10 +185,10 @@ def _damage_residual(layer):
 def test_a_layer_that_computes_something_else_runs_as_it_is(tiny_model, damage, caplog):
     _, stage = _stage(tiny_model, "llama")
     cache = cache_of(stage)
-    assert decode_steps_of(stage, cache, 1) is not None
+    assert step_runner_of(stage, cache, 1) is not None
     damage(stage.layers[1])
     with caplog.at_level(logging.INFO, logger="llmpq"):
-        assert decode_steps_of(stage, cache, 1) is None
+        assert step_runner_of(stage, cache, 1) is None
     assert "layer 1: computes something else" in caplog.text
 
 
@@ -213,24 +214,74 @@ def test_wrong_addresses_are_found(tiny_model, monkeypatch):
         append(program, layer, dataclasses.replace(step, rotary=rotary))
 
     monkeypatch.setattr(compiled_steps, "append_layer", swapped)
-    assert decode_steps_of(stage, cache_of(stage), 1) is None
+    assert step_runner_of(stage, cache_of(stage), 1) is None
 
 
-def test_steps_of_other_rows_run_operator_by_operator(tiny_model, monkeypatch):
+def test_many_rows_of_plain_weights_run_operator_by_operator(tiny_model, monkeypatch):
     _, stage = _stage(tiny_model, "llama")
-    cache, other = cache_of(stage), cache_of(stage)
-    steps = compiled(stage, cache)
+    steps = compiled(stage, cache_of(stage))
+    assert not steps.takes_prompts
     monkeypatch.setattr(CompiledSteps, "run", lambda *_: pytest.fail("compiled"))
-    hidden = torch.randn(1, 2, 128, generator=torch.Generator().manual_seed(4))
-    chunk = PackedBatch(block_tables=[[1]], starts=[0], counts=[2])
-    expected = stage(hidden, chunk, other)
-    assert torch.equal(steps.forward(hidden, chunk), expected)
-    many = MOST_ROWS + 1
-    tables = [[i % 24] for i in range(many)]
-    batch = PackedBatch(
-        block_tables=tables, starts=[i // 24 for i in range(many)], counts=[1] * many
+    hidden = torch.randn(1, FEW_ROWS + 1, 128, generator=torch.Generator().manual_seed(4))
+    prompt = PackedBatch(block_tables=[range(5)], starts=[0], counts=[FEW_ROWS + 1])
+    assert torch.equal(steps.forward(hidden, prompt), stage(hidden, prompt, cache_of(stage)))
+    tables = [[i % 24] for i in range(FEW_ROWS + 1)]
+    starts = [i // 24 for i in range(FEW_ROWS + 1)]
+    steps.forward(hidden, PackedBatch(block_tables=tables, starts=starts, counts=[1] * len(tables)))
+
+
+PROMPTS = ((40, 40), (9, 9), (30, 1), (48, 18), (21, 21))
+"""Tokens of each row and how many of them are new: prompts, a decode row, a chunk."""
+
+
+@pytest.mark.parametrize("most", [STEP_ROWS, 32, 17])
+@pytest.mark.parametrize(
+    ("family", "bits", "kv_bits"),
+    [("llama", 4, 16), ("mistral", 3, 8), ("qwen3", 8, 16), ("qwen2", 8, 8)],
+)
+@pytest.mark.skipif(not has_bf16_products(), reason="needs AVX512-BF16")
+def test_prompts_are_those_of_the_layers(tiny_model, monkeypatch, family, bits, kv_bits, most):
+    _, stage = _stage(tiny_model, family, bits, torch.bfloat16)
+    _check_prompts(stage, kv_bits, monkeypatch, most)
+
+
+@pytest.mark.parametrize("name", OLDER)
+def test_prompts_are_those_of_the_layers_on_older_processors(tiny_model, monkeypatch, name):
+    with using(name):
+        _, stage = _stage(tiny_model, "mistral", 4, torch.bfloat16)
+        _check_prompts(stage, 8, monkeypatch, 32)
+
+
+def _check_prompts(stage, kv_bits, monkeypatch, most):
+    """Compare a step of prompts and others with the layers, ``most`` tokens at a time."""
+    caches = cache_of(stage, kv_bits, torch.bfloat16), cache_of(stage, kv_bits, torch.bfloat16)
+    steps = compiled(stage, caches[0])
+    assert steps.takes_prompts
+    monkeypatch.setattr(steps._program, "most_rows", most)
+    lengths, counts = zip(*PROMPTS, strict=True)
+    generator = torch.Generator().manual_seed(5)
+    before = [length - count for length, count in PROMPTS if length > count]
+    rows = [row for row, (length, count) in enumerate(PROMPTS) if length > count]
+    whole = batch_of(lengths, counts)
+    earlier = PackedBatch(
+        block_tables=[whole.block_tables[row] for row in rows],
+        starts=[0] * len(rows),
+        counts=before,
     )
-    steps.forward(hidden[:, :1].expand(1, many, -1), batch)
+    hidden = torch.randn(1, sum(before), 128, generator=generator).to(torch.bfloat16)
+    for cache in caches:
+        stage(hidden, earlier, cache)
+    hidden = torch.randn(1, sum(counts), 128, generator=generator).to(torch.bfloat16)
+    hidden[0, :, 5] *= 40  # outliers of LLM.int8()
+    expected = stage(hidden, whole, caches[1])
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, "forward", lambda *_: pytest.fail("not compiled"))
+        found = steps.forward(hidden, whole)
+    added = (expected - hidden).float().norm()
+    assert (found - expected).float().norm() < 0.004 * added
+    for layer in range(2):
+        stored = [cache.heads_of(layer).keys.float() for cache in caches]
+        torch.testing.assert_close(*stored, rtol=0.02, atol=1.0 if kv_bits == 8 else 0.02)
 
 
 def test_positions_beyond_the_first_table_of_angles(tiny_model):

@@ -248,7 +248,7 @@ def test_a_pipeline_gives_the_same_tokens(tiny_model, monkeypatch, family):
     def graphs(layers, cache, full_rows):
         return DecodeGraphs(layers, cache, full_rows=full_rows, capture=capture)
 
-    monkeypatch.setattr("llmpq.dist.launch.rank.decode_steps_of", graphs)
+    monkeypatch.setattr("llmpq.dist.launch.rank.step_runner_of", graphs)
     found, _ = run_threads(plan, model_dir, requests)
     assert found == expected
     assert len(found) == len(requests)

@@ -304,9 +304,9 @@ void cut_pieces(Pieces *pieces, const Attention *a, int64_t values) {
 /* Without vectors of 16 numbers a single token is a run of its own. */
 void attention_part(const Attention *a, const Pieces *pieces, int64_t item) {
     (void)pieces;
-    int64_t run[2] = {token_of(a, item / a->kv_heads), 1};
-    if (a->stores) keep_token(a, run[0], item % a->kv_heads);
-    run_part(a, run, item % a->kv_heads);
+    int64_t token = token_of(a, item / a->kv_heads);
+    if (a->stores) keep_token(a, token, item % a->kv_heads);
+    run_part(a, token, 1, item % a->kv_heads);
 }
 
 int64_t attention_items(const Attention *a, const Pieces *pieces) {
@@ -328,15 +328,15 @@ typedef struct {
 static void call_part(void *data, int64_t item) {
     const Call *call = data;
     const Attention *a = call->attention;
-    int64_t runs = a->run_count * a->kv_heads;
-    if (item < runs) run_part(a, a->runs + item / a->kv_heads * 2, item % a->kv_heads);
+    int64_t runs = runs_items(a);
+    if (item < runs) runs_part(a, item);
     else attention_part(a, &call->pieces, item - runs);
 }
 
 void kernels_attend(const Attention *a) {
     Call call = {.attention = a};
     cut_pieces(&call.pieces, a, a->kv_heads * a->group * (a->dim + 2));
-    int64_t items = a->run_count * a->kv_heads + attention_items(a, &call.pieces);
+    int64_t items = runs_items(a) + attention_items(a, &call.pieces);
     run_parts(call_part, &call, items, a->threads);
     free(call.pieces.first);
 }

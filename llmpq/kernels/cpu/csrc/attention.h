@@ -50,8 +50,10 @@ INLINE int64_t first_seen(const Attention *a, int64_t length) {
 
 /* Puts the new key and value of a token into their block. */
 void keep_token(const Attention *a, int64_t token, int64_t head);
-/* The queries of one KV head of a run: its first token, and how many there are. */
-void run_part(const Attention *a, const int64_t *run, int64_t head);
+/* Runs are cut into parts, each a KV head's queries of some tokens. */
+void run_part(const Attention *a, int64_t first, int64_t count, int64_t head);
+int64_t runs_items(const Attention *a);
+void runs_part(const Attention *a, int64_t item);
 
 /* cap * tanh(x / cap) */
 INLINE vf capped(vf x, float cap) {

@@ -1,4 +1,4 @@
-/* Experts in a decode step (step.c).
+/* Experts in a step (step.c).
  *
  * A router chooses experts for each row. Every choice has a slot; slots are ordered by expert, so that
  * the rows of an expert lie side by side and its weights are read once. */
@@ -7,7 +7,7 @@
 
 #include "rows.h"
 
-enum { MOST_EXPERTS = 1024, MOST_SLOTS = 1024 };
+enum { MOST_EXPERTS = 1024, MOST_SLOTS = 4096 };
 
 typedef struct {
     const void *logits;      /* [rows, experts] of `type` */
@@ -24,7 +24,7 @@ typedef struct {
 /* The slots of a step: each thread has its own copy. */
 typedef struct {
     int64_t count, groups;
-    int32_t expert[MOST_SLOTS], first[MOST_SLOTS + 1]; /* of each group */
+    int32_t expert[MOST_EXPERTS], first[MOST_EXPERTS + 1]; /* of each group */
     int32_t row[MOST_SLOTS], group[MOST_SLOTS];        /* of each slot */
     int32_t of_choice[MOST_SLOTS];                     /* [rows, count] */
 } Slots;

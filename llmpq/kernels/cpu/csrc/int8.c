@@ -16,15 +16,13 @@
 #include <math.h>
 #include <stdlib.h>
 
-enum { WIDE = 4, STRIP = 6, DEPTH = 256, AHEAD = 4096, MOST_SHARED = 64 };
+enum { WIDE = 4, STRIP = 6, DEPTH = 256, AHEAD = 4096 };
 enum { WORTH_THREADS = 1 << 15 }; /* numbers of x whose reading takes longer than waking a thread */
 
 typedef struct {
     const Product *product;
     Prepared rows; /* of x; the type is also that of bias and y */
-    /* Columns that hold outliers, when they are few: many rows share the decoding of each. */
-    int32_t shared_column[MOST_SHARED];
-    int32_t shared; /* how many, or 0: `column` are columns, not places among these */
+    const Shared *shared;
 } Job;
 
 /* ---- rows of x ------------------------------------------------------------------------------- */
@@ -165,9 +163,9 @@ INLINE __m512 column_of(const Weight *w, int64_t row, int64_t k) {
 INLINE __m512 add_outliers(const Job *job, int64_t m, int64_t row, const float *shared, __m512 y) {
     const Prepared *q = &job->rows;
     for (int64_t i = q->start[m]; i < q->end[m]; i++) {
-        int64_t k = q->column[i];
-        __m512 column = job->shared ? _mm512_load_ps(shared + k * PANEL)
-                                    : column_of(job->product->weight, row, k);
+        int32_t k = q->column[i];
+        __m512 column = job->shared->count ? _mm512_load_ps(shared + job->shared->place[k] * PANEL)
+                                           : column_of(job->product->weight, row, k);
         y = _mm512_fmadd_ps(column, _mm512_set1_ps(q->value[i]), y);
     }
     return y;
@@ -216,9 +214,9 @@ INLINE void panel_rows(const Job *job, int64_t row, int64_t first, int64_t count
     if (on_tiles) clear_tiles();
 #endif
     float shared[MOST_SHARED * PANEL] __attribute__((aligned(64)));
-    for (int i = 0; i < job->shared; i++)
+    for (int i = 0; i < job->shared->count; i++)
         for (int n = 0; n < wide; n++) {
-            __m512 column = column_of(job->product->weight, row + 16 * n, job->shared_column[i]);
+            __m512 column = column_of(job->product->weight, row + 16 * n, job->shared->column[i]);
             _mm512_store_ps(shared + i * PANEL + 16 * n, column);
         }
     for (int64_t m = 0; m < count; m++)
@@ -258,28 +256,27 @@ static int find_outliers(Job *job) {
 }
 
 /* Outliers sit in the same columns of most rows: number those columns, unless they are many. */
-static void share_columns(Job *job) {
-    int64_t count = job->product->count, all = job->rows.end[count - 1];
-    int32_t *column = job->rows.column;
-    if (count <= STRIP || all < count) return;
+void share_columns(Shared *shared, const Prepared *q, int64_t rows) {
+    enum { NONE = 255 };
+    shared->count = 0;
+    if (rows <= STRIP) return;
     int32_t places = 0;
-    for (int64_t i = 0; i < all; i++) {
-        int32_t at = 0;
-        while (at < places && job->shared_column[at] != column[i]) at++;
-        if (at == MOST_SHARED) return;
-        if (at == places) job->shared_column[places++] = column[i];
+    int64_t all = 0;
+    memset(shared->place, NONE, (size_t)q->columns);
+    for (int64_t m = 0; m < rows; m++) {
+        all += q->end[m] - q->start[m];
+        for (int64_t i = q->start[m]; i < q->end[m]; i++) {
+            int32_t k = q->column[i];
+            if (shared->place[k] != NONE) continue;
+            if (places == MOST_SHARED) return;
+            shared->column[places] = k, shared->place[k] = (uint8_t)places++;
+        }
     }
-    for (int64_t i = 0; i < all; i++) {
-        int32_t at = 0;
-        while (job->shared_column[at] != column[i]) at++;
-        column[i] = at;
-    }
-    job->shared = places;
+    if (all >= rows) shared->count = places;
 }
 
-void int8_part(const Product *p, const Prepared *q, int64_t panel) {
-    Job job;
-    job.product = p, job.rows = *q, job.shared = 0;
+void int8_part(const Product *p, const Prepared *q, const Shared *shared, int64_t panel) {
+    Job job = {.product = p, .rows = *q, .shared = shared};
     panel_part(&job, panel);
 }
 
@@ -287,19 +284,21 @@ int kernels_int8(const Product *p, float threshold, int type) {
     const Weight *w = p->weight;
     size_t count = (size_t)p->count;
     Prepared q = {.x = p->x, .columns = w->columns, .threshold = threshold, .type = type};
+    Shared shared = {.place = malloc((size_t)w->columns)};
     q.codes = malloc(count * (size_t)w->columns);
     q.scale = malloc(count * sizeof *q.scale);
     q.sum = malloc(count * sizeof *q.sum);
     q.start = malloc(count * sizeof *q.start);
     q.end = malloc(count * sizeof *q.end);
-    Job job = {.product = p, .rows = q};
-    int ready = q.codes && q.scale && q.sum && q.start && q.end && find_outliers(&job);
+    Job job = {.product = p, .rows = q, .shared = &shared};
+    int ready = shared.place && q.codes && q.scale && q.sum && q.start && q.end;
+    ready = ready && find_outliers(&job);
     if (ready) {
         run_parts(quantize_part, &job, p->count, row_threads(p));
-        share_columns(&job);
+        share_columns(&shared, &job.rows, p->count);
         run_parts(panel_part, &job, (w->rows + PANEL - 1) / PANEL, p->threads);
     }
-    free(q.codes), free(q.scale), free(q.sum), free(q.start), free(q.end);
+    free(q.codes), free(q.scale), free(q.sum), free(q.start), free(q.end), free(shared.place);
     free(job.rows.column), free(job.rows.value);
     return ready ? DONE : NO_MEMORY;
 }

@@ -450,13 +450,13 @@ static void attend_rows(Run *r) {
     put_rows(r);
 }
 
-/* The queries of one KV head of a run: its first token, and how many there are. */
-void run_part(const Attention *a, const int64_t *run, int64_t head) {
-    int64_t all = run[1] * a->group, most = ROOM / a->dim;
+/* The queries of one KV head, of `count` tokens of a sequence. */
+void run_part(const Attention *a, int64_t token, int64_t count, int64_t head) {
+    int64_t all = count * a->group, most = ROOM / a->dim;
     Run r;
     r.strip = has_amx(a) ? MOST_STRIP : STRIP;
     most = most > MOST_ROWS ? MOST_ROWS : most / r.strip * r.strip;
-    r.a = a, r.kv_head = head, r.table = a->tables + a->starts[run[0]];
+    r.a = a, r.kv_head = head, r.table = a->tables + a->starts[token];
 #ifdef __AMX_BF16__
     if (r.strip == AMX_ROWS) shape_tiles(AMX_ROWS, 4, AMX_ROWS);
 #endif
@@ -465,11 +465,33 @@ void run_part(const Attention *a, const int64_t *run, int64_t head) {
         r.since = INT64_MAX, r.end = 0;
         for (int64_t row = 0; row < r.rows; row++) {
             int64_t i = first + row; /* heads outermost: a strip sees about the same keys */
-            set_row(&r, row, run[0] + i % run[1], head * a->group + i / run[1]);
+            set_row(&r, row, token + i % count, head * a->group + i / count);
         }
         attend_rows(&r);
     }
 #ifdef __AMX_BF16__
     if (r.strip == AMX_ROWS) clear_tiles();
 #endif
+}
+
+/* Tokens whose queries of a KV head share the tiles of keys. */
+static int64_t part_tokens(const Attention *a) {
+    int64_t most = ROOM / a->dim;
+    most = (most > MOST_ROWS ? MOST_ROWS : most) / a->group;
+    return most ? most : 1;
+}
+
+int64_t runs_items(const Attention *a) {
+    int64_t parts = 0, tokens = part_tokens(a);
+    for (int64_t i = 0; i < a->run_count; i++) parts += (a->runs[2 * i + 1] + tokens - 1) / tokens;
+    return parts * a->kv_heads;
+}
+
+/* The last tokens of a run come first: they see the most. */
+void runs_part(const Attention *a, int64_t item) {
+    int64_t tokens = part_tokens(a), part = item / a->kv_heads, parts;
+    const int64_t *run = a->runs;
+    for (; part >= (parts = (run[1] + tokens - 1) / tokens); run += 2) part -= parts;
+    int64_t first = (parts - 1 - part) * tokens, left = run[1] - first;
+    run_part(a, run[0] + first, left < tokens ? left : tokens, item % a->kv_heads);
 }

@@ -1,4 +1,4 @@
-/* Norms, residuals, rotary embeddings and activations of single rows of a decode step. Every number
+/* Norms, residuals, rotary embeddings and activations of single rows of a step. Every number
  * is rounded where the operators of torch and transformers round it. */
 #include "rows.h"
 #include "lanes.h"

@@ -1,4 +1,4 @@
-/* The operators of a decode step (step.c) that work on each row alone. */
+/* The operators of a step (step.c) that work on each row alone. */
 #ifndef LLMPQ_ROWS_H
 #define LLMPQ_ROWS_H
 

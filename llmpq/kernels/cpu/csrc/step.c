@@ -1,6 +1,6 @@
-/* A decode step: the operators of all layers of a stage in one call.
+/* A step: the operators of all layers of a stage in one call.
  *
- * The rows of a step are single tokens, of different sequences or consecutive ones of one sequence.
+ * The rows of a step are tokens, of different sequences or consecutive ones of one sequence.
  * Operators that work on each row alone follow each other in one thread; products and attention are
  * spread over the threads in parts, those of experts in parts of all experts that some row visits. All
  * rows store their keys and values before any row attends.
@@ -41,8 +41,9 @@ typedef struct {
 typedef struct {
     const Operator *operators;
     int64_t count, rows;
-    const int32_t *tables; /* as in Attention */
-    const int64_t *starts, *lengths;
+    const int32_t *tables; /* these as in Attention */
+    const int64_t *starts, *lengths, *chosen, *runs;
+    int64_t chosen_count, run_count;
     int32_t type, threads;
 } Step;
 
@@ -122,7 +123,8 @@ static void prepare(const PrepareRows *o, int64_t rows, int64_t m) {
 INLINE Attention of_rows(const Step *step, const Attention *what) {
     Attention a = *what;
     a.tables = step->tables, a.starts = step->starts, a.lengths = step->lengths;
-    a.count = step->rows;
+    a.chosen = step->chosen, a.count = step->chosen_count;
+    a.runs = step->runs, a.run_count = step->run_count;
     return a;
 }
 
@@ -138,6 +140,7 @@ static void on_row(const Step *step, const Slots *slots, const Operator *operato
     case COMBINE: combine_row(what, slots, m, step->type); break;
     case STORE: {
         Attention a = of_rows(step, what);
+        a.chosen = 0;
         store_part(&a, m);
         break;
     }
@@ -156,7 +159,13 @@ typedef struct {
     int32_t kernel, out;
 } How;
 
-static void product_part(How how, const Product *p, const Prepared *q, int64_t item) {
+/* Bytes that a thread needs to share the columns of outliers. */
+static int64_t shared_bytes(const Product *p, int kernel) {
+    return kernel == LLM_INT8 ? p->weight->columns : 1;
+}
+
+static void product_part(How how, const Product *p, const Prepared *q, const Shared *shared,
+                         int64_t item) {
     switch (how.kernel) {
     case PLAIN: plain_part(p, how.out, item); break;
     case PACKED_FLOAT: float_part(p, q, item); break;
@@ -166,9 +175,17 @@ static void product_part(How how, const Product *p, const Prepared *q, int64_t i
     case PACKED_BF16: bf16_part(p, q, how.few_limit, item); break;
 #endif
 #ifdef __AVX512VNNI__
-    case LLM_INT8: int8_part(p, q, item); break;
+    case LLM_INT8: int8_part(p, q, shared, item); break;
 #endif
     }
+}
+
+static void share(Shared *shared, const Prepared *q, int kernel, int64_t rows) {
+#ifdef __AVX512VNNI__
+    if (kernel == LLM_INT8) share_columns(shared, q, rows);
+#else
+    (void)shared, (void)q, (void)kernel, (void)rows;
+#endif
 }
 
 static void multiply(Run *run, const Products *o) {
@@ -181,10 +198,14 @@ static void multiply(Run *run, const Products *o) {
         product[i].count = run->step->rows;
         end[i] = all += parts_of(product + i, o->kernel);
     }
+    uint8_t place[shared_bytes(product, o->kernel)];
+    Shared shared = {.place = place};
+    int is_shared = 0;
     for (int64_t item; (item = take(run)) < all;) {
+        if (!is_shared) share(&shared, q, o->kernel, run->step->rows), is_shared = 1;
         int i = 0;
         while (item >= end[i]) i++;
-        product_part(how, product + i, q, item - (i ? end[i - 1] : 0));
+        product_part(how, product + i, q, &shared, item - (i ? end[i - 1] : 0));
     }
 }
 
@@ -237,7 +258,9 @@ static void multiply_experts(Run *run, const ExpertProducts *o, const Slots *s) 
     How how = {o->few_limit, o->kernel, step->type};
     PrepareRows prepared = {.kernel = o->kernel};
     Product product = of_group(step, o, s, 0, &prepared);
-    int64_t group = 0, start = 0, end = parts_of(&product, o->kernel);
+    uint8_t place[shared_bytes(&product, o->kernel)];
+    Shared shared = {.place = place};
+    int64_t group = 0, start = 0, end = parts_of(&product, o->kernel), shared_group = -1;
     for (int64_t item;;) {
         item = take(run);
         while (item >= end) {
@@ -245,14 +268,19 @@ static void multiply_experts(Run *run, const ExpertProducts *o, const Slots *s) 
             product = of_group(step, o, s, group, &prepared);
             start = end, end += parts_of(&product, o->kernel);
         }
-        product_part(how, &product, &prepared.prepared, item - start);
+        if (shared_group != group) share(&shared, &prepared.prepared, o->kernel, product.count);
+        shared_group = group;
+        product_part(how, &product, &prepared.prepared, &shared, item - start);
     }
 }
 
 static void attend(Run *run, const Attention *what) {
     Attention a = of_rows(run->step, what);
-    int64_t all = attention_items(&a, &run->pieces);
-    for (int64_t item; (item = take(run)) < all;) attention_part(&a, &run->pieces, item);
+    int64_t runs = runs_items(&a), all = runs + attention_items(&a, &run->pieces);
+    for (int64_t item; (item = take(run)) < all;) {
+        if (item < runs) runs_part(&a, item);
+        else attention_part(&a, &run->pieces, item - runs);
+    }
 }
 
 /* Room for the pieces of the largest attention operator. */

@@ -1,4 +1,4 @@
-/* What a decode step (step.c) shares with the kernels whose parts it spreads over threads itself. */
+/* What a step (step.c) shares with the kernels whose parts it spreads over threads itself. */
 #ifndef LLMPQ_STEP_H
 #define LLMPQ_STEP_H
 
@@ -13,7 +13,7 @@ typedef struct {
     const int32_t *tables;               /* the block tables of all sequences */
     const int64_t *starts, *lengths;     /* of each token: its table in `tables`; its position + 1 */
     const int64_t *chosen;               /* tokens that attend one by one; NULL for all */
-    const int64_t *runs;                 /* [run_count, 2]: first of tokens of one sequence, and count */
+    const int64_t *runs;                 /* [run_count, 2]: first of consecutive tokens, and how many */
     int64_t count, run_count, kv_heads, group, dim, block_bits; /* a block has 2^block_bits tokens */
     int64_t query_token, query_head, key_token, key_head, value_token, value_head; /* in numbers */
     int64_t block_stride, head_stride;   /* in numbers */
@@ -84,6 +84,15 @@ void int8_quantize(const Prepared *q, int64_t m);
 void piece_codes(const Prepared *q, int64_t rows, int64_t m);
 void packed_int8_part(const Product *p, const Prepared *q, int64_t panel);
 
-void int8_part(const Product *p, const Prepared *q, int64_t panel);
+/* LLM.int8(): columns of x that hold outliers, when they are few. Many rows share their decoding. */
+enum { MOST_SHARED = 64 };
+typedef struct {
+    int32_t column[MOST_SHARED];
+    int32_t count;  /* 0: every row decodes its own */
+    uint8_t *place; /* [columns], where each is among these */
+} Shared;
+
+void share_columns(Shared *shared, const Prepared *q, int64_t rows);
+void int8_part(const Product *p, const Prepared *q, const Shared *shared, int64_t panel);
 
 #endif

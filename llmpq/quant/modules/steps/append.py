@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from llmpq.kernels.base import PreparedWeight
 from llmpq.kernels.cpu.paged_attention import PagedHeads
-from llmpq.kernels.cpu.step import StepProgram, StepScores, UnsupportedStepError
+from llmpq.kernels.cpu.step import FEW_ROWS, StepProgram, StepScores, UnsupportedStepError
 from llmpq.kernels.cpu.step_experts import (
     ClampedActivation,
     ExpertMatrix,
@@ -214,6 +214,8 @@ class _Layer:
             weight = _weight(name, linear)
             if isinstance(weight, Tensor) and weight.dtype != torch.float32:
                 raise UnsupportedStepError(f"a plain weight of {weight.dtype}")
+            if isinstance(weight, Tensor):
+                self._program.limit(FEW_ROWS)
             y = self._program.buffer(buffer, linear.out_features)
             outputs.append(y)
             parts.append((y, weight, linear.bias))
