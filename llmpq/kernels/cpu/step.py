@@ -317,7 +317,7 @@ class StepProgram:
             call.bias, call.bias_head = bias.data_ptr(), bias.stride(0)
 
     def limit(self, rows: int | None) -> None:
-        """State that a product is the fastest for at most ``rows`` rows; ``None`` for any number."""
+        """State that a product is the fastest for at most ``rows`` rows; for any if ``None``."""
         if rows is not None:
             self.few_rows = min(rows, self.few_rows or rows)
 

@@ -162,7 +162,8 @@ def test_tokens_are_those_of_generate(case, tmp_path, monkeypatch):
     prompts = random_prompts((12, 22))
     rows = generate(path, steps, prompts, 5)
     assert rows == [generate_alone(reference, prompt, 5)[0] for prompt in prompts]
-    assert made == [2] * 4
+    # The prompts, unless their angles depend on their length, and four steps.
+    assert made == [2] * (4 if "longrope" in case else 5)
     _assert_few_bits_are_those_of_the_layers(path)
 
 
@@ -179,17 +180,26 @@ def test_positions_beyond_which_queries_are_scaled_run_operator_by_operator(tmp_
 
 
 def _assert_few_bits_are_those_of_the_layers(path):
-    dtype = torch.bfloat16 if has_bf16_products() else torch.float32
-    stage = _stage(path, 4, dtype)
-    caches = cache_of(stage, dtype=dtype), cache_of(stage, dtype=dtype)
-    steps = compiled(stage, caches[0])
-    hidden = torch.randn(1, 22, 128, generator=torch.Generator().manual_seed(0)).to(dtype)
-    for cache in caches:
-        stage(hidden[:, :20], batch_of([17, 3], [17, 3]), cache)
-    batch = batch_of([18, 4], [1, 1])
-    found, expected = steps.forward(hidden[:, 20:], batch), stage(hidden[:, 20:], batch, caches[1])
-    added = (expected - hidden[:, 20:]).float().norm()
-    assert (found - expected).float().norm() < 0.02 * added
+    """Compare a step of prompts, where rounding could choose other experts, and one after them."""
+    is_alone = "longrope" not in (path / "config.json").read_text(encoding="utf-8")
+    for dtype in {torch.float32, torch.bfloat16 if has_bf16_products() else torch.float32}:
+        stage = _stage(path, 4, dtype)
+        caches = cache_of(stage, dtype=dtype), cache_of(stage, dtype=dtype)
+        steps = compiled(stage, caches[0])
+        hidden = torch.randn(1, 22, 128, generator=torch.Generator().manual_seed(0)).to(dtype)
+        prompts, batch = hidden[:, :20], batch_of([17, 3], [17, 3])
+        if dtype == torch.float32 and is_alone:
+            _assert_close(steps.run(prompts, batch), stage(prompts, batch, caches[1]), prompts)
+        else:
+            for cache in caches:
+                stage(prompts, batch, cache)
+        last, batch = hidden[:, 20:], batch_of([18, 4], [1, 1])
+        _assert_close(steps.forward(last, batch), stage(last, batch, caches[1]), last)
+
+
+def _assert_close(found, expected, hidden):
+    limit = 1e-4 if hidden.dtype == torch.float32 else 0.02
+    assert (found - expected).float().norm() < limit * (expected - hidden).float().norm()
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -198,4 +208,4 @@ def test_other_layers_run_operator_by_operator(case, tmp_path, caplog):
     stage = _stage(_save(tmp_path, model_type, overrides), 16)
     with caplog.at_level(logging.INFO, logger="llmpq"):
         assert step_runner_of(stage, cache_of(stage), 1) is None
-    assert f"decode steps run operator by operator: {reason}" in caplog.text
+    assert f"steps run operator by operator: {reason}" in caplog.text

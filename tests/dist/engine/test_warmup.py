@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,14 +20,15 @@ CPU = torch.device("cpu")
 class Runner:
     """Keeps what it was asked to run."""
 
-    def __init__(self, layers: object = "layers") -> None:
+    def __init__(self, layers: object = "layers", steps: object = None) -> None:
         self.layers = layers
         self.device = CPU
-        self.steps: list[tuple[tuple[int, ...], list[tuple[tuple[int, ...], int, int]]]] = []
+        self.steps = steps
+        self.calls: list[tuple[tuple[int, ...], list[tuple[tuple[int, ...], int, int]]]] = []
         self.only: list[list[int] | None] = []
 
     def run(self, hidden, rows, only=None):
-        self.steps.append((tuple(hidden.shape), [(r.blocks, r.first, r.length) for r in rows]))
+        self.calls.append((tuple(hidden.shape), [(r.blocks, r.first, r.length) for r in rows]))
         self.only.append(only)
         return hidden
 
@@ -40,7 +42,7 @@ def plan_of(new_tokens=5, prompt_tokens=7, prefill=2, decode=3):
 def test_both_phases_run_once_at_the_sizes_of_the_plan():
     runner = Runner()
     warm_up(plan_of(), plan_of().stages[0], runner, 16, torch.float32)
-    prefill, decode = runner.steps
+    prefill, decode = runner.calls
     assert prefill == ((1, 14, 16), [((0,), 0, 7), ((1,), 0, 7)])
     assert decode == ((1, 3, 16), [((0,), 7, 8), ((1,), 7, 8), ((2,), 7, 8)])
 
@@ -56,26 +58,35 @@ def test_prefill_runs_one_layer_of_each_bitwidth_on_a_cpu():
     assert runner.only[2:] == [None, None]
 
 
+@pytest.mark.parametrize("takes_prompts", [True, False])
+def test_prefill_needs_none_where_prompts_are_compiled(takes_prompts):
+    runner = Runner(steps=SimpleNamespace(takes_prompts=takes_prompts))
+    warm_up(plan_of(), plan_of().stages[0], runner, 16, torch.float32)
+    assert [shape for shape, _ in runner.calls] == [(1, 14, 16)] * (not takes_prompts) + [
+        (1, 3, 16)
+    ]
+
+
 def test_answers_of_one_token_have_no_decode_to_warm_up():
     runner = Runner()
     warm_up(plan_of(new_tokens=1), plan_of().stages[0], runner, 16, torch.float32)
-    assert [shape for shape, _ in runner.steps] == [(1, 14, 16)]
+    assert [shape for shape, _ in runner.calls] == [(1, 14, 16)]
 
 
 def test_a_stage_without_layers_has_nothing_to_warm_up():
     runner = Runner(layers=None)
     warm_up(plan_of(), plan_of().stages[0], runner, 16, torch.float32)
-    assert runner.steps == []
+    assert runner.calls == []
 
 
 def test_a_large_prefill_is_warmed_up_with_fewer_rows_and_whole_prompts(monkeypatch):
     monkeypatch.setattr(warmup, "MAX_TOKENS", 15)
     runner = Runner()
     warm_up(plan_of(prefill=4), plan_of().stages[0], runner, 16, torch.float32)
-    assert runner.steps[0][0] == (1, 14, 16)
+    assert runner.calls[0][0] == (1, 14, 16)
     runner = Runner()
     warm_up(plan_of(prefill=4, prompt_tokens=40), plan_of().stages[0], runner, 16, torch.float32)
-    assert runner.steps[0][0] == (1, 40, 16)
+    assert runner.calls[0][0] == (1, 40, 16)
 
 
 def test_the_master_embeds_and_projects_as_in_either_phase():
