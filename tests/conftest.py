@@ -33,7 +33,8 @@ def one_switch_of_kernels() -> Iterator[None]:
             patch.setattr(compiled, "few_rows_limit", lambda bits: 0 if bits == 8 else 8)
             for module in (compiled, step):
                 patch.setattr(module, "is_float_faster", lambda: False)
-            patch.setattr(dense, "is_dense_float_faster", lambda: False)
+            for module in (dense, step):
+                patch.setattr(module, "few_dense_rows", lambda: None)
         yield
 
 

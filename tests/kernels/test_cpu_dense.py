@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -132,38 +133,31 @@ def test_what_cannot_be_read_is_left_to_onednn(missing, monkeypatch):
 
 @needs_kernel
 @pytest.mark.parametrize("count", [1, 40, 300])
-def test_with_amx_all_rows_are_the_compiled_kernels(monkeypatch, count):
+def test_all_rows_are_the_compiled_kernels(monkeypatch, count):
     asked = []
-    monkeypatch.setattr(cpu_dense, "has_tiles", lambda: True)
     monkeypatch.setattr(cpu_dense, "dense_product", lambda x, *_, **__: asked.append(len(x)))
     prepacked_linear(_drawn(11, count, 8192), prepack(_drawn(10, 64, 8192)), None)
     assert asked == [count]
 
 
 @needs_kernel
-def test_rows_beyond_the_switch_and_long_ones_are_onednns(monkeypatch):
-    asked = []
-    monkeypatch.setattr(cpu_dense, "has_tiles", lambda: False)
-    monkeypatch.setattr(cpu_dense, "few_dense_rows", lambda: 16)
-    monkeypatch.setattr(cpu_dense, "dense_product", lambda x, *_, **__: asked.append(len(x)))
-    for columns in (256, 8192):
-        weight = prepack(_drawn(10, 64, columns))
-        for rows in (1, 6, 7, 16, 17):
-            prepacked_linear(_drawn(11, rows, columns), weight, None)
-    assert asked == [1, 6, 7, 16, 1, 6]
-
-
-@needs_kernel
 def test_many_rows_are_multiplied_as_float32_where_that_is_faster(monkeypatch):
     asked = []
-    monkeypatch.setattr(cpu_dense, "has_tiles", lambda: False)
     monkeypatch.setattr(cpu_dense, "few_dense_rows", lambda: 4)
-    monkeypatch.setattr(cpu_dense, "is_dense_float_faster", lambda: True)
     monkeypatch.setattr(cpu_dense, "float_product", lambda x, *_: asked.append(len(x)))
     weight = prepack(_drawn(14, 64, 128))
     for rows in (1, 4, 5, 300):
         prepacked_linear(_drawn(15, rows, 128), weight, None)
     assert asked == [5, 300]
+
+
+@needs_kernel
+@pytest.mark.parametrize("shape", [(64, 64), (128, 4160), (64, 6144)])
+@pytest.mark.parametrize("count", [1, 6, 7, 191, 200, 400])
+def test_a_row_has_the_same_bits_in_any_number_of_rows(shape, count):
+    weight, x = prepack(_drawn(16, *shape, scale=0.05)), _drawn(17, 400, shape[1])
+    y = prepacked_linear(x, weight, None)
+    assert torch.equal(prepacked_linear(x[:count], weight, None), y[:count])
 
 
 @needs_kernel
@@ -177,7 +171,6 @@ def test_activations_of_another_type_are_refused_as_before():
 def test_a_thread_is_woken_for_a_mebibyte(monkeypatch):
     asked = []
     monkeypatch.setattr(cpu_dense, "has_tiles", lambda: False)
-    monkeypatch.setattr(cpu_dense, "few_dense_rows", lambda: 32)
     monkeypatch.setattr(cpu_dense, "dense_product", lambda *_, threads: asked.append(threads))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     for features in (64, 1024):  # 0.125 and 2 MiB
@@ -190,19 +183,25 @@ def test_a_thread_is_woken_for_a_mebibyte(monkeypatch):
 @needs_kernel
 def test_a_machine_that_never_measured_does_not_wait_for_itself(tmp_path, monkeypatch):
     monkeypatch.setattr(switch, "kernels_path", lambda _: tmp_path / "kernels.so")
-    few_dense_rows.cache_clear()
+    monkeypatch.setattr(cpu_dense, "has_tiles", lambda: False)
     found = []
-    measuring = threading.Thread(target=lambda: found.append(few_dense_rows()), daemon=True)
+    measuring = threading.Thread(target=lambda: found.append(MEASURED()), daemon=True)
     measuring.start()
     measuring.join(timeout=30)
     assert found
-    assert found[0] in (1, *TRIED_ROWS)
+    assert found[0] in (None, 1, *TRIED_ROWS)
 
 
 @needs_kernel
-def test_the_switch_is_one_of_the_counts_tried():
-    assert few_dense_rows() in (1, *TRIED_ROWS)
+@pytest.mark.parametrize(("slower", "limit"), [("float_product", None), ("dense_product", 1)])
+def test_the_faster_kernel_is_found(tmp_path, monkeypatch, slower, limit):
+    monkeypatch.setattr(switch, "kernels_path", lambda _: tmp_path / "kernels.so")
+    monkeypatch.setattr(cpu_dense, "has_tiles", lambda: False)
+    monkeypatch.setattr(cpu_dense, slower, lambda *_: time.sleep(0.01))
+    assert MEASURED() == limit
 
+
+MEASURED = few_dense_rows.__wrapped__
 
 PROGRAM = """
 import torch

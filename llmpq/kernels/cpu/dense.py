@@ -1,12 +1,11 @@
 """16-bit weights on a CPU: bf16 reordered once into oneDNN's layout.
 
-A plain ``F.linear`` reorders the weight at every call, half of the time of one row. For few rows
-oneDNN reads the weight at half of the memory bandwidth, so a compiled kernel
-(``csrc/dense_bf16.c``) reads oneDNN's layout in place, after a check of every number that the
-layout is the expected one. With AMX it multiplies all rows. Elsewhere many rows are oneDNN's,
-except on processors where products of bf16 pairs take longer than float32 ones: there another
-compiled kernel (``csrc/panel_float.c``) widens the same layout. Weights that oneDNN would pad are
-not prepacked.
+A plain ``F.linear`` reorders the weight at every call, half of the time of one row, and for few
+rows oneDNN reads it at half of the memory bandwidth. So a compiled kernel (``csrc/dense_bf16.c``)
+reads oneDNN's layout in place, after a check of every number that the layout is the expected one.
+On processors where products of bf16 pairs take longer than float32 ones, another compiled kernel
+(``csrc/panel_float.c``) widens the same layout for many rows. Where neither can read it, products
+are oneDNN's. Weights that oneDNN would pad are not prepacked.
 
 Shape legend: N output features, K input features.
 """
@@ -31,8 +30,6 @@ DENSE_BACKEND = "cpu_bf16"
 _MULTIPLE = 64  # oneDNN pads blocks of outputs to it, and then a weight weighs more than 2 N K
 _AT_ONCE, _AT_ONCE_WITH_AMX = 6, 16
 """Rows that the compiled kernel multiplies in one pass over a weight."""
-_LONGEST = 4096
-"""Columns up to which 64 rows of the weight stay in a 1 MiB cache between passes."""
 _THREAD_BYTES = 1 << 20
 """Bytes over all passes that justify one more thread: waking it takes as long as reading them."""
 _TRIED_SHAPE = (1024, 1024)  # [N, K]: 2 MiB, more than most cores keep, as decoding loads weights
@@ -53,23 +50,22 @@ def prepack(weight: Tensor) -> PreparedWeight:
     plain = weight.detach().contiguous()
     layout: Tensor = torch.ops.mkldnn._reorder_linear_weight(plain, None)
     handle = _readable(layout, plain)
-    if handle is not None and not has_tiles():
+    if handle is not None:
         few_dense_rows()
-        is_dense_float_faster()
     return _prepared(layout, plain, handle)
 
 
 def prepacked_linear(x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
     """Return ``x @ weight.T + bias`` for bf16 ``x`` ``[..., K]``: bf16 ``[..., N]``."""
-    is_own = has_tiles() or x.numel() <= _most_rows(weight) * weight.in_features
-    if weight.handle is not None and is_own and x.dtype == torch.bfloat16:
+    if weight.handle is None or x.dtype != torch.bfloat16:
+        return _onednn_product(x, weight, bias)
+    most = few_dense_rows()
+    if most is None or x.numel() <= most * weight.in_features:
         at_once = _AT_ONCE_WITH_AMX if has_tiles() else _AT_ONCE
         passes = -(-x.numel() // (at_once * weight.in_features))
         worth = passes * weight.nbytes // _THREAD_BYTES
         return dense_product(x, weight, bias, threads=max(1, min(torch.get_num_threads(), worth)))
-    if weight.handle is not None and x.dtype == torch.bfloat16 and is_dense_float_faster():
-        return float_product(x, weight, bias)
-    return _onednn_product(x, weight, bias)
+    return float_product(x, weight, bias)
 
 
 def product_rows(count: int) -> list[int]:
@@ -111,36 +107,19 @@ def _compiled_product(x: Tensor, weight: PreparedWeight, bias: Tensor | None) ->
 
 
 @cache
-def few_dense_rows() -> int:
-    """Return up to how many rows the compiled kernel is faster than oneDNN on this machine.
+def few_dense_rows() -> int | None:
+    """Return up to how many rows products of bf16 pairs are faster than float32 ones here.
 
-    Both add in float32 and round once, in different orders: one output in thousands may differ in
-    its last bit. The stored measurement makes the runs of one machine agree.
+    ``None`` for any number: then the bits of a row's answer are the same in any number of rows.
+    They take 0.9 to 1.3 of oneDNN's time with AMX, 0.8 to 1.0 of it elsewhere, and keep nothing for
+    a number of rows. Both kinds add in float32 and round once, in different orders: one output in
+    thousands may differ in its last bit. The stored measurement makes the runs of a machine agree.
     """
-    return kept_limit("16 bits", _measure)
-
-
-def rows_of_step() -> int | None:
-    """Return for how many rows a compiled step is the fastest; ``None`` for any number."""
-    return None if has_tiles() else few_dense_rows()
-
-
-@cache
-def is_dense_float_faster() -> bool:
-    """Return whether many rows are multiplied as float32 here, and not by oneDNN."""
-    return bool(kept_limit("16 bits, float32", _measure_float))
-
-
-def _most_rows(weight: PreparedWeight) -> int:
-    return few_dense_rows() if weight.in_features <= _LONGEST else min(few_dense_rows(), _AT_ONCE)
+    return None if has_tiles() else kept_limit("16 bits", _measure) or None
 
 
 def has_tiles() -> bool:
-    """Return whether the compiled kernel multiplies any number of rows, on AMX's tiles.
-
-    It takes 0.9 to 1.3 of oneDNN's time there, keeps nothing for a number of rows, and the bits of
-    a row's answer are the same in any number of rows.
-    """
+    """Return whether the compiled kernel multiplies on AMX's tiles."""
     return instruction_set() == "amx"
 
 
@@ -171,20 +150,14 @@ def _tried_weight() -> PreparedWeight:
     return _prepared(layout, plain, _readable(layout, plain))
 
 
-def _measure_float() -> int:
-    own = _tried_weight()
-    x = torch.ones(MANY_ROWS, _TRIED_SHAPE[1], dtype=torch.bfloat16)
-    theirs = fastest(partial(_compiled_product, x, own, None))
-    return int(fastest(partial(float_product, x, own, None)) < theirs)
-
-
 def _measure() -> int:
+    """Return the limit, 0 for none."""
     own = _tried_weight()
 
     def timed(count: int) -> tuple[float, float]:
         x = torch.ones(count, _TRIED_SHAPE[1], dtype=torch.bfloat16)
-        few = fastest(partial(dense_product, x, own, None))
-        many = [partial(call, x, own, None) for call in (_compiled_product, float_product)]
-        return few, min(map(fastest, many))
+        pairs, wide = (partial(call, x, own, None) for call in (dense_product, float_product))
+        return fastest(pairs), fastest(wide)
 
-    return crossing(timed)
+    pairs, wide = timed(MANY_ROWS)
+    return 0 if pairs <= wide else crossing(timed)

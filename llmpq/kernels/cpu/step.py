@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from llmpq.kernels.base import PreparedWeight
-from llmpq.kernels.cpu.dense import DENSE_BACKEND, rows_of_step
+from llmpq.kernels.cpu.dense import DENSE_BACKEND, few_dense_rows
 from llmpq.kernels.cpu.dispatch import OUTLIER_THRESHOLD
 from llmpq.kernels.cpu.native import (
     TYPES,
@@ -370,7 +370,7 @@ class StepProgram:
             raise UnsupportedStepError(f"a weight of '{weight.backend}' without a compiled kernel")
         is_bf16 = self.dtype == torch.bfloat16
         if weight.backend == DENSE_BACKEND and is_bf16:
-            self.limit(rows_of_step())
+            self.limit(few_dense_rows())
             return StepKernel(_DENSE_BF16, 0, 0)
         block = _BLOCK
         while weight.handle.group % block:

@@ -1,4 +1,4 @@
-/* bf16 weights in the panels that oneDNN makes of them, multiplied by a few rows (AVX512-BF16).
+/* bf16 weights in the panels that oneDNN makes of them (AVX512-BF16).
  *
  * A panel is 64 rows of the weight, or 32 where oneDNN multiplies with AMX: for each pair of columns,
  * from the first on, the pairs of these rows side by side (`Weight.tiles`, bits 16). Nothing is decoded,
@@ -99,7 +99,7 @@ void dense_part(const Product *p, int64_t item) {
     clear_tiles();
 }
 #else
-enum { AT_ONCE = 6, AHEAD = 4096, HALF = PANEL / 2 };
+enum { AT_ONCE = 6, AHEAD = 4096, HALF = PANEL / 2, DEPTH = 2048 };
 
 INLINE __m512bh pair_of(const uint16_t *x) {
     int32_t pair;
@@ -107,51 +107,68 @@ INLINE __m512bh pair_of(const uint16_t *x) {
     return (__m512bh)_mm512_set1_epi32(pair);
 }
 
-/* `panel` rows of the weight side by side. */
-INLINE void multiply(const Product *p, int64_t row, int64_t first, const int count,
-                     const int panel) {
+/* Adds the columns [from, end); `panel` rows of the weight side by side. */
+INLINE void multiply(const Product *p, int64_t row, int64_t first, int64_t from, int64_t end,
+                     float *total, const int count, const int panel) {
     const int per = panel / 16;
     int64_t columns = p->weight->columns, next = columns * panel * 2;
-    const uint8_t *from = panel_at(p->weight, row);
+    const uint8_t *weight = panel_at(p->weight, row) + from * panel * 2;
     const uint16_t *x = (const uint16_t *)p->x + first * columns;
     __m512 sum[AT_ONCE][VECTORS];
     for (int m = 0; m < count; m++)
-        for (int n = 0; n < VECTORS; n++) sum[m][n] = _mm512_setzero_ps();
-    for (int64_t k = 0; k < columns; k += 2, from += panel * 4) {
+        for (int n = 0; n < VECTORS; n++) sum[m][n] = _mm512_load_ps(total + m * PANEL + 16 * n);
+    for (int64_t k = from; k < end; k += 2, weight += panel * 4) {
         for (int n = 0; n < VECTORS; n++)
-            __builtin_prefetch(from + n / per * next + n % per * 64 + AHEAD, 0, 2);
+            __builtin_prefetch(weight + n / per * next + n % per * 64 + AHEAD, 0, 2);
 #pragma GCC unroll 6
         for (int m = 0; m < count; m++) {
             __m512bh pair = pair_of(x + m * columns + k);
 #pragma GCC unroll 4
             for (int n = 0; n < VECTORS; n++) {
-                const uint8_t *at = from + n / per * next + n % per * 64;
-                __m512bh weight = (__m512bh)_mm512_loadu_si512(at);
-                sum[m][n] = _mm512_dpbf16_ps(sum[m][n], weight, pair);
+                const uint8_t *at = weight + n / per * next + n % per * 64;
+                __m512bh own = (__m512bh)_mm512_loadu_si512(at);
+                sum[m][n] = _mm512_dpbf16_ps(sum[m][n], own, pair);
             }
         }
     }
     for (int m = 0; m < count; m++)
-        for (int n = 0; n < VECTORS; n++) finish(p, sum[m][n], first + m, row + 16 * n);
+        for (int n = 0; n < VECTORS; n++) _mm512_store_ps(total + m * PANEL + 16 * n, sum[m][n]);
 }
 
 #define ROWS(COUNT)                                                                               \
     static __attribute__((noinline)) void rows_##COUNT(const Product *p, int64_t row,             \
-                                                       int64_t first) {                           \
-        if (p->weight->panel == PANEL) multiply(p, row, first, COUNT, PANEL);                     \
-        else multiply(p, row, first, COUNT, HALF);                                                \
+                                                       int64_t first, int64_t from, int64_t end,  \
+                                                       float *total) {                            \
+        if (p->weight->panel == PANEL) multiply(p, row, first, from, end, total, COUNT, PANEL);   \
+        else multiply(p, row, first, from, end, total, COUNT, HALF);                              \
     }
 ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
 
-typedef void (*Rows)(const Product *, int64_t, int64_t);
+typedef void (*Rows)(const Product *, int64_t, int64_t, int64_t, int64_t, float *);
 static const Rows rows[AT_ONCE + 1] = {0, rows_1, rows_2, rows_3, rows_4, rows_5, rows_6};
 
-/* More rows than registers hold take even strips; the weight is still in the cache for the next one. */
+/* More rows than registers hold take even strips; the columns that one strip has read are still in
+ * the cache for the next. */
+static void block_rows(const Product *p, int64_t row, int64_t first, int64_t count) {
+    float total[ROW_BLOCK * PANEL] __attribute__((aligned(64)));
+    int64_t strips = (count + AT_ONCE - 1) / AT_ONCE, columns = p->weight->columns;
+    int64_t depth = strips > 1 ? DEPTH : columns;
+    memset(total, 0, (size_t)(count * PANEL) * sizeof *total);
+    for (int64_t k = 0; k < columns; k += depth)
+        for (int64_t i = 0; i < strips; i++) {
+            int64_t from = i * count / strips, end = (i + 1) * count / strips;
+            rows[end - from](p, row, first + from, k, k + depth < columns ? k + depth : columns,
+                             total + from * PANEL);
+        }
+    for (int64_t m = 0; m < count; m++)
+        for (int n = 0; n < VECTORS; n++)
+            finish(p, _mm512_load_ps(total + m * PANEL + 16 * n), first + m, row + 16 * n);
+}
+
 void dense_part(const Product *p, int64_t item) {
-    int64_t strips = (p->count + AT_ONCE - 1) / AT_ONCE;
-    for (int64_t i = 0; i < strips; i++) {
-        int64_t first = i * p->count / strips, end = (i + 1) * p->count / strips;
-        rows[end - first](p, item * PANEL, first);
+    for (int64_t first = 0; first < p->count; first += ROW_BLOCK) {
+        int64_t left = p->count - first;
+        block_rows(p, item * PANEL, first, left < ROW_BLOCK ? left : ROW_BLOCK);
     }
 }
 #endif
