@@ -1,4 +1,4 @@
-"""What decides which tensors a layer holds: its family, and the places of its operators.
+"""What decides which tensors a layer holds: the step, its family, and the places of its operators.
 
 The counts by family are those of transformers' code; ``tests/costmodel/test_family_memory.py``
 compares them with the tensors that are alive while layers of every tested family run.
@@ -6,7 +6,10 @@ compares them with the tensors that are alive while layers of every tested famil
 
 from __future__ import annotations
 
-from llmpq.spec.model import LinearSpec
+from dataclasses import dataclass
+
+from llmpq.spec.model import LinearSpec, ModelSpec
+from llmpq.spec.precision import DTYPE_BYTES, Dtype
 
 SCORES_ATTENTION = ("gemma2", "gpt_oss", "vaultgemma")
 """Families whose attention writes out its scores (they are capped): on a CPU for a block of queries
@@ -49,6 +52,42 @@ _ATTENTION_PREFIXES = (
 
 _BESIDE_PREFIXES = ("per_layer_", "laurel.", "altup.")
 """What layers of Gemma 3n and 4 have beside attention and feed-forward; all of it is narrower."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One forward step of a micro-batch: ``batch`` sequences of ``tokens``, over ``context``."""
+
+    model: ModelSpec
+    dtype: Dtype
+    kv_bits: int
+    batch: int
+    tokens: int
+    context: int
+
+    @property
+    def rows(self) -> int:
+        """Tokens of the step."""
+        return self.batch * self.tokens
+
+    def of(self, features: int, value_bytes: int | None = None) -> int:
+        """Bytes of ``[rows, features]``, in the run's dtype by default."""
+        return self.rows * features * (value_bytes or DTYPE_BYTES[self.dtype])
+
+    @property
+    def hidden(self) -> int:
+        """Bytes of the hidden states."""
+        return self.of(self.model.hidden_size)
+
+    @property
+    def message(self) -> int:
+        """Bytes that a stage sends: the hidden states, and what travels with them."""
+        return self.of(self.model.message_features)
+
+    @property
+    def apart(self) -> int:
+        """Bytes of a message being taken apart, or put together again; 0 for one part."""
+        return 2 * self.message if self.model.sent_features else 0
 
 
 def is_attention(op: LinearSpec) -> bool:

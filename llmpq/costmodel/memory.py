@@ -3,8 +3,8 @@
 Weights and KV blocks are exact (``costmodel.stored``). Temporaries are the tensors alive at the
 worst moment of a step, times a margin for the allocator. On a CPU every moment is a list of the
 tensors alive in one statement of transformers' decoder layers, and ``HEAP_MARGIN`` is added for the
-holes of glibc's heap; measured peaks of whole processes are 1 % more to 5 % less. Elsewhere one
-documented upper estimate is taken, plus ``GPU_MARGIN``.
+holes of glibc's heap; where compiled steps run, their buffers. Measured peaks of whole processes
+are 1 % more to 7 % less. Elsewhere one documented upper estimate is taken (``gpu_memory``).
 
 Shape legend: R rows of a step, T tokens a sequence, C context tokens, h hidden, e bytes a value.
 """
@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from llmpq.costmodel.gpu_memory import gpu_bytes
 from llmpq.costmodel.layer_tensors import (
     BIASED_ATTENTION,
     IN_FLOAT32,
@@ -22,6 +22,7 @@ from llmpq.costmodel.layer_tensors import (
     MORE_HELD,
     SCORES_ATTENTION,
     STEPWISE_ACTIVATION,
+    Step,
     is_attention,
     is_beside,
     runs_in_blocks,
@@ -43,14 +44,11 @@ from llmpq.spec.runtime_constants import (
     SCORE_BLOCK_TOKENS,
     SHARED_BUFFERS,
     SHARED_FROM_BYTES,
+    STEP_ROWS,
+    STEP_SLOTS,
 )
 from llmpq.spec.workload import Workload
-from llmpq.units import MIB
 
-GPU_MARGIN = 0.1
-"""Share added to the temporaries of a GPU."""
-GPU_WORKSPACE_BYTES = 4 * MIB
-"""What kernels of a GPU hold whatever the shape: blocks of a weight being widened."""
 HEAP_MARGIN = 0.7
 """Share added to the temporaries of a CPU worker, up to ``MAPPED_FROM_BYTES`` of each tensor."""
 MASTER_BYTES = 2_000_000
@@ -64,37 +62,6 @@ INDEX_BYTES = 48
 
 Moment = list[int]
 """Bytes of each tensor alive at once."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """One forward step of a micro-batch: ``batch`` sequences of ``tokens``, over ``context``."""
-
-    model: ModelSpec
-    dtype: Dtype
-    kv_bits: int
-    batch: int
-    tokens: int
-    context: int
-
-    @property
-    def rows(self) -> int:
-        """Tokens of the step."""
-        return self.batch * self.tokens
-
-    def of(self, features: int, value_bytes: int | None = None) -> int:
-        """Bytes of ``[rows, features]``, in the run's dtype by default."""
-        return self.rows * features * (value_bytes or DTYPE_BYTES[self.dtype])
-
-    @property
-    def hidden(self) -> int:
-        """Bytes of the hidden states."""
-        return self.of(self.model.hidden_size)
-
-    @property
-    def message(self) -> int:
-        """Bytes that a stage sends: the hidden states, and what travels with them."""
-        return self.of(self.model.message_features)
 
 
 def temporary_bytes(  # noqa: PLR0913  what a step is, and where it runs
@@ -157,8 +124,7 @@ def temporary_bytes(  # noqa: PLR0913  what a step is, and where it runs
             worst += product_bytes(steps)
         # Blocks are not written by the time a stage loads.
         return max(worst, loading_bytes(model) - kv_bytes)
-    worst = max(_gpu_peak(step, is_master=is_master) for step in steps)
-    return GPU_WORKSPACE_BYTES + math.ceil((1.0 + GPU_MARGIN) * worst)
+    return gpu_bytes(steps, is_master=is_master)
 
 
 def context_bytes(model: ModelSpec, dtype: Dtype, tokens: int, device_kind: DeviceKind) -> int:
@@ -201,14 +167,11 @@ def _cpu_peak(step: Step, *, is_master: bool, links: int) -> int:
         sum(_shared(step, layer)) + max(map(_with_holes, _moments(step, layer)))
         for layer in step.model.layer_types
     ]
+    if step.dtype != "float16":
+        found.append(step.hidden + compiled_bytes(step))
     if is_master:  # by then the layers' own tensors are gone
         found.append(_with_holes(_logits(step)))
-    return max(1, links * held) * step.message + _apart(step) + max(found)
-
-
-def _apart(step: Step) -> int:
-    """Return the bytes of a message being taken apart, or put together again; 0 for one part."""
-    return 2 * step.message if step.model.sent_features else 0
+    return max(1, links * held) * step.message + step.apart + max(found)
 
 
 def _with_holes(moment: Moment) -> int:
@@ -257,6 +220,38 @@ def read_buffer_bytes(steps: Sequence[Step]) -> int:
     widest = max(layer.num_kv_heads * layer.head_dim for layer in layers)
     tokens = max(one.batch * one.context for one in steps)
     return 2 * tokens * widest * DTYPE_BYTES[step.dtype]
+
+
+def compiled_bytes(step: Step) -> int:
+    """Return the bytes of the buffers of compiled steps (``llmpq.kernels.cpu.step``).
+
+    A layer has buffers of every tensor between its operators, and of these at 8 bits, for up to
+    ``STEP_ROWS`` tokens; layers share those of one name and shape.
+    """
+    return max(sum(_buffers(step, layer)) for layer in step.model.layer_types)
+
+
+def _buffers(step: Step, layer: LayerSpec) -> list[int]:
+    """Return the bytes of the buffers of a layer, of rows or of each row's choices of experts."""
+    operators = [op for op in layer.linears if op.quantizable]
+    experts = [op for op in operators if op.count > 1]
+    active = max((op.active for op in experts), default=1)
+    rows = min(step.rows, STEP_ROWS, STEP_SLOTS // active)
+    hidden, query = step.model.hidden_size, layer.num_heads * layer.head_dim
+    widths = [
+        2 * hidden,
+        2 * layer.head_dim,
+        query,
+        *(op.active * op.out_features for op in operators),
+    ]
+    # What experts gather and activate, and their sum; a gate beside what it multiplies.
+    widths += [op.active * op.in_features for op in experts]
+    widths += [hidden] if experts else []
+    widths += [op.out_features // 2 for op in operators if "gate_up" in op.name and op.count == 1]
+    coded = {(op.active, op.in_features) for op in operators}
+    found = [rows * width * DTYPE_BYTES[step.dtype] for width in widths]
+    found += [rows * count * width * 37 // 32 for count, width in coded]  # codes, scales, sums
+    return [*found, *(4 * rows * (op.count + 2 * op.active) for op in experts[:1])]
 
 
 def _moments(step: Step, layer: LayerSpec) -> list[Moment]:
@@ -446,46 +441,3 @@ def _scratch_bytes(model: ModelSpec, dtype: Dtype, head_bits: int) -> int:
     if needs_scratch(model.head_precision(head_bits), *head):
         widened.append(math.prod(head) * DTYPE_BYTES[dtype])
     return max(widened, default=0)
-
-
-def _gpu_peak(step: Step, *, is_master: bool) -> int:
-    """Return the upper estimate of the bytes alive in a step; see ``temporary_bytes``."""
-    value_bytes = DTYPE_BYTES[step.dtype]
-    peaks = []
-    for layer in step.model.layer_types:
-        quantizable = [op for op in layer.linears if op.quantizable]
-        widened = max(op.out_features * op.in_features for op in quantizable) * value_bytes
-        worst = max(
-            step.of(2 * step.model.hidden_size, 4),  # a norm in float32
-            _gpu_attention(step, layer),
-            _gpu_feed_forward(step, layer),
-            *(_gpu_operator_rows(step, op) for op in quantizable),
-        )
-        peaks.append(worst + widened)
-    logits = step.batch * step.model.vocab_size * (value_bytes + 8) if is_master else 0
-    return 2 * (step.hidden + step.message) + _apart(step) + max(peaks) + logits
-
-
-def _gpu_attention(step: Step, layer: LayerSpec) -> int:
-    value_bytes = DTYPE_BYTES[step.dtype]
-    query, key = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-    is_written_out = step.model.family in (*SCORES_ATTENTION, *BIASED_ATTENTION)
-    is_repeated = key < query and (step.tokens > 1 or is_written_out)
-    picked = key + (query if is_repeated else 0)
-    values = step.rows * (2 * (query + key) + key + query)
-    values += 2 * step.batch * step.context * picked + step.rows * step.context
-    scores = step.rows * layer.num_heads * step.context if is_written_out else 0
-    return values * value_bytes + scores * (2 * value_bytes + 8)
-
-
-def _gpu_feed_forward(step: Step, layer: LayerSpec) -> int:
-    outputs = [op.active * op.out_features for op in layer.linears if not is_attention(op)]
-    copies = 3 if step.model.family in STEPWISE_ACTIVATION else 1
-    return step.of(sum(outputs) + copies * max(outputs))
-
-
-def _gpu_operator_rows(step: Step, op: LinearSpec) -> int:
-    one = (op.in_features + op.out_features) * DTYPE_BYTES[step.dtype]
-    if step.dtype != "float32":
-        one += op.in_features + 4 * op.out_features
-    return step.rows * op.active * one

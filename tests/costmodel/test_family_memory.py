@@ -9,7 +9,8 @@ import torch
 from helpers.live_tensors import LiveTensors
 from helpers.tiny_configs import SIZES, stored_fields, tiny_config
 
-from llmpq.costmodel.memory import Step, live_bytes, temporary_bytes
+from llmpq.costmodel.layer_tensors import Step
+from llmpq.costmodel.memory import live_bytes, temporary_bytes
 from llmpq.costmodel.stored import layer_kv_bytes, token_kv_bytes
 from llmpq.dist.kv.blocks import slot_blocks
 from llmpq.dist.kv.cache import KVCache

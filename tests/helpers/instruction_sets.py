@@ -1,7 +1,9 @@
 """The compiled kernels of every instruction set that this machine can run."""
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from unittest import mock
 
 from llmpq.dist.engine import compiled_steps
@@ -17,18 +19,28 @@ from llmpq.kernels.cpu.native import (
 )
 
 OWN = instruction_set()
+IS_EMULATED = OWN == "avx512_bf16"
+"""Whether AMX runs with its tiles in plain C (``csrc/amx_emulated.h``), as there are none here."""
 RUNNABLE = [
     name
-    for name in list(FLAGS)[list(FLAGS).index(OWN) :]
+    for name in list(FLAGS)[0 if IS_EMULATED else list(FLAGS).index(OWN) :]
     if library() is not None and (name != "avx2_vnni" or has_avx_vnni())
 ]
-"""The newest first, which is this process's own; none without a compiler."""
+"""The newest first; none without a compiler."""
+
+
+@cache
+def _loaded(name: str) -> ctypes.CDLL:
+    if name != "amx" or not IS_EMULATED:
+        return load(name)
+    with mock.patch.dict(FLAGS, amx=(*FLAGS["amx"], "-DEMULATES_AMX")):
+        return load.__wrapped__(name)
 
 
 @contextmanager
 def using(name: str) -> Iterator[None]:
     """Let this process choose and run kernels as one that has instruction set ``name`` does."""
-    loaded = load(name)
+    loaded = _loaded(name)
     replaced = {
         "library": lambda: loaded,
         "instruction_set": lambda: name,

@@ -52,7 +52,7 @@ FEW_ROWS = 64
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 """In the order of ``csrc/rows.c``."""
 _DENSE_BF16, _PLAIN, _PACKED_BF16, _PACKED_FLOAT, _LLM_INT8, _PACKED_INT8 = range(6)
-_BLOCK = 128  # columns of a sum: kernels.h
+_BLOCK, _TILE_COLUMNS = 128, 32  # columns of a sum, and of a tile: kernels.h
 
 
 class StepKernel(NamedTuple):
@@ -410,8 +410,8 @@ class StepProgram:
             return None
         rows, columns = x.shape
 
-        def place(name: str, dtype: torch.dtype) -> int:
-            return self.buffer(name, columns, dtype, rows).data_ptr()
+        def place(name: str, dtype: torch.dtype, each: int = 1) -> int:
+            return self.buffer(name, columns // each, dtype, rows).data_ptr()
 
         prepared = Prepared(
             x=x.data_ptr(), columns=columns, block=kernel.block, type=TYPES[self.dtype]
@@ -427,10 +427,10 @@ class StepProgram:
                 row.data_ptr() for row in of_rows
             )
         else:
-            prepared.sums = place("sums", torch.float32)
+            prepared.sums = place("sums", torch.float32, kernel.block)
         if kernel.number == _PACKED_INT8:
             prepared.codes = place("codes", torch.int8)
-            prepared.scale = place("scales", torch.float32)
+            prepared.scale = place("scales", torch.float32, _TILE_COLUMNS)
             prepared.bits = kernel.option
         return PrepareRows(prepared=prepared, kernel=kernel.number)
 

@@ -18,6 +18,8 @@ from helpers.decode_steps import (
 from helpers.instruction_sets import OWN, RUNNABLE, using
 from helpers.tiny_models import generate_alone, load_reference
 
+from llmpq.costmodel.layer_tensors import Step
+from llmpq.costmodel.memory import compiled_bytes
 from llmpq.dist.engine import compiled_steps
 from llmpq.dist.engine.compiled_steps import (
     LIMITS,
@@ -30,6 +32,7 @@ from llmpq.kernels.cpu.native import has_bf16_products
 from llmpq.kernels.cpu.step import FEW_ROWS
 from llmpq.models import PackedBatch, kv_shapes
 from llmpq.quant.loading.loader import load_stage
+from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.runtime_constants import STEP_ROWS
 
 pytestmark = pytest.mark.skipif(not HAS_STEPS, reason="needs AVX2 and a C compiler")
@@ -296,3 +299,18 @@ def test_positions_beyond_the_first_table_of_angles(tiny_model):
         found, expected = steps.forward(hidden, batch), stage(hidden, batch, caches[1])
         added = (expected - hidden).norm()
         assert (found - expected).norm() < LIMITS[torch.float32] * added
+
+
+@pytest.mark.parametrize(
+    ("family", "bits"),
+    [("llama", 4), ("llama", 8), ("qwen3", 3), ("opt", 4), ("phi3", 4), ("mixtral", 4)],
+)
+@pytest.mark.skipif(not has_bf16_products(), reason="needs AVX512-BF16")
+def test_memory_of_buffers_is_forecast(tiny_model, family, bits):
+    path, stage = _stage(tiny_model, family, bits, torch.bfloat16)
+    program = compiled(stage, cache_of(stage, dtype=torch.bfloat16))._program
+    model = load_model_dir(path)
+    tokens = program.most_rows  # and no outliers: their buffers are reserved, not touched
+    buffers = {key: one.nbytes for key, one in program._buffers.items() if "outlier" not in key[0]}
+    step = Step(model=model, dtype="bfloat16", kv_bits=16, batch=1, tokens=tokens, context=tokens)
+    assert 0.99 < compiled_bytes(step) / sum(buffers.values()) < 1.1, buffers

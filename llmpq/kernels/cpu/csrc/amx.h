@@ -17,15 +17,10 @@ typedef struct {
     uint8_t rows[16];
 } TileShapes;
 
-/* The first `sums` tiles hold sums of `count` rows, two more the weight: 4 columns, of bf16 2, of 16
- * rows in each of `depth` rows; the others `count` rows of x of `depth` times so many columns. */
-INLINE void shape_tiles(int depth, int sums, int count) {
-    TileShapes shapes = {.palette = 1};
-    for (int i = 0; i < 8; i++) {
-        int is_weight = i >= sums && i < sums + 2, is_x = i >= sums + 2;
-        shapes.rows[i] = (uint8_t)(is_weight ? depth : count);
-        shapes.row_bytes[i] = (uint16_t)(is_x ? 4 * depth : 64);
-    }
+#ifdef EMULATES_AMX
+#include "amx_emulated.h"
+#else
+INLINE void set_shapes(TileShapes shapes) {
     __asm__ volatile("ldtilecfg %0" ::"m"(shapes));
 }
 
@@ -45,6 +40,20 @@ INLINE void clear_tiles(void) {
 /* Likewise of bf16 pairs, to float32. */
 #define TILE_MULTIPLY_BF16(SUM, X, Y)                                                            \
     __asm__ volatile("tdpbf16ps %%tmm" #Y ", %%tmm" #X ", %%tmm" #SUM ::)
+#endif
+
+/* The first `sums` tiles hold sums of `count` rows, two more the weight: 4 columns, of bf16 2, of 16
+ * rows in each of `depth` rows; the others `count` rows of x of `depth` times so many columns. */
+INLINE void shape_tiles(int depth, int sums, int count) {
+    TileShapes shapes = {.palette = 1};
+    for (int i = 0; i < 8; i++) {
+        int is_weight = i >= sums && i < sums + 2, is_x = i >= sums + 2;
+        shapes.rows[i] = (uint8_t)(is_weight ? depth : count);
+        shapes.row_bytes[i] = (uint16_t)(is_x ? 4 * depth : 64);
+    }
+    set_shapes(shapes);
+}
+
 /* The same row 16 times. Sums do not begin with tilezero: the product after it takes three times as
  * long (measured on Emerald Rapids). */
 #define TILE_CLEAR(TILE) TILE_LOAD(TILE, &amx_zeros, 0)

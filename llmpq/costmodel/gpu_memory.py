@@ -1,0 +1,71 @@
+"""Temporary memory of a step on a GPU: one documented upper estimate (``costmodel.memory``)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from llmpq.costmodel.layer_tensors import (
+    BIASED_ATTENTION,
+    SCORES_ATTENTION,
+    STEPWISE_ACTIVATION,
+    Step,
+    is_attention,
+)
+from llmpq.spec.model import LayerSpec, LinearSpec
+from llmpq.spec.precision import DTYPE_BYTES
+from llmpq.units import MIB
+
+GPU_MARGIN = 0.1
+"""Share added to the temporaries of a GPU."""
+GPU_WORKSPACE_BYTES = 4 * MIB
+"""What kernels of a GPU hold whatever the shape: blocks of a weight being widened."""
+
+
+def gpu_bytes(steps: Sequence[Step], *, is_master: bool) -> int:
+    """Return the peak bytes that live only during one of the steps."""
+    worst = max(_gpu_peak(step, is_master=is_master) for step in steps)
+    return GPU_WORKSPACE_BYTES + math.ceil((1.0 + GPU_MARGIN) * worst)
+
+
+def _gpu_peak(step: Step, *, is_master: bool) -> int:
+    """Return the upper estimate of the bytes alive in a step; see ``temporary_bytes``."""
+    value_bytes = DTYPE_BYTES[step.dtype]
+    peaks = []
+    for layer in step.model.layer_types:
+        quantizable = [op for op in layer.linears if op.quantizable]
+        widened = max(op.out_features * op.in_features for op in quantizable) * value_bytes
+        worst = max(
+            step.of(2 * step.model.hidden_size, 4),  # a norm in float32
+            _gpu_attention(step, layer),
+            _gpu_feed_forward(step, layer),
+            *(_gpu_operator_rows(step, op) for op in quantizable),
+        )
+        peaks.append(worst + widened)
+    logits = step.batch * step.model.vocab_size * (value_bytes + 8) if is_master else 0
+    return 2 * (step.hidden + step.message) + step.apart + max(peaks) + logits
+
+
+def _gpu_attention(step: Step, layer: LayerSpec) -> int:
+    value_bytes = DTYPE_BYTES[step.dtype]
+    query, key = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+    is_written_out = step.model.family in (*SCORES_ATTENTION, *BIASED_ATTENTION)
+    is_repeated = key < query and (step.tokens > 1 or is_written_out)
+    picked = key + (query if is_repeated else 0)
+    values = step.rows * (2 * (query + key) + key + query)
+    values += 2 * step.batch * step.context * picked + step.rows * step.context
+    scores = step.rows * layer.num_heads * step.context if is_written_out else 0
+    return values * value_bytes + scores * (2 * value_bytes + 8)
+
+
+def _gpu_feed_forward(step: Step, layer: LayerSpec) -> int:
+    outputs = [op.active * op.out_features for op in layer.linears if not is_attention(op)]
+    copies = 3 if step.model.family in STEPWISE_ACTIVATION else 1
+    return step.of(sum(outputs) + copies * max(outputs))
+
+
+def _gpu_operator_rows(step: Step, op: LinearSpec) -> int:
+    one = (op.in_features + op.out_features) * DTYPE_BYTES[step.dtype]
+    if step.dtype != "float32":
+        one += op.in_features + 4 * op.out_features
+    return step.rows * op.active * one
