@@ -168,7 +168,8 @@ def _cpu_peak(step: Step, *, is_master: bool, links: int) -> int:
         for layer in step.model.layer_types
     ]
     if step.dtype != "float16":
-        found.append(step.hidden + compiled_bytes(step))
+        buffers = (_buffers(step, layer) for layer in step.model.layer_types)
+        found.append(max(map(_with_holes, buffers)) + step.hidden)
     if is_master:  # by then the layers' own tensors are gone
         found.append(_with_holes(_logits(step)))
     return max(1, links * held) * step.message + step.apart + max(found)

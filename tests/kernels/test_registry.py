@@ -8,7 +8,7 @@ from llmpq.errors import SpecError
 from llmpq.kernels import BACKENDS, choose_backend
 from llmpq.kernels.cpu.native import (
     has_byte_products,
-    has_pieces,
+    has_packed_int8,
     has_u8_matmul,
     instruction_set,
     library,
@@ -17,7 +17,7 @@ from llmpq.spec.precision import Precision, default_precision
 
 HAS_U8 = has_u8_matmul()
 COMPILED = "cpu_packed" if library() is not None else "reference"
-HAS_PIECES = has_pieces(instruction_set()) and library() is not None
+HAS_PIECES = has_packed_int8(instruction_set()) and library() is not None
 PIECES = "cpu_packed_int8" if HAS_PIECES else COMPILED
 WITHOUT_COMPILER = "cpu_int8" if HAS_U8 else "reference"
 INT8 = "cpu_llm_int8" if has_byte_products() else "cpu_packed"

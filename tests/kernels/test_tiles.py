@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from llmpq.kernels.cpu.native import (
     WITH_BF16,
     WITH_BYTES,
     has_bf16_products,
-    has_pieces,
+    has_packed_int8,
     library,
 )
 from llmpq.kernels.cpu.tiles import (
@@ -37,7 +38,7 @@ torch.set_num_threads(1)
 pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler")
 
 needs_bf16 = pytest.mark.skipif(not has_bf16_products(), reason="no bf16 products")
-PIECES = [name for name in RUNNABLE if has_pieces(name)]
+PIECES = [name for name in RUNNABLE if has_packed_int8(name)]
 OLDER = [name for name in PIECES if name != OWN]
 
 precisions = st.builds(
@@ -147,11 +148,15 @@ few_bits = st.builds(
 )
 
 
-def in_pieces(x):
-    """``x`` rounded to 8 bits in pieces of 32 columns, to the codes of float32 arithmetic."""
-    pieces = x.float().view(len(x), -1, 32)
-    size = pieces.abs().amax(-1, keepdim=True)
-    codes = (pieces * torch.full_like(size, 127).div(size)).round()  # 127 / size rounds twice
+def in_blocks(x, packed):
+    """``x`` rounded to 8 bits in blocks of columns, to the codes of float32 arithmetic.
+
+    A block has 128 columns, or the largest half of them that divides a group.
+    """
+    block = math.gcd(128, packed.precision.effective_group(packed.in_features))
+    blocks = x.float().view(len(x), -1, block)
+    size = blocks.abs().amax(-1, keepdim=True)
+    codes = (blocks * torch.full_like(size, 127).div(size)).round()  # 127 / size rounds twice
     return torch.where(size > 0, codes.double() * (size / 127), 0.0).view(x.shape)
 
 
@@ -170,7 +175,7 @@ def rounding_of(dtype):
     outlier=st.sampled_from([1.0, 50.0]),
     seed=st.integers(0, 99),
 )
-def test_products_with_8_bit_pieces_are_those_of_rounded_activations(
+def test_products_with_8_bit_blocks_are_those_of_rounded_activations(
     name, precision, shape, count, dtype, outlier, seed
 ):
     packed = random_packed(shape, precision, dtype, seed)
@@ -178,12 +183,13 @@ def test_products_with_8_bit_pieces_are_those_of_rounded_activations(
     x = torch.randn(count, shape[1], generator=rng)
     x[:, 5] *= outlier
     x[0, 32:64] = 0.0
+    x[-1] = 0.0
     x = x.to(dtype)
     bias = torch.randn(shape[0], generator=rng).to(dtype)
     with using(name):
         y = packed_int8_product(x, in_tiles(packed), bias)
-    assert worst_error(y, in_pieces(x), packed, bias) < rounding_of(dtype)
-    rounded = (x.double() - in_pieces(x)).abs() @ packed.dequantize(torch.float64).abs().T
+    assert worst_error(y, in_blocks(x, packed), packed, bias) < rounding_of(dtype)
+    rounded = (x.double() - in_blocks(x, packed)).abs() @ packed.dequantize(torch.float64).abs().T
     exact = x.double() @ packed.dequantize(torch.float64).T + bias.double()
     assert ((y.double() - exact).abs() <= rounded + exact.abs() * 2**-8 + 1e-2).all()
 
@@ -191,7 +197,7 @@ def test_products_with_8_bit_pieces_are_those_of_rounded_activations(
 @pytest.mark.parametrize("name", OLDER)
 @pytest.mark.parametrize("bits", [3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_8_bit_pieces_give_the_same_bits_on_every_processor(name, bits, dtype):
+def test_8_bit_blocks_give_the_same_bits_on_every_processor(name, bits, dtype):
     for symmetric, group in ((False, 64), (True, None)):
         precision = Precision(bits=bits, group_size=group, symmetric=symmetric)
         weight = in_tiles(random_packed((208, 256), precision, dtype))
@@ -206,7 +212,7 @@ def test_8_bit_pieces_give_the_same_bits_on_every_processor(name, bits, dtype):
 @pytest.mark.parametrize("name", PIECES)
 @pytest.mark.parametrize("bits", [3, 4])
 @pytest.mark.parametrize("count", [1, 9, 18])
-def test_the_largest_sums_of_8_bit_pieces_do_not_saturate(name, bits, count):
+def test_the_largest_sums_of_8_bit_blocks_do_not_saturate(name, bits, count):
     packed = random_packed((64, 256), Precision(bits=bits, group_size=64), torch.float32)
     packed = replace(packed, codes=torch.full_like(packed.codes, 255))
     x = torch.ones(count, 256)
@@ -220,7 +226,7 @@ def test_the_largest_sums_of_8_bit_pieces_do_not_saturate(name, bits, count):
 
 @pytest.mark.parametrize("name", PIECES)
 @pytest.mark.parametrize("bits", [3, 4])
-def test_a_row_of_8_bit_pieces_does_not_depend_on_its_company(name, bits):
+def test_a_row_of_8_bit_blocks_does_not_depend_on_its_company(name, bits):
     packed = random_packed((80, 256), Precision(bits=bits, group_size=64), torch.bfloat16)
     weight = in_tiles(packed)
     x = torch.randn(200, 256, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
@@ -235,7 +241,7 @@ def test_a_row_of_8_bit_pieces_does_not_depend_on_its_company(name, bits):
 @pytest.mark.parametrize("name", PIECES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
-def test_8_bit_pieces_do_not_hide_what_is_not_finite(name, dtype, wrong):
+def test_8_bit_blocks_do_not_hide_what_is_not_finite(name, dtype, wrong):
     packed = random_packed((48, 128), Precision(bits=4, group_size=64), dtype)
     x = torch.ones(3, 128, dtype=dtype)
     x[1, 70] = wrong

@@ -15,7 +15,7 @@ from llmpq.kernels.cpu.dispatch import OUTLIER_THRESHOLD
 from llmpq.kernels.cpu.native import (
     has_bf16_products,
     has_byte_products,
-    has_pieces,
+    has_packed_int8,
     instruction_set,
     library,
 )
@@ -95,9 +95,9 @@ class CpuPackedBackend(TileBackend):
 
 
 class CpuPackedInt8Backend(TileBackend):
-    """3- and 4-bit weights, activations rounded to 8 bits in pieces of 32 columns.
+    """3- and 4-bit weights, activations rounded to 8 bits in blocks of up to 128 columns.
 
-    llama.cpp rounds them in the same way (Q8_0). The error is small beside that of the codes
+    llama.cpp rounds them in blocks of 32 (Q8_0). The error is small beside that of the codes
     (``docs/how/quantization.md``), and integer products are two to four times as fast as bf16 ones,
     and as float32 ones on processors without bf16 products. It is the default of 16-bit runs only;
     a float32 run asks for exactness.
@@ -118,7 +118,7 @@ class CpuPackedInt8Backend(TileBackend):
     def fits(self, precision: Precision, out_features: int, in_features: int) -> bool:
         """Return whether the weight is whole tiles, and AVX2 and the library are there."""
         fits = fits_tiles(out_features, in_features, precision.effective_group(in_features))
-        return fits and has_pieces(instruction_set()) and library() is not None
+        return fits and has_packed_int8(instruction_set()) and library() is not None
 
     def linear(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
         """Return ``x @ weight.T + bias`` with x rounded to 8 bits; see ``KernelBackend``."""

@@ -11,7 +11,7 @@ One library holds the kernels for one instruction set, named by the newest exten
   those of many rows by 3-, 4- and 8-bit ones;
 * ``avx512_bf16``: all kernels without AMX: products of bf16 pairs, dense ones too;
 * ``avx512_vnni``, ``avx512``, ``avx2_vnni``, ``avx2``: the float32 kernel, that of 8-bit
-  activations in pieces, attention and whole decode steps; the first of them LLM.int8() too;
+  activations in blocks, attention and whole decode steps; the first of them LLM.int8() too;
 * ``baseline``: the float32 kernel and attention.
 
 The choice follows the vector extensions that torch uses in this process, so a process limited to
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from llmpq.compiled import NotCompiledError, library_path
 
-ABI = 16
+ABI = 18
 DONE = 0
 
 _COMMON = ("-std=gnu11", "-O3", "-Wno-psabi", "-fPIC", "-shared")
@@ -171,7 +171,7 @@ def has_avx_vnni() -> bool:
     return capabilities is not None and bool(capabilities().get("avx_vnni"))
 
 
-def has_pieces(name: str) -> bool:
+def has_packed_int8(name: str) -> bool:
     """Return whether an instruction set's library has ``csrc/packed_int8.c``."""
     return name != "baseline"
 
@@ -244,7 +244,7 @@ def load(name: str) -> ctypes.CDLL:
     if has_steps(name):
         loaded.kernels_step.restype = None
         loaded.kernels_step.argtypes = (c_void_p,)
-    if has_pieces(name):
+    if has_packed_int8(name):
         loaded.kernels_packed_int8.argtypes = (POINTER(Product), c_int32)
     if name in WITH_BYTES:
         loaded.kernels_int8.argtypes = (POINTER(Product), c_float, c_int32)

@@ -52,7 +52,7 @@ FEW_ROWS = 64
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 """In the order of ``csrc/rows.c``."""
 _DENSE_BF16, _PLAIN, _PACKED_BF16, _PACKED_FLOAT, _LLM_INT8, _PACKED_INT8 = range(6)
-_BLOCK, _TILE_COLUMNS = 128, 32  # columns of a sum, and of a tile: kernels.h
+_BLOCK = 128  # columns of a sum: kernels.h
 
 
 class StepKernel(NamedTuple):
@@ -421,16 +421,16 @@ class StepProgram:
             prepared.codes = place("codes", torch.int8)
             prepared.column = place("outlier columns", torch.int32)
             prepared.value = place("outlier values", torch.float32)
-            of_rows = torch.empty(4, rows, dtype=torch.int64)
+            of_rows = torch.empty(5, rows, dtype=torch.int64)
             self._kept.append(of_rows)
-            prepared.scale, prepared.sum, prepared.start, prepared.end = (
+            prepared.scale, prepared.sum, prepared.start, prepared.end, prepared.used = (
                 row.data_ptr() for row in of_rows
             )
         else:
             prepared.sums = place("sums", torch.float32, kernel.block)
         if kernel.number == _PACKED_INT8:
             prepared.codes = place("codes", torch.int8)
-            prepared.scale = place("scales", torch.float32, _TILE_COLUMNS)
+            prepared.scale = place("scales", torch.float32, kernel.block)
             prepared.bits = kernel.option
         return PrepareRows(prepared=prepared, kernel=kernel.number)
 

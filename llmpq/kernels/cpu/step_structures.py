@@ -84,7 +84,7 @@ class Prepared(Structure):
         ("x", c_void_p),
         *((name, c_int64) for name in ("columns", "block")),
         *((name, c_void_p) for name in ("sums", "codes", "scale", "sum")),
-        *((name, c_void_p) for name in ("start", "end", "column", "value")),
+        *((name, c_void_p) for name in ("start", "end", "column", "value", "used")),
         ("threshold", c_float),
         *((name, c_int32) for name in ("type", "bits")),
     )

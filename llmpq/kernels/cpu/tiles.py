@@ -215,10 +215,10 @@ def int8_product(
 def packed_int8_product(
     x: Tensor, weight: PreparedWeight, bias: Tensor | None, threads: int | None = None
 ) -> Tensor:
-    """Return ``x @ weight.T + bias`` with ``x`` rounded to 8 bits in pieces of a row.
+    """Return ``x @ weight.T + bias`` with ``x`` rounded to 8 bits in blocks of a row.
 
-    A piece has 32 columns and a scale of its own. The weight has 3 or 4 bits. All instruction sets
-    give the same bits (``csrc/packed_int8.c``); the baseline has no such kernel.
+    A block has up to 128 columns and a scale of its own. The weight has 3 or 4 bits. All
+    instruction sets give the same bits (``csrc/packed_int8.c``); the baseline has no such kernel.
     """
     kernel = _kernels().kernels_packed_int8
     return _multiply(kernel, x, weight, bias, TYPES[x.dtype], threads=threads)

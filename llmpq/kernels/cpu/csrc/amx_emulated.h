@@ -36,7 +36,7 @@ static void multiply_bytes(int sum, int x, int weight) {
         }
 }
 
-INLINE float widened(const uint8_t *from) {
+INLINE float wide_bf16(const uint8_t *from) {
     uint16_t half;
     memcpy(&half, from, 2);
     uint32_t word = (uint32_t)half << 16;
@@ -51,8 +51,8 @@ static void multiply_pairs(int sum, int x, int y) {
             float total;
             memcpy(&total, amx.tile[sum][m] + 4 * n, 4);
             for (int k = 0; k < amx.shapes.row_bytes[x] / 2; k++)
-                total += widened(amx.tile[x][m] + 2 * k) *
-                         widened(amx.tile[y][k / 2] + 4 * n + k % 2 * 2);
+                total += wide_bf16(amx.tile[x][m] + 2 * k) *
+                         wide_bf16(amx.tile[y][k / 2] + 4 * n + k % 2 * 2);
             memcpy(amx.tile[sum][m] + 4 * n, &total, 4);
         }
 }

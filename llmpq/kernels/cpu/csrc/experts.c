@@ -97,9 +97,8 @@ PrepareRows of_slots(const PrepareRows *o, int64_t first) {
     q->x = (const char *)q->x + first * columns * (q->type == TYPE_F32 ? 4 : 2);
     if (q->sums) q->sums += first * (columns / q->block);
     if (q->codes) q->codes += first * columns;
-    if (q->scale) q->scale += q->sums ? first * (columns / TILE_COLUMNS) : first;
+    if (q->scale) q->scale += q->sums ? first * (columns / q->block) : first;
     if (q->sum) q->sum += first, q->start += first, q->end += first;
-    if (q->column) q->column += first * columns, q->value += first * columns;
     return own;
 }
 

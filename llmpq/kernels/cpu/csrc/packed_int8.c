@@ -1,15 +1,14 @@
 /* 3- and 4-bit weights, activations at 8 bits.
  *
- * Every row of x is cut into pieces of 32 columns, each rounded to 8 bits with a scale of its own, as
- * llama.cpp does. A row's answer depends on no other row, and an outlier costs its own piece alone
- * its precision. Codes of the weight are unsigned bytes after a mask and a shift, four of a row in a
- * 32-bit lane. Integer sums become float32 once a piece and meet the scales of the weight once a
- * block:
+ * Every row of x is cut into blocks of up to 128 columns, as far as a scale of the weight goes, each
+ * rounded to 8 bits with a scale of its own. A row's answer depends on no other row, and an outlier
+ * costs its own block alone its precision. Codes of the weight are unsigned bytes after a mask and a
+ * shift, four of a row in a 32-bit lane. Integer sums become float32 once a block:
  *   y = sum over blocks of scale (sum - 2^(b-1) x) + zero x, x the sum of the block's activations.
  * The order in which a tile's bytes come decides the order of x's codes.
  *
  * With VNNI one instruction adds the four products of every lane. Without it, half lanes of 16 bits
- * add the 16 products of a piece that fall to them: at most 16 * 15 * 128 = 30,720, below 2^15, so
+ * add the 16 products of 32 columns that fall to them: at most 16 * 15 * 128 = 30,720, below 2^15, so
  * that none saturates. Integer sums are exact either way, and the float32 operations of an output are
  * the same, in the same order, at every width of vectors and on AMX's tiles: all processors give the
  * same bits. */
@@ -54,7 +53,7 @@ static const Codes order_of_3 = {
     FOUR(20, 26, 21, 27), FOUR(22, 28, 23, 29), FOUR(4, 14, 5, 15),   FOUR(24, 30, 25, 31),
 };
 
-/* The whole numbers nearest to those of a piece; ties to even. */
+/* The nearest whole numbers; ties to even. */
 INLINE vi nearest(vf x) {
 #ifdef __AVX512F__
     return (vi)_mm512_cvtps_epi32((__m512)x);
@@ -63,7 +62,7 @@ INLINE vi nearest(vf x) {
 #endif
 }
 
-/* The codes of a piece as bytes, in an order of its own. */
+/* The codes of 32 columns as bytes, in an order of their own. */
 INLINE Codes together(const vi *code) {
 #ifdef __AVX512F__
     __m128i front = _mm512_cvtsepi32_epi8((__m512i)code[0]);
@@ -86,38 +85,41 @@ INLINE int32_t sum_of(vi v) {
     return v[0];
 }
 
-/* Codes of row m, a scale for each piece, and the sums of blocks of the codes times their scales. All
+/* Codes of row m, a scale for each block, and the sums of the blocks' codes times their scales. All
  * rows of a block lie together, as a product reads them. */
 INLINE void codes_of(const Prepared *q, int64_t rows, int64_t m, const int type) {
     const Codes order = q->bits == 3 ? order_of_3 : order_of_4;
+    const int64_t blocks = q->columns / q->block;
     vf finite = {0};
-    for (int64_t k = 0; k < q->columns; k += q->block) {
-        float block_sum = 0;
-        for (int64_t t = k; t < k + q->block; t += TILE_COLUMNS) {
-            vf x[PIECE], most = {0};
-            for (int i = 0; i < PIECE; i++) {
-                x[i] = load_lanes(q->x, m * q->columns + t + LANES * i, type);
-                finite += x[i] * 0;
-                most = greater(magnitude(x[i]), most);
-            }
-            float size = greatest(most), step = size / 127, steps = size > 0 ? 127 / size : 0;
-            vi code[PIECE], sum = {0};
-            for (int i = 0; i < PIECE; i++) sum += code[i] = nearest(x[i] * steps);
-            q->scale[t / TILE_COLUMNS * rows + m] = step;
-            block_sum = fmaf(step, (float)sum_of(sum), block_sum);
-            Codes codes = __builtin_shuffle(together(code), order);
-            memcpy(q->codes + k * rows + m * q->block + t - k, &codes, sizeof codes);
+    for (int64_t b = 0; b < blocks; b++) {
+        const int64_t from = m * q->columns + b * q->block;
+        int8_t *to = q->codes + (b * rows + m) * q->block;
+        vf most = {0};
+        for (int64_t k = 0; k < q->block; k += LANES) {
+            vf x = load_lanes(q->x, from + k, type);
+            finite += x * 0;
+            most = greater(magnitude(x), most);
         }
-        q->sums[k / q->block * rows + m] = block_sum;
+        float size = greatest(most), steps = size > 0 ? 127 / size : 0;
+        vi sum = {0};
+        for (int64_t k = 0; k < q->block; k += TILE_COLUMNS) {
+            vi code[PIECE];
+            for (int i = 0; i < PIECE; i++)
+                sum += code[i] = nearest(load_lanes(q->x, from + k + LANES * i, type) * steps);
+            Codes codes = __builtin_shuffle(together(code), order);
+            memcpy(to + k, &codes, sizeof codes);
+        }
+        q->scale[b * rows + m] = size / 127;
+        q->sums[b * rows + m] = size / 127 * (float)sum_of(sum);
     }
     float sum = 0;
     for (int i = 0; i < LANES; i++) sum += finite[i];
     if (sum == 0) return;
-    for (int64_t t = 0; t < q->columns / TILE_COLUMNS; t++) q->scale[t * rows + m] = sum;
+    for (int64_t b = 0; b < blocks; b++) q->scale[b * rows + m] = sum;
 }
 
 /* Rounds row m. A row with a number that is not finite has scales that are none. */
-void piece_codes(const Prepared *q, int64_t rows, int64_t m) {
+void block_codes(const Prepared *q, int64_t rows, int64_t m) {
     if (q->type == TYPE_BF16) codes_of(q, rows, m, TYPE_BF16);
     else if (q->type == TYPE_F16) codes_of(q, rows, m, TYPE_F16);
     else codes_of(q, rows, m, TYPE_F32);
@@ -125,7 +127,7 @@ void piece_codes(const Prepared *q, int64_t rows, int64_t m) {
 
 /* ---- sums of products ------------------------------------------------------------------------ */
 
-/* Adds products of four codes and four of x in every lane: the 8 quads of a piece, from 0 on. */
+/* Adds products of four codes and four of x in every lane: the 8 quads of 32 columns, from 0 on. */
 INLINE vi dot(vi sum, vu codes, vi four) {
 #if defined(__AVX512VNNI__)
     return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)four);
@@ -138,22 +140,22 @@ INLINE vi dot(vi sum, vu codes, vi four) {
 #endif
 }
 
-/* The sums of a piece as float32, exact. */
-INLINE vf float_of(vi sum) {
+/* Those of 32 columns in 32 bits, exact. */
+INLINE vi widened(vi sum) {
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 #elif defined(__AVX512BW__)
     sum = (vi)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(1));
 #else
     sum = (vi)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1));
 #endif
-    return __builtin_convertvector(sum, vf);
+    return sum;
 }
 
 /* Sums of few rows: VNNI's each wait for themselves, so there are two of them. */
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-enum { CHAINS = 2 };
+enum { CHAINS = 2, IS_NARROW = 0 };
 #else
-enum { CHAINS = 1 };
+enum { CHAINS = 1, IS_NARROW = 1 };
 #endif
 
 INLINE vu load_codes(const uint8_t *from, int vector) {
@@ -213,12 +215,13 @@ INLINE Scales scales_at(const Weight *w, int64_t column, int64_t row) {
 }
 
 /* Adds the sums of a block, `stride` apart, to those of some rows of x. */
-INLINE void add_scaled(const Weight *w, Scales scales, const vf *sum, const float *x_sum,
-                       float *total, const int count, const int stride) {
+INLINE void add_scaled(const Weight *w, Scales scales, const vi *sum, const float *x_scale,
+                       const float *x_sum, float *total, const int count, const int stride) {
     vf less = spread(-(float)(1 << (w->bits - 1)));
     for (int m = 0; m < count; m++) {
         vf x = spread(x_sum[m]), new = load_lanes(total, m * PANEL, TYPE_F32);
-        new = multiply_add(scales.scale, multiply_add(less, x, sum[m * stride]), new);
+        vf own = __builtin_convertvector(sum[m * stride], vf) * spread(x_scale[m]);
+        new = multiply_add(scales.scale, multiply_add(less, x, own), new);
         if (w->zeros) new = multiply_add(scales.zero, x, new);
         memcpy(total + m * PANEL, &new, sizeof new);
     }
@@ -243,9 +246,9 @@ INLINE void few_rows(const Job *job, int64_t row, const int count, const int wid
     memset(total, 0, (size_t)count * PANEL * sizeof *total);
     for (int64_t b = 0; b < w->columns; b += block) {
         const int8_t *x = job->rows.codes + b * count;
-        vf sum[FEW * FEW_WIDE * PARTS];
+        vi sum[FEW * FEW_WIDE * PARTS];
 #pragma GCC unroll 12
-        for (int i = 0; i < count * across; i++) sum[i] = (vf){0};
+        for (int i = 0; i < count * across; i++) sum[i] = (vi){0};
         for (int64_t k = b; k < b + block; k += TILE_COLUMNS) {
             const uint8_t *tile = tile_at(w, row, k);
 #pragma GCC unroll 8
@@ -265,16 +268,15 @@ INLINE void few_rows(const Job *job, int64_t row, const int count, const int wid
 #pragma GCC unroll 4
                 for (int m = 0; m < count; m++) {
                     vi both = CHAINS == 2 ? own[m][0] + own[m][CHAINS - 1] : own[m][0];
-                    vf scale = spread(job->rows.scale[k / TILE_COLUMNS * count + m]);
-                    vf *to = sum + m * across + n;
-                    *to = multiply_add(float_of(both), scale, *to);
+                    sum[m * across + n] += widened(both);
                 }
             }
         }
         const float *sums = job->rows.sums + b / block * count;
+        const float *x_scale = job->rows.scale + b / block * count;
         for (int n = 0; n < across; n++)
-            add_scaled(w, scales_at(w, b, row + LANES * n), sum + n, sums, total + LANES * n, count,
-                       across);
+            add_scaled(w, scales_at(w, b, row + LANES * n), sum + n, x_scale, sums,
+                       total + LANES * n, count, across);
     }
     for (int m = 0; m < count; m++) finish(job, total + m * PANEL, m, row, wide);
 }
@@ -305,14 +307,13 @@ INLINE void multiply(const Job *job, const vu *panel, const Scales *scales, int6
     const int wide = group * PARTS;
     const int64_t block = job->rows.block, rows = job->product->count;
     const int8_t *x = job->rows.codes + column * rows + first * block;
-    const float *x_scale = job->rows.scale + column / TILE_COLUMNS * rows + first;
-    vf sum[STRIP * GROUP * PARTS];
+    vi sum[STRIP * GROUP * PARTS];
 #pragma GCC unroll 12
-    for (int i = 0; i < strip * wide; i++) sum[i] = (vf){0};
+    for (int i = 0; i < strip * wide; i++) sum[i] = (vi){0};
     for (int64_t t = 0; t < block / TILE_COLUMNS; t++) {
-        vi own[STRIP][GROUP * PARTS];
-        for (int m = 0; m < strip; m++)
-            for (int n = 0; n < wide; n++) own[m][n] = (vi){0};
+        vi own[STRIP * GROUP * PARTS]; /* 32 columns where sums are narrow, else the block so far */
+#pragma GCC unroll 12
+        for (int i = 0; i < strip * wide; i++) own[i] = IS_NARROW ? (vi){0} : sum[i];
 #pragma GCC unroll 8
         for (int i = 0; i < QUADS; i++) {
             const vu *quad = panel + (t * QUADS + i) * wide;
@@ -320,22 +321,18 @@ INLINE void multiply(const Job *job, const vu *panel, const Scales *scales, int6
             for (int m = 0; m < strip; m++) {
                 vi four = four_of(x + m * block + t * TILE_COLUMNS + 4 * i);
 #pragma GCC unroll 4
-                for (int n = 0; n < wide; n++) own[m][n] = dot(own[m][n], quad[n], four);
+                for (int n = 0; n < wide; n++)
+                    own[m * wide + n] = dot(own[m * wide + n], quad[n], four);
             }
         }
-#pragma GCC unroll 6
-        for (int m = 0; m < strip; m++) {
-            vf scale = spread(x_scale[t * rows + m]);
-#pragma GCC unroll 4
-            for (int n = 0; n < wide; n++) {
-                vf *to = sum + m * wide + n;
-                *to = multiply_add(float_of(own[m][n]), scale, *to);
-            }
-        }
+#pragma GCC unroll 12
+        for (int i = 0; i < strip * wide; i++)
+            sum[i] = IS_NARROW ? sum[i] + widened(own[i]) : own[i];
     }
     const float *sums = job->rows.sums + column / block * rows + first;
+    const float *x_scale = job->rows.scale + column / block * rows + first;
     for (int n = 0; n < wide; n++)
-        add_scaled(w, scales[n], sum + n, sums, total + LANES * n, strip, wide);
+        add_scaled(w, scales[n], sum + n, x_scale, sums, total + LANES * n, strip, wide);
 }
 
 #ifdef __AMX_INT8__
@@ -346,40 +343,38 @@ INLINE void multiply_amx(const Job *job, const vu *panel, const Scales *scales, 
     const int64_t block = job->rows.block, rows = job->product->count;
     const int64_t pieces = block / TILE_COLUMNS;
     const int8_t *x = job->rows.codes + column * rows + first * block;
-    const float *x_scale = job->rows.scale + column / TILE_COLUMNS * rows + first;
+    const float *x_scale = job->rows.scale + column / block * rows + first;
     const float *sums = job->rows.sums + column / block * rows + first;
-    vi own[BLOCK / TILE_COLUMNS][AMX_ROWS];
-#define LOAD_X(PIECE_, TILE)                                                                     \
-    if (PIECE_ < pieces) TILE_LOAD(TILE, x + TILE_COLUMNS * PIECE_, block)
-    LOAD_X(0, 4);
-    LOAD_X(1, 5);
-    LOAD_X(2, 6);
-    LOAD_X(3, 7);
-#undef LOAD_X
-    for (int n = 0; n < group; n++) {
-#define ADD_UP(PIECE_, X, SUM, WEIGHT)                                                           \
-    if (PIECE_ < pieces) {                                                                       \
-        TILE_CLEAR(SUM);                                                                         \
-        TILE_LOAD(WEIGHT, panel + PIECE_ * QUADS * group + n, VECTOR_BYTES * group);             \
-        TILE_MULTIPLY(SUM, X, WEIGHT);                                                           \
-        TILE_STORE(SUM, own[PIECE_], VECTOR_BYTES);                                       \
+#define EACH_PIECE(DO)                                                                           \
+    DO(0, 4)                                                                                     \
+    if (pieces > 1) DO(1, 5)                                                                     \
+    if (pieces > 2) DO(2, 6)                                                                     \
+    if (pieces > 3) DO(3, 7)
+#define LOAD_X(PIECE_, X) TILE_LOAD(X, x + TILE_COLUMNS * PIECE_, block);
+#define ADD_UP(PIECE_, X)                                                                        \
+    {                                                                                            \
+        const vu *quads = panel + PIECE_ * QUADS * group + n;                                    \
+        TILE_LOAD(2, quads, VECTOR_BYTES * group);                                               \
+        TILE_MULTIPLY(0, X, 2);                                                                  \
+        if (group > 1) {                                                                         \
+            TILE_LOAD(3, quads + 1, VECTOR_BYTES * group);                                       \
+            TILE_MULTIPLY(1, X, 3);                                                              \
+        }                                                                                        \
     }
-            ADD_UP(0, 4, 0, 2)
-            ADD_UP(1, 5, 1, 3)
-            ADD_UP(2, 6, 0, 2)
-            ADD_UP(3, 7, 1, 3)
+    EACH_PIECE(LOAD_X)
+    for (int n = 0; n < group; n += 2) { /* two of 16 rows of the weight at once */
+        vi sum[2][AMX_ROWS];
+        TILE_CLEAR(0);
+        if (group > 1) TILE_CLEAR(1);
+        EACH_PIECE(ADD_UP)
+        TILE_STORE(0, sum[0], VECTOR_BYTES);
+        if (group > 1) TILE_STORE(1, sum[1], VECTOR_BYTES);
+        for (int i = 0; i < 2 && i < group; i++)
+            add_scaled(w, scales[n + i], sum[i], x_scale, sums, total + LANES * (n + i), AMX_ROWS, 1);
+    }
 #undef ADD_UP
-        vf sum[AMX_ROWS];
-#pragma GCC unroll 16
-        for (int m = 0; m < AMX_ROWS; m++) sum[m] = (vf){0};
-        for (int64_t t = 0; t < pieces; t++)
-#pragma GCC unroll 16
-            for (int m = 0; m < AMX_ROWS; m++) {
-                vf scale = spread(x_scale[t * rows + m]);
-                sum[m] = multiply_add(float_of(own[t][m]), scale, sum[m]);
-            }
-        add_scaled(w, scales[n], sum, sums, total + LANES * n, AMX_ROWS, 1);
-    }
+#undef LOAD_X
+#undef EACH_PIECE
 }
 #endif
 
@@ -465,7 +460,7 @@ void packed_int8_part(const Product *p, const Prepared *q, int64_t panel) {
 
 static void codes_part(void *data, int64_t m) {
     const Job *job = data;
-    piece_codes(&job->rows, job->product->count, m);
+    block_codes(&job->rows, job->product->count, m);
 }
 
 static void any_part(void *data, int64_t panel) {
@@ -479,7 +474,7 @@ int kernels_packed_int8(const Product *p, int type) {
     int64_t block = block_columns(w, BLOCK);
     Prepared q = {.x = p->x, .columns = w->columns, .block = block, .bits = w->bits, .type = type};
     q.codes = malloc(count * columns);
-    q.scale = malloc(count * columns / TILE_COLUMNS * sizeof *q.scale);
+    q.scale = malloc(count * columns / (size_t)block * sizeof *q.scale);
     q.sums = malloc(count * columns / (size_t)block * sizeof *q.sums);
     int ready = q.codes && q.scale && q.sums;
     if (ready) {

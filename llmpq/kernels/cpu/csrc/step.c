@@ -107,14 +107,17 @@ INLINE int64_t take(Run *run) {
 static void prepare(const PrepareRows *o, int64_t rows, int64_t m) {
     const Prepared *q = &o->prepared;
     if (o->kernel == PACKED_FLOAT) float_sums(q, rows, m);
-    if (o->kernel == PACKED_INT8) piece_codes(q, rows, m);
+    if (o->kernel == PACKED_INT8) block_codes(q, rows, m);
 #ifdef __AVX512BF16__
     if (o->kernel == PACKED_BF16) bf16_sums(q, rows, m);
 #endif
 #ifdef __AVX512VNNI__
     if (o->kernel == LLM_INT8) {
-        q->start[m] = m * q->columns; /* each row has its own place for them */
+        q->start[m] = 0;
         int8_scan(q, m);
+        int64_t outliers = q->end[m]; /* one row's after another's, whichever comes first */
+        q->start[m] = __atomic_fetch_add(q->used, outliers, __ATOMIC_RELAXED);
+        q->end[m] = q->start[m] + outliers;
         int8_quantize(q, m);
     }
 #endif
@@ -283,6 +286,19 @@ static void attend(Run *run, const Attention *what) {
     }
 }
 
+static void forget_outliers(const PrepareRows *o) {
+    if (o && o->prepared.used) *o->prepared.used = 0;
+}
+
+static void forget_all_outliers(const Step *step) {
+    for (int64_t i = 0; i < step->count; i++) {
+        const Operator *o = step->operators + i;
+        if (o->kind == PREPARE) forget_outliers(o->what);
+        if (o->kind == GATHER) forget_outliers(((const GatherRows *)o->what)->prepared);
+        if (o->kind == ACTIVATE) forget_outliers(((const ActivateSlots *)o->what)->prepared);
+    }
+}
+
 /* Room for the pieces of the largest attention operator. */
 static void cut_all(Run *run) {
     Attention largest = {.kv_heads = 0};
@@ -329,6 +345,7 @@ static void take_shared_part(void *pointer) {
 
 void kernels_step(const Step *step) {
     Run run = {.step = step, .threads = 1};
+    forget_all_outliers(step);
     cut_all(&run);
     if (step->threads > 1 && GOMP_parallel && omp_get_num_threads)
         GOMP_parallel(take_shared_part, &run, (unsigned)step->threads, 0);

@@ -45,12 +45,13 @@ typedef struct {
     int64_t block;   /* 3 and 4 bits: columns of a sum */
     float *sums;     /* 3 and 4 bits: [blocks, rows] of x over each block of columns */
     int8_t *codes;   /* x at 8 bits: [rows, columns]; 3 and 4 bits: [blocks, rows, block] */
-    float *scale;    /* [rows]; 3 and 4 bits: [columns / TILE_COLUMNS, rows] */
+    float *scale;    /* [rows]; 3 and 4 bits: [blocks, rows] */
     int32_t *sum;    /* [rows] of the codes */
     int64_t *start;  /* [rows] where a row's outliers start */
     int64_t *end;    /* [rows] and end */
     int32_t *column; /* of each outlier */
     float *value;    /* of each outlier */
+    int64_t *used;   /* of the places for outliers, by the rows of a step so far */
     float threshold;
     int32_t type;    /* of x */
     int32_t bits;    /* of the weight, which decide the order of the codes */
@@ -81,7 +82,7 @@ void float_part(const Product *p, const Prepared *q, int64_t item);
 
 void int8_scan(const Prepared *q, int64_t m);
 void int8_quantize(const Prepared *q, int64_t m);
-void piece_codes(const Prepared *q, int64_t rows, int64_t m);
+void block_codes(const Prepared *q, int64_t rows, int64_t m);
 void packed_int8_part(const Product *p, const Prepared *q, int64_t panel);
 
 /* LLM.int8(): columns of x that hold outliers, when they are few. Many rows share their decoding. */
