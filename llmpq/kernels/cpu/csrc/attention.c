@@ -16,28 +16,21 @@ enum { STEP = 64, RUNS = STEP / LANES, QUERIES = 4, PIECE = 1024 };
 
 /* ---- softmax --------------------------------------------------------------------------------- */
 
-INLINE float lanes_most(v16f v) {
-    float most = v[0];
-    for (int i = 1; i < 16; i++) most = v[i] > most || v[i] != v[i] ? v[i] : most;
-    return most;
-}
-
 INLINE float lanes_sum(v16f v) {
-    float sum = 0;
-    for (int i = 0; i < 16; i++) sum += v[i];
-    return sum;
+#pragma GCC unroll 4
+    for (int step = 8; step; step /= 2) v += __builtin_shuffle(v, lane_numbers() ^ step);
+    return v[0];
 }
 
-/* Turns scores into weights against the largest so far; returns what earlier sums shrink by. */
+/* Turns scores into weights against the largest so far; returns what earlier sums shrink by. What is
+ * not a number is kept by the weights. */
 INLINE float weigh(float *score, int64_t count, float *most, float *weight) {
     v16f top = load_floats(score);
-    for (int64_t i = 16; i < count; i += 16) {
-        v16f next = load_floats(score + i);
-        v16i more = (next > top) | (next != next);
-        top = (v16f)((more & (v16i)next) | (~more & (v16i)top));
-    }
-    float now = lanes_most(top), shrink = 1;
-    if (now > *most || now != now) shrink = expf(*most - now), *most = now;
+    for (int64_t i = 16; i < count; i += 16) top = greater(load_floats(score + i), top);
+#pragma GCC unroll 4
+    for (int step = 8; step; step /= 2) top = greater(top, __builtin_shuffle(top, lane_numbers() ^ step));
+    float now = top[0], shrink = 1;
+    if (now > *most) shrink = expf(*most - now), *most = now;
     v16f sum = {0};
     for (int64_t i = 0; i < count; i += 16) {
         v16f share = exponential(load_floats(score + i) - *most);
@@ -70,9 +63,36 @@ INLINE v16f fold(const v16f *v, const int last) {
                       HALVES(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
 }
 
-/* Scores of 16 tokens from place `at` on, `left` of which exist. */
-INLINE void score16(const Attention *a, const float (*query)[MOST_DIM], int64_t at, int64_t left,
+/* Numbers of the queries of a KV head; bf16 ones are multiplied as they are by bf16 keys. */
+typedef struct {
+    float wide[QUERIES][MOST_DIM] __attribute__((aligned(64)));      /* scaled */
+    uint16_t narrow[QUERIES][MOST_DIM] __attribute__((aligned(64))); /* not scaled */
+} Queries;
+
+INLINE int has_pairs(const Attention *a, const int type) {
+#ifdef __AVX512BF16__
+    return type == TYPE_BF16 && a->type == TYPE_BF16 && a->dim % 32 == 0;
+#else
+    (void)a, (void)type;
+    return 0;
+#endif
+}
+
+INLINE int64_t bytes_of(const int type) {
+    return type == TYPE_INT8 ? 1 : type == TYPE_F32 ? 4 : 2;
+}
+
+/* Fetches what a token has in the step after this one. */
+INLINE void fetch(const void *from, int64_t at, const Attention *a, const int type) {
+    if (at < 0) return;
+    for (int64_t line = 0; line < a->dim * bytes_of(type); line += 64)
+        __builtin_prefetch((const char *)from + at * bytes_of(type) + line);
+}
+
+/* Scores of 16 tokens from place `at` on, `left` of which exist; those after them are at `next`. */
+INLINE void score16(const Attention *a, const Queries *query, int64_t at, int64_t next, int64_t left,
                     float (*score)[STEP], const int n, const int type) {
+    const int in_pairs = has_pairs(a, type);
     v16f folded[QUERIES][4];
 #pragma GCC unroll 4
     for (int four = 0; four < 4; four++) {
@@ -81,39 +101,57 @@ INLINE void score16(const Attention *a, const float (*query)[MOST_DIM], int64_t 
         for (int t = 0; t < 4; t++) {
             int64_t token = 4 * four + t < left ? 4 * four + t : left - 1;
             place[t] = at + token * a->dim;
+            fetch(a->keys, next < 0 ? next : next + (4 * four + t) * a->dim, a, type);
             for (int q = 0; q < n; q++) sum[q][t] = (v16f){0};
         }
-        for (int64_t k = 0; k < a->dim; k += 16)
+#ifdef __AVX512BF16__
+        for (int64_t k = 0; in_pairs && k < a->dim; k += 32)
+#pragma GCC unroll 4
+            for (int t = 0; t < 4; t++) {
+                const uint16_t *from = (const uint16_t *)a->keys + place[t] + k;
+                __m512bh key = (__m512bh)_mm512_loadu_si512(from);
+#pragma GCC unroll 4
+                for (int q = 0; q < n; q++) {
+                    __m512bh own = (__m512bh)_mm512_load_si512(query->narrow[q] + k);
+                    sum[q][t] = (v16f)_mm512_dpbf16_ps((__m512)sum[q][t], key, own);
+                }
+            }
+#endif
+        for (int64_t k = 0; !in_pairs && k < a->dim; k += 16)
 #pragma GCC unroll 4
             for (int t = 0; t < 4; t++) {
                 v16f key = load_stored(a->keys, place[t] + k, type);
 #pragma GCC unroll 4
-                for (int q = 0; q < n; q++) sum[q][t] += key * load_floats(query[q] + k);
+                for (int q = 0; q < n; q++) sum[q][t] += key * load_floats(query->wide[q] + k);
             }
         for (int q = 0; q < n; q++) folded[q][four] = fold(sum[q], 0);
     }
     for (int q = 0; q < n; q++) {
-        store_floats(score[q], fold(folded[q], 1));
+        v16f all = fold(folded[q], 1);
+        store_floats(score[q], in_pairs ? all * a->scaling : all);
         for (int64_t t = left; t < LANES; t++) score[q][t] = -INFINITY;
     }
 }
 
-/* Adds the values of the tokens [skip, count) of a step, 16 at each place of `at`. */
-INLINE void add_values(const Attention *a, const int64_t *at, int64_t skip, int64_t count,
-                       const float (*share)[STEP], float (*total)[MOST_DIM], const int n,
-                       const int wide, int64_t k, const int type) {
+/* Adds the values of the tokens [skip, count) of a step, 16 at each place of `at`; `next` as above. */
+INLINE void add_values(const Attention *a, const int64_t *at, const int64_t *next, int64_t skip,
+                       int64_t count, const float (*share)[STEP], float (*total)[MOST_DIM],
+                       const int n, const int wide, int64_t k, const int type) {
     v16f sum[QUERIES][4];
     for (int q = 0; q < n; q++)
         for (int j = 0; j < wide; j++) sum[q][j] = load_floats(total[q] + k + 16 * j);
     for (int64_t first = 0; first < count; first += LANES) {
         int64_t place = at[first / LANES] + k, end = count - first < LANES ? count - first : LANES;
-        for (int64_t t = first ? 0 : skip; t < end; t++)
+        int64_t ahead = k ? -1 : next[first / LANES];
+        for (int64_t t = first ? 0 : skip; t < end; t++) {
+            fetch(a->values, ahead < 0 ? ahead : ahead + t * a->dim, a, type);
 #pragma GCC unroll 4
             for (int j = 0; j < wide; j++) {
                 v16f value = load_stored(a->values, place + t * a->dim + 16 * j, type);
 #pragma GCC unroll 4
                 for (int q = 0; q < n; q++) sum[q][j] += value * share[q][first + t];
             }
+        }
     }
     for (int q = 0; q < n; q++)
         for (int j = 0; j < wide; j++) store_floats(total[q] + k + 16 * j, sum[q][j]);
@@ -127,15 +165,6 @@ INLINE void scale_scores(const void *scales, const Attention *a, const int64_t *
             store_floats(score + i, load_floats(score + i) * load_typed(scales, place, TYPE_BF16));
         else
             for (int64_t t = 0; i + t < count; t++) score[i + t] *= scale_of(scales, place + t);
-    }
-}
-
-/* The beginning of a block is fetched ahead; the processor itself follows from there. */
-INLINE void fetch(const Attention *a, int64_t at, const int type) {
-    const int64_t bytes = type == TYPE_INT8 ? 1 : type == TYPE_F32 ? 4 : 2;
-    for (int line = 0; line < 16; line++) {
-        __builtin_prefetch((const char *)a->keys + at * bytes + 64 * line);
-        __builtin_prefetch((const char *)a->values + at * bytes + 64 * line);
     }
 }
 
@@ -154,17 +183,19 @@ INLINE void put_result(const Attention *a, int64_t token, int64_t head, const fl
 /* The queries [first, first + n) of a KV head on the tokens [from, to) of those that they see. */
 INLINE void attend(const Attention *a, int64_t token, int64_t kv_head, int64_t first, int64_t from,
                    int64_t to, float *partial, const int n, const int type) {
-    float query[QUERIES][MOST_DIM] __attribute__((aligned(64)));
+    Queries query;
     float total[QUERIES][MOST_DIM] __attribute__((aligned(64)));
     float score[QUERIES][STEP] __attribute__((aligned(64)));
     float most[QUERIES], weight[QUERIES];
-    int64_t head = kv_head * a->group + first, at[RUNS];
+    int64_t head = kv_head * a->group + first, at[RUNS], next[RUNS];
     for (int q = 0; q < n; q++) {
         int64_t place = token * a->query_token + (head + q) * a->query_head;
         for (int64_t k = 0; k < a->dim; k += 16) {
-            store_floats(query[q] + k, load_any(a->query, place + k, a->type) * a->scaling);
+            store_floats(query.wide[q] + k, load_any(a->query, place + k, a->type) * a->scaling);
             store_floats(total[q] + k, (v16f){0});
         }
+        if (has_pairs(a, type))
+            memcpy(query.narrow[q], (const uint16_t *)a->query + place, (size_t)a->dim * 2);
         int has_sink = a->sinks && !partial; /* pieces get it when they are put together */
         most[q] = has_sink ? a->sinks[head + q] : -INFINITY;
         weight[q] = has_sink;
@@ -175,11 +206,13 @@ INLINE void attend(const Attention *a, int64_t token, int64_t kv_head, int64_t f
     for (int64_t t = start & ~(int64_t)(LANES - 1); t < end; t += STEP) {
         int64_t count = end - t < STEP ? end - t : STEP, skip = t < start ? start - t : 0;
         for (int64_t u = 0; u < count; u += LANES) at[u / LANES] = place_of(a, table, kv_head, t + u);
-        for (int64_t u = t + STEP; u < end && u < t + 2 * STEP; u += LANES)
-            fetch(a, place_of(a, table, kv_head, u), type);
-        for (int64_t u = 0; u < count; u += LANES) {
-            score16(a, query, at[u / LANES], count - u, (float (*)[STEP])(score[0] + u), n, type);
+        for (int64_t u = 0; u < STEP; u += LANES) {
+            int64_t later = t + STEP + u;
+            next[u / LANES] = later < end ? place_of(a, table, kv_head, later) : -1;
         }
+        for (int64_t u = 0; u < count; u += LANES)
+            score16(a, &query, at[u / LANES], next[u / LANES], count - u,
+                    (float (*)[STEP])(score[0] + u), n, type);
         for (int q = 0; q < n; q++) {
             if (type == TYPE_INT8) scale_scores(a->key_scales, a, at, count, score[q]);
             if (a->softcap)
@@ -196,8 +229,8 @@ INLINE void attend(const Attention *a, int64_t token, int64_t kv_head, int64_t f
             if (type == TYPE_INT8) scale_scores(a->value_scales, a, at, count, score[q]);
         }
         int64_t k = 0;
-        for (; k + 64 <= a->dim; k += 64) add_values(a, at, skip, count, score, total, n, 4, k, type);
-        for (; k < a->dim; k += 16) add_values(a, at, skip, count, score, total, n, 1, k, type);
+        for (; k + 64 <= a->dim; k += 64) add_values(a, at, next, skip, count, score, total, n, 4, k, type);
+        for (; k < a->dim; k += 16) add_values(a, at, next, skip, count, score, total, n, 1, k, type);
     }
     for (int q = 0; q < n; q++)
         put_result(a, token, head + q, total[q], most[q], weight[q],
