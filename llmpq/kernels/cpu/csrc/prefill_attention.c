@@ -7,8 +7,9 @@
  * multiples of 64, so a token's answer depends neither on its run nor on the number of threads. Tiles
  * that no query of a strip sees are skipped.
  *
- * With AMX bf16 queries and keys are multiplied as they are, and 8-bit keys and values as the bf16
- * numbers that their codes are; weights are cut into two bf16 numbers, which keeps 16 bits of them. */
+ * Where the processor can, bf16 queries and keys are multiplied as they are. With AMX likewise 8-bit
+ * keys and values, as the bf16 numbers that their codes are; weights are cut into two bf16 numbers,
+ * which keeps 16 bits of them. */
 #include "amx.h"
 #include "attention.h"
 
@@ -25,14 +26,15 @@ typedef struct {
     const int32_t *table;
     int64_t kv_head, rows, since, end; /* tokens [since, end) are seen by some row */
     int64_t strip;                     /* rows at once */
+    int in_pairs;                      /* whether queries and keys are multiplied as bf16 pairs */
     int64_t first[MOST_ROWS], last[MOST_ROWS]; /* a row sees [first, last) */
     int64_t from[MOST_ROWS], to[MOST_ROWS];    /* where its query is, and its answer goes */
     int64_t head[MOST_ROWS];
     float most[MOST_ROWS];
     vf weight[MOST_ROWS]; /* sums of the weights so far, lane by lane */
-    float query[ROOM] __attribute__((aligned(64)));  /* [rows, dim], scaled; AMX: in bf16, as it is */
+    float query[ROOM] __attribute__((aligned(64)));  /* [rows, dim], scaled; pairs: in bf16, as it is */
     float total[ROOM] __attribute__((aligned(64)));  /* [rows, dim] */
-    float keys[MOST_DIM * TILE] __attribute__((aligned(64)));   /* [dim, TILE]; AMX: see lay_out */
+    float keys[MOST_DIM * TILE] __attribute__((aligned(64)));   /* [dim, TILE]; AMX: see lay_out; pairs: [dim / 2, TILE, 2] */
     float values[TILE * MOST_DIM] __attribute__((aligned(64))); /* [TILE, dim]; likewise */
     float key_scale[TILE], value_scale[TILE]; /* AMX: what the scores and the weights are times */
 } Run;
@@ -57,7 +59,7 @@ INLINE void transpose(vf *v) {
 
 /* Widens LANES tokens of a tile from its token `first` on; one at -1 is seen by no row: zeros. */
 INLINE void widen_tokens(Run *r, int64_t first, const int64_t *at, const int type,
-                         const int are_seen) {
+                         const int are_seen, const int keeps_keys) {
     const Attention *a = r->a;
     int64_t dim = a->dim;
     float scale[2][LANES];
@@ -74,17 +76,78 @@ INLINE void widen_tokens(Run *r, int64_t first, const int64_t *at, const int typ
             vf value = {0};
             key[j] = (vf){0};
             if (are_seen || at[j] >= 0) {
-                key[j] = load_stored(a->keys, at[j] + k, type);
+                if (keeps_keys) key[j] = load_stored(a->keys, at[j] + k, type);
                 value = load_stored(a->values, at[j] + k, type);
                 if (type == TYPE_INT8) key[j] *= scale[0][j], value *= scale[1][j];
             }
             memcpy(r->values + (first + j) * dim + k, &value, sizeof value);
         }
+        if (!keeps_keys) continue;
         transpose(key);
 #pragma GCC unroll 16
         for (int i = 0; i < LANES; i++)
             memcpy(r->keys + (k + i) * TILE + first, key + i, sizeof(vf));
     }
+}
+
+#if defined(__AVX512BF16__)
+/* Keys of LANES tokens side by side, in pairs of columns. */
+INLINE void pair_keys(Run *r, int64_t first, const int64_t *at) {
+    for (int64_t k = 0; k < r->a->dim; k += 2 * LANES) {
+        vf key[LANES];
+#pragma GCC unroll 16
+        for (int j = 0; j < LANES; j++) {
+            key[j] = (vf){0};
+            if (at[j] >= 0) memcpy(key + j, (const uint16_t *)r->a->keys + at[j] + k, sizeof *key);
+        }
+        transpose(key);
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++)
+            memcpy(r->keys + (k / 2 + i) * TILE + first, key + i, sizeof(vf));
+    }
+}
+
+/* Scores of a strip of rows. */
+static void score_pairs(const Run *r, int64_t row, float *score) {
+    int64_t dim = r->a->dim;
+    const uint16_t *query = (const uint16_t *)r->query + row * dim;
+    __m512 sum[STRIP][WIDE];
+#pragma GCC unroll 6
+    for (int m = 0; m < STRIP; m++)
+#pragma GCC unroll 4
+        for (int n = 0; n < WIDE; n++) sum[m][n] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < dim; k += 2) {
+        __m512bh key[WIDE];
+#pragma GCC unroll 4
+        for (int n = 0; n < WIDE; n++)
+            key[n] = (__m512bh)_mm512_load_ps(r->keys + k / 2 * TILE + n * LANES);
+#pragma GCC unroll 6
+        for (int m = 0; m < STRIP; m++) {
+            int32_t pair;
+            memcpy(&pair, query + m * dim + k, sizeof pair);
+            __m512bh own = (__m512bh)_mm512_set1_epi32(pair);
+#pragma GCC unroll 4
+            for (int n = 0; n < WIDE; n++) sum[m][n] = _mm512_dpbf16_ps(sum[m][n], key[n], own);
+        }
+    }
+#pragma GCC unroll 6
+    for (int m = 0; m < STRIP; m++)
+#pragma GCC unroll 4
+        for (int n = 0; n < WIDE; n++) {
+            vf scaled = (vf)sum[m][n] * r->a->scaling;
+            memcpy(score + m * TILE + n * LANES, &scaled, sizeof scaled);
+        }
+}
+#endif
+
+/* Whether keys are multiplied as the pairs of bf16 that they are stored as. */
+INLINE int has_pairs(const Attention *a) {
+#if defined(__AVX512BF16__)
+    return a->type == TYPE_BF16 && a->stored == TYPE_BF16 && a->dim % (2 * LANES) == 0;
+#else
+    (void)a;
+    return 0;
+#endif
 }
 
 /* ---- products -------------------------------------------------------------------------------- */
@@ -345,8 +408,15 @@ INLINE void take_tokens(Run *r, int64_t first, const int64_t *at, const int type
         return;
     }
 #endif
-    if (are_seen) widen_tokens(r, first, at, type, 1);
-    else widen_tokens(r, first, at, type, 0);
+#ifdef __AVX512BF16__
+    if (r->in_pairs) {
+        pair_keys(r, first, at);
+        widen_tokens(r, first, at, type, are_seen, 0);
+        return;
+    }
+#endif
+    if (are_seen) widen_tokens(r, first, at, type, 1, 1);
+    else widen_tokens(r, first, at, type, 0, 1);
 }
 
 /* Takes the tokens [t, t + TILE). */
@@ -378,7 +448,7 @@ static void set_row(Run *r, int64_t row, int64_t token, int64_t head) {
     r->weight[row] = (vf){0};
     if (a->sinks) r->weight[row][0] = 1;
     memset(r->total + row * a->dim, 0, (size_t)a->dim * sizeof *r->total);
-    if (r->strip != STRIP) {
+    if (r->strip != STRIP || r->in_pairs) {
         const uint16_t *query = (const uint16_t *)a->query + r->from[row];
         memcpy((uint16_t *)r->query + row * a->dim, query, (size_t)a->dim * sizeof *query);
         return;
@@ -392,7 +462,7 @@ static void set_row(Run *r, int64_t row, int64_t token, int64_t head) {
 /* Rows up to a whole strip: they see nothing. */
 static void fill_strip(Run *r) {
     int64_t dim = r->a->dim, count = (r->strip - r->rows % r->strip) % r->strip;
-    size_t number = r->strip == STRIP ? sizeof *r->query : sizeof(uint16_t);
+    size_t number = r->strip != STRIP || r->in_pairs ? sizeof(uint16_t) : sizeof *r->query;
     for (int64_t row = r->rows; row < r->rows + count; row++)
         r->first[row] = r->last[row] = 0, r->most[row] = -INFINITY, r->weight[row] = (vf){0};
     memset((char *)r->query + (size_t)(r->rows * dim) * number, 0, (size_t)(count * dim) * number);
@@ -417,7 +487,11 @@ static void attend_tile(Run *r, int64_t t) {
             continue;
         }
 #endif
-        score_strip(r, row, score);
+#ifdef __AVX512BF16__
+        if (r->in_pairs) score_pairs(r, row, score);
+        else
+#endif
+            score_strip(r, row, score);
         for (int m = 0; m < STRIP; m++) weigh(r, row + m, t, score + m * TILE);
         add_strip(r, row, score, depth);
     }
@@ -454,7 +528,7 @@ static void attend_rows(Run *r) {
 void run_part(const Attention *a, int64_t token, int64_t count, int64_t head) {
     int64_t all = count * a->group, most = ROOM / a->dim;
     Run r;
-    r.strip = has_amx(a) ? MOST_STRIP : STRIP;
+    r.strip = has_amx(a) ? MOST_STRIP : STRIP, r.in_pairs = !has_amx(a) && has_pairs(a);
     most = most > MOST_ROWS ? MOST_ROWS : most / r.strip * r.strip;
     r.a = a, r.kv_head = head, r.table = a->tables + a->starts[token];
 #ifdef __AMX_BF16__
