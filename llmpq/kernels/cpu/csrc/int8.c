@@ -16,7 +16,7 @@
 #include <math.h>
 #include <stdlib.h>
 
-enum { WIDE = 4, STRIP = 6, DEPTH = 256, AHEAD = 4096 };
+enum { WIDE = 4, STRIP = 6, FEW = 3, CHAINS = 4, DEPTH = 256, AHEAD = 4096 };
 enum { WORTH_THREADS = 1 << 15 }; /* numbers of x whose reading takes longer than waking a thread */
 
 typedef struct {
@@ -99,7 +99,7 @@ INLINE void multiply(const Job *job, int64_t first, int64_t row, int64_t from, i
         __m512i code[WIDE];
         for (int n = 0; n < wide; n++) {
             code[n] = _mm512_loadu_si512(tile + n * down);
-            __builtin_prefetch(tile + n * down + AHEAD, 0, 2);
+            __builtin_prefetch(tile + n * down + AHEAD, 0, ONCE);
         }
 #pragma GCC unroll 6
         for (int m = 0; m < strip; m++) {
@@ -183,6 +183,33 @@ INLINE void finish(const Job *job, int64_t m, int64_t row, const float *shared, 
     else _mm256_storeu_si256((__m256i *)((uint16_t *)p->y + at), (__m256i)narrowed((v16f)y));
 }
 
+/* Up to FEW rows take one row of tiles after the other, as they lie in memory; sums of every fourth
+ * vector of codes do not wait for each other. */
+INLINE void few_rows(const Job *job, int64_t row, const int count) {
+    const int64_t columns = job->product->weight->columns;
+    const uint8_t *tile = tile_at(job->product->weight, row, 0);
+    __m512i sum[FEW][CHAINS];
+    for (int m = 0; m < count; m++)
+        for (int c = 0; c < CHAINS; c++) sum[m][c] = _mm512_setzero_si512();
+    for (int64_t k = 0; k < columns; k += 4 * CHAINS, tile += 64 * CHAINS)
+#pragma GCC unroll 4
+        for (int c = 0; c < CHAINS; c++) {
+            __m512i code = _mm512_loadu_si512(tile + 64 * c);
+            __builtin_prefetch(tile + 64 * c + AHEAD, 0, ONCE);
+#pragma GCC unroll 3
+            for (int m = 0; m < count; m++) {
+                int32_t four;
+                memcpy(&four, job->rows.codes + m * columns + k + 4 * c, 4);
+                sum[m][c] = _mm512_dpbusd_epi32(sum[m][c], code, _mm512_set1_epi32(four));
+            }
+        }
+    for (int m = 0; m < count; m++) {
+        __m512i front = _mm512_add_epi32(sum[m][0], sum[m][1]);
+        __m512i back = _mm512_add_epi32(sum[m][2], sum[m][3]);
+        finish(job, m, row, 0, _mm512_add_epi32(front, back));
+    }
+}
+
 INLINE void panel_rows(const Job *job, int64_t row, int64_t first, int64_t count, const int wide) {
     int32_t total[ROW_BLOCK * PANEL] __attribute__((aligned(64)));
     int64_t columns = job->product->weight->columns;
@@ -229,11 +256,19 @@ INLINE void panel_rows(const Job *job, int64_t row, int64_t first, int64_t count
 static void panel_part(void *data, int64_t item) {
     const Job *job = data;
     int64_t row = item * PANEL, rows = job->product->weight->rows, all = job->product->count;
+    int64_t end = row + PANEL < rows ? row + PANEL : rows;
+    for (int64_t r = row; all <= FEW && r < end; r += TILE_ROWS)
+        switch (all) {
+        case 1: few_rows(job, r, 1); break;
+        case 2: few_rows(job, r, 2); break;
+        case 3: few_rows(job, r, 3); break;
+        }
+    if (all <= FEW) return;
     for (int64_t first = 0; first < all; first += ROW_BLOCK) {
         int64_t count = all - first < ROW_BLOCK ? all - first : ROW_BLOCK;
         if (row + PANEL <= rows) panel_rows(job, row, first, count, WIDE);
         else
-            for (int64_t r = row; r < rows; r += 16) panel_rows(job, r, first, count, 1);
+            for (int64_t r = row; r < end; r += TILE_ROWS) panel_rows(job, r, first, count, 1);
     }
 }
 

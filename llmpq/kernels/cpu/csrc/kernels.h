@@ -50,7 +50,32 @@ typedef int32_t v16i __attribute__((vector_size(64)));
 typedef uint16_t v16h __attribute__((vector_size(32)));
 typedef uint32_t v16u __attribute__((vector_size(64)));
 
+/* How weights that a step reads once are fetched ahead: past the caches on Zen 4 and 5, where a
+ * thread then reads up to half as much again; elsewhere into the second level. */
+#if defined(__AVX512BF16__) && !defined(__AMX_INT8__)
+enum { ONCE = 0 };
+#else
+enum { ONCE = 2 };
+#endif
+
 #define INLINE static inline __attribute__((always_inline))
+
+/* What threads have taken of the items of an operator. Each takes consecutive ones of its own share,
+ * which lie one after the other in memory, and at the end of those that other threads have left. */
+typedef struct {
+    int64_t taken __attribute__((aligned(64)));
+} Share;
+
+/* The next item for thread `me` of all, or -1; `passed`: shares without items, 0 at first. */
+INLINE int64_t take_item(Share *shares, int threads, int me, int *passed, int64_t all) {
+    for (; *passed < threads; ++*passed) {
+        int64_t of = (me + *passed) % threads;
+        int64_t first = all * of / threads, end = all * (of + 1) / threads;
+        int64_t item = first + __atomic_fetch_add(&shares[of].taken, 1, __ATOMIC_RELAXED);
+        if (item < end) return item;
+    }
+    return -1;
+}
 
 /* Calls part(data, item) for every item below items, spread over threads. */
 void run_parts(void (*part)(void *data, int64_t item), void *data, int64_t items, int threads);

@@ -20,14 +20,15 @@
 #include <math.h>
 #include <stdlib.h>
 
-/* Tiles side by side, and rows of x, of which the registers hold the sums; likewise of few rows. */
+/* Tiles side by side, and rows of x, of which the registers hold the sums; FEW rows take one tile
+ * after the other, as they lie in memory. */
 #ifdef __AVX512BW__
-enum { GROUP = 4, STRIP = 3, FEW_WIDE = 4, FEW = 3 };
+enum { GROUP = 4, STRIP = 3, FEW = 3 };
 #else
-enum { GROUP = 1, STRIP = 6, FEW_WIDE = 1, FEW = 4 };
+enum { GROUP = 1, STRIP = 6, FEW = 4 };
 #endif
 enum { WIDE = PANEL / TILE_ROWS, PARTS = TILE_ROWS / LANES, PIECE = TILE_COLUMNS / LANES };
-enum { QUADS = TILE_COLUMNS / 4, AHEAD = 2048 };
+enum { QUADS = TILE_COLUMNS / 4, AHEAD = 3072 };
 enum { WORTH_THREADS = 1 << 15 }; /* numbers of x whose reading takes longer than waking a thread */
 
 typedef struct {
@@ -188,7 +189,7 @@ INLINE void decode(const uint8_t *tile, const int bits, vu *quad, const int stri
 }
 
 INLINE void fetch(const uint8_t *tile, const int bits) {
-    for (int i = 0; i < bits; i++) __builtin_prefetch(tile + AHEAD + 64 * i, 0, 2);
+    for (int i = 0; i < bits; i++) __builtin_prefetch(tile + AHEAD + 64 * i, 0, ONCE);
 }
 
 /* Subtracting 0 leaves every number as it is, so that no instruction is needed. */
@@ -237,26 +238,25 @@ INLINE void finish(const Job *job, const float *total, int64_t m, int64_t row, i
     }
 }
 
-/* Up to FEW rows: multiplied as the codes are decoded. */
-INLINE void few_rows(const Job *job, int64_t row, const int count, const int wide, const int bits) {
+/* Up to FEW rows by a row of tiles: multiplied as the codes are decoded. */
+INLINE void few_rows(const Job *job, int64_t row, const int count, const int bits) {
     const Weight *w = job->product->weight;
-    const int across = wide * PARTS;
-    const int64_t down = w->columns / TILE_COLUMNS * 64 * bits, block = job->rows.block;
+    const int64_t block = job->rows.block;
+    const uint8_t *tile = tile_at(w, row, 0);
     float total[FEW * PANEL] __attribute__((aligned(64)));
     memset(total, 0, (size_t)count * PANEL * sizeof *total);
     for (int64_t b = 0; b < w->columns; b += block) {
         const int8_t *x = job->rows.codes + b * count;
-        vi sum[FEW * FEW_WIDE * PARTS];
-#pragma GCC unroll 12
-        for (int i = 0; i < count * across; i++) sum[i] = (vi){0};
-        for (int64_t k = b; k < b + block; k += TILE_COLUMNS) {
-            const uint8_t *tile = tile_at(w, row, k);
+        vi sum[FEW * PARTS];
 #pragma GCC unroll 8
-            for (int n = 0; n < across; n++) {
+        for (int i = 0; i < count * PARTS; i++) sum[i] = (vi){0};
+        for (int64_t k = 0; k < block; k += TILE_COLUMNS, tile += 64 * bits) {
+            fetch(tile, bits);
+#pragma GCC unroll 2
+            for (int n = 0; n < PARTS; n++) {
                 vu quad[QUADS];
                 vi own[FEW][CHAINS];
-                if (n % PARTS == 0) fetch(tile + n / PARTS * down, bits);
-                decode(tile + n / PARTS * down + n % PARTS * VECTOR_BYTES, bits, quad, 1);
+                decode(tile + n * VECTOR_BYTES, bits, quad, 1);
                 for (int m = 0; m < count; m++)
                     for (int c = 0; c < CHAINS; c++) own[m][c] = (vi){0};
 #pragma GCC unroll 8
@@ -264,30 +264,27 @@ INLINE void few_rows(const Job *job, int64_t row, const int count, const int wid
 #pragma GCC unroll 4
                     for (int m = 0; m < count; m++)
                         own[m][i % CHAINS] = dot(own[m][i % CHAINS], quad[i],
-                                                 four_of(x + m * block + k - b + 4 * i));
+                                                 four_of(x + m * block + k + 4 * i));
 #pragma GCC unroll 4
                 for (int m = 0; m < count; m++) {
                     vi both = CHAINS == 2 ? own[m][0] + own[m][CHAINS - 1] : own[m][0];
-                    sum[m * across + n] += widened(both);
+                    sum[m * PARTS + n] += widened(both);
                 }
             }
         }
         const float *sums = job->rows.sums + b / block * count;
         const float *x_scale = job->rows.scale + b / block * count;
-        for (int n = 0; n < across; n++)
+        for (int n = 0; n < PARTS; n++)
             add_scaled(w, scales_at(w, b, row + LANES * n), sum + n, x_scale, sums,
-                       total + LANES * n, count, across);
+                       total + LANES * n, count, PARTS);
     }
-    for (int m = 0; m < count; m++) finish(job, total + m * PANEL, m, row, wide);
+    for (int m = 0; m < count; m++) finish(job, total + m * PANEL, m, row, 1);
 }
 
 #define FEW_ROWS(COUNT, BITS_)                                                                   \
     static __attribute__((noinline)) void few_##COUNT##_##BITS_(const Job *job, int64_t row,     \
                                                                 int blocks) {                    \
-        int n = 0;                                                                               \
-        for (; n + FEW_WIDE <= blocks; n += FEW_WIDE)                                            \
-            few_rows(job, row + TILE_ROWS * n, COUNT, FEW_WIDE, BITS_);                          \
-        for (; n < blocks; n++) few_rows(job, row + TILE_ROWS * n, COUNT, 1, BITS_);             \
+        for (int n = 0; n < blocks; n++) few_rows(job, row + TILE_ROWS * n, COUNT, BITS_);       \
     }
 FEW_ROWS(1, 3) FEW_ROWS(2, 3) FEW_ROWS(3, 3) FEW_ROWS(1, 4) FEW_ROWS(2, 4) FEW_ROWS(3, 4)
 

@@ -6,27 +6,29 @@
 #include "kernels.h"
 
 extern void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned) __attribute__((weak));
+extern int omp_get_thread_num(void) __attribute__((weak));
 
 typedef struct {
     void (*part)(void *, int64_t);
     void *data;
-    int64_t items, next;
+    int64_t items;
+    int threads;
+    Share *shares; /* of each thread */
 } Parts;
 
 static void take_parts(void *pointer) {
     Parts *p = pointer;
-    for (;;) {
-        int64_t item = __atomic_fetch_add(&p->next, 1, __ATOMIC_RELAXED);
-        if (item >= p->items) return;
+    int me = p->threads > 1 ? omp_get_thread_num() : 0, passed = 0;
+    for (int64_t item; (item = take_item(p->shares, p->threads, me, &passed, p->items)) >= 0;)
         p->part(p->data, item);
-    }
 }
 
 void run_parts(void (*part)(void *data, int64_t item), void *data, int64_t items, int threads) {
-    Parts parts = {part, data, items, 0};
     if (threads > items) threads = (int)items;
-    if (threads > 1 && GOMP_parallel)
-        GOMP_parallel(take_parts, &parts, (unsigned)threads, 0);
-    else
-        take_parts(&parts);
+    if (threads < 1 || !GOMP_parallel || !omp_get_thread_num) threads = 1;
+    Share shares[threads];
+    memset(shares, 0, sizeof shares);
+    Parts parts = {part, data, items, threads, shares};
+    if (threads > 1) GOMP_parallel(take_parts, &parts, (unsigned)threads, 0);
+    else take_parts(&parts);
 }

@@ -3,7 +3,8 @@
  * The rows of a step are tokens, of different sequences or consecutive ones of one sequence.
  * Operators that work on each row alone follow each other in one thread; products and attention are
  * spread over the threads in parts, those of experts in parts of all experts that some row visits. All
- * rows store their keys and values before any row attends.
+ * rows store their keys and values before any row attends. Parts of weights that lie one after the
+ * other are taken by one thread.
  * Between them the threads wait for each other: they spin for some microseconds, as long as a part
  * takes, and then sleep, so that other processes get the core. */
 #include "experts.h"
@@ -50,7 +51,8 @@ typedef struct {
 typedef struct {
     const Step *step;
     int32_t threads;
-    int64_t next __attribute__((aligned(64)));    /* the part to be taken next */
+    Share *shares; /* of each thread, of the parts of products */
+    int64_t next __attribute__((aligned(64)));    /* the other part to be taken next */
     int32_t arrived __attribute__((aligned(64))); /* threads that wait for the others */
     int32_t turn __attribute__((aligned(64)));    /* counts the meetings */
     int32_t sleepers;
@@ -61,6 +63,7 @@ typedef struct {
 
 extern void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned) __attribute__((weak));
 extern int omp_get_num_threads(void) __attribute__((weak));
+extern int omp_get_thread_num(void) __attribute__((weak));
 
 static void sleep_until(Run *run, int32_t turn) {
 #ifdef __linux__
@@ -87,6 +90,7 @@ static void meet(Run *run) {
     int32_t turn = __atomic_load_n(&run->turn, __ATOMIC_ACQUIRE);
     if (__atomic_add_fetch(&run->arrived, 1, __ATOMIC_ACQ_REL) == run->threads) {
         run->next = 0, run->arrived = 0;
+        for (int32_t i = 0; i < run->threads; i++) run->shares[i].taken = 0;
         __atomic_store_n(&run->turn, turn + 1, __ATOMIC_SEQ_CST);
         wake_all(run);
         return;
@@ -191,7 +195,7 @@ static void share(Shared *shared, const Prepared *q, int kernel, int64_t rows) {
 #endif
 }
 
-static void multiply(Run *run, const Products *o) {
+static void multiply(Run *run, int me, const Products *o) {
     Product product[MOST_PRODUCTS];
     const Prepared *q = o->prepared ? &o->prepared->prepared : 0;
     How how = {o->few_limit, o->kernel, o->out};
@@ -203,8 +207,8 @@ static void multiply(Run *run, const Products *o) {
     }
     uint8_t place[shared_bytes(product, o->kernel)];
     Shared shared = {.place = place};
-    int is_shared = 0;
-    for (int64_t item; (item = take(run)) < all;) {
+    int is_shared = 0, passed = 0;
+    for (int64_t item; (item = take_item(run->shares, run->threads, me, &passed, all)) >= 0;) {
         if (!is_shared) share(&shared, q, o->kernel, run->step->rows), is_shared = 1;
         int i = 0;
         while (item >= end[i]) i++;
@@ -256,23 +260,27 @@ static Product of_group(const Step *step, const ExpertProducts *o, const Slots *
     };
 }
 
-static void multiply_experts(Run *run, const ExpertProducts *o, const Slots *s) {
+static void multiply_experts(Run *run, int me, const ExpertProducts *o, const Slots *s) {
     const Step *step = run->step;
     How how = {o->few_limit, o->kernel, step->type};
     PrepareRows prepared = {.kernel = o->kernel};
-    Product product = of_group(step, o, s, 0, &prepared);
+    Product product;
+    int64_t all = 0, start = 0, end = 0, group = s->groups;
+    while (group) {
+        product = of_group(step, o, s, --group, &prepared);
+        all += parts_of(&product, o->kernel);
+    }
     uint8_t place[shared_bytes(&product, o->kernel)];
     Shared shared = {.place = place};
-    int64_t group = 0, start = 0, end = parts_of(&product, o->kernel), shared_group = -1;
-    for (int64_t item;;) {
-        item = take(run);
-        while (item >= end) {
-            if (++group == s->groups) return;
+    int passed = 0;
+    for (int64_t item; (item = take_item(run->shares, run->threads, me, &passed, all)) >= 0;) {
+        int is_other = item < start || item >= end;
+        if (item < start) group = 0, end = 0; /* of another thread's share */
+        for (; item >= end; group++) {
             product = of_group(step, o, s, group, &prepared);
             start = end, end += parts_of(&product, o->kernel);
         }
-        if (shared_group != group) share(&shared, &prepared.prepared, o->kernel, product.count);
-        shared_group = group;
+        if (is_other) share(&shared, &prepared.prepared, o->kernel, product.count);
         product_part(how, &product, &prepared.prepared, &shared, item - start);
     }
 }
@@ -314,19 +322,18 @@ static void cut_all(Run *run) {
     if (values) cut_pieces(&run->pieces, &largest, values);
 }
 
-static void take_part(void *pointer) {
-    Run *run = pointer;
+static void take_part(Run *run, int me) {
     const Step *step = run->step;
     const Operator *at = step->operators, *end = at + step->count;
     Slots slots;
     while (at < end) {
         const Operator *next = at + 1;
         switch (at->kind) {
-        case PRODUCTS: multiply(run, at->what); break;
+        case PRODUCTS: multiply(run, me, at->what); break;
         case ATTEND: attend(run, at->what); break;
         case GATHER: gather(run, at->what, &slots); break;
         case ACTIVATE: activate(run, at->what, &slots); break;
-        case EXPERTS: multiply_experts(run, at->what, &slots); break;
+        case EXPERTS: multiply_experts(run, me, at->what, &slots); break;
         default:
             while (next < end && next->kind < PRODUCTS) next++;
             for (int64_t m; (m = take(run)) < step->rows;)
@@ -340,17 +347,19 @@ static void take_part(void *pointer) {
 static void take_shared_part(void *pointer) {
     Run *run = pointer; /* the runtime may give fewer threads than were asked for */
     __atomic_store_n(&run->threads, omp_get_num_threads(), __ATOMIC_RELAXED);
-    take_part(run);
+    take_part(run, omp_get_thread_num());
 }
 
 void kernels_step(const Step *step) {
-    Run run = {.step = step, .threads = 1};
+    int can_share = step->threads > 1 && GOMP_parallel && omp_get_num_threads && omp_get_thread_num;
+    int threads = can_share ? step->threads : 1;
+    Share shares[threads];
+    memset(shares, 0, sizeof shares);
+    Run run = {.step = step, .threads = 1, .shares = shares};
     forget_all_outliers(step);
     cut_all(&run);
-    if (step->threads > 1 && GOMP_parallel && omp_get_num_threads)
-        GOMP_parallel(take_shared_part, &run, (unsigned)step->threads, 0);
-    else
-        take_part(&run);
+    if (threads > 1) GOMP_parallel(take_shared_part, &run, (unsigned)threads, 0);
+    else take_part(&run, 0);
     free(run.pieces.first);
 }
 #endif
