@@ -66,10 +66,10 @@ def test_small_run_fills_every_table(small):
     assert list(run["figures"]) == list(sal.SCHEDULERS)
     assert run["curves"]["SAL"][0] == run["figures"]["LARRY"]["SAL"]
     assert 5 <= run["pressure"] <= 10
-    assert list(unequal["runs"][0]["figures"]["LARRY"]) == list(sal.UNEQUAL)
+    assert list(unequal["runs"][0]["figures"]["LARRY"]) == list(sal.BALANCERS)
     text = sal.report(small)
     assert text.count("### ") == 2 + 4
-    assert "SAL with LARRY is the lowest of all combinations, of 1 runs" in text
+    assert "SAL with LARRY is the lowest of the 20 combinations" in text
     assert "LARRY: SAL's TTFT p95 is lower" in text
 
 
