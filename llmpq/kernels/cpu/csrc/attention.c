@@ -24,20 +24,20 @@ INLINE float lanes_sum(v16f v) {
 
 /* Turns scores into weights against the largest so far; returns what earlier sums shrink by. What is
  * not a number is kept by the weights. */
-INLINE float weigh(float *score, int64_t count, float *most, float *weight) {
+INLINE float weigh(float *score, int64_t count, float *most, v16f *weight) {
     v16f top = load_floats(score);
     for (int64_t i = 16; i < count; i += 16) top = greater(load_floats(score + i), top);
 #pragma GCC unroll 4
     for (int step = 8; step; step /= 2) top = greater(top, __builtin_shuffle(top, lane_numbers() ^ step));
     float now = top[0], shrink = 1;
     if (now > *most) shrink = expf(*most - now), *most = now;
-    v16f sum = {0};
+    v16f sum = *weight * shrink;
     for (int64_t i = 0; i < count; i += 16) {
         v16f share = exponential(load_floats(score + i) - *most);
         store_floats(score + i, share);
         sum += share;
     }
-    *weight = *weight * shrink + lanes_sum(sum);
+    *weight = sum;
     return shrink;
 }
 
@@ -82,11 +82,10 @@ INLINE int64_t bytes_of(const int type) {
     return type == TYPE_INT8 ? 1 : type == TYPE_F32 ? 4 : 2;
 }
 
-/* Fetches what a token has in the step after this one. */
-INLINE void fetch(const void *from, int64_t at, const Attention *a, const int type) {
-    if (at < 0) return;
-    for (int64_t line = 0; line < a->dim * bytes_of(type); line += 64)
-        __builtin_prefetch((const char *)from + at * bytes_of(type) + line);
+/* Fetches `count` numbers of the step after this one. */
+INLINE void fetch(const void *from, int64_t at, int64_t count, const int type) {
+    const char *line = (const char *)from + at * bytes_of(type), *end = line + count * bytes_of(type);
+    for (; line < end; line += 64) __builtin_prefetch(line);
 }
 
 /* Scores of 16 tokens from place `at` on, `left` of which exist; those after them are at `next`. */
@@ -98,10 +97,10 @@ INLINE void score16(const Attention *a, const Queries *query, int64_t at, int64_
     for (int four = 0; four < 4; four++) {
         v16f sum[QUERIES][4];
         int64_t place[4];
+        fetch(a->keys, next + 4 * four * a->dim, 4 * a->dim, type);
         for (int t = 0; t < 4; t++) {
             int64_t token = 4 * four + t < left ? 4 * four + t : left - 1;
             place[t] = at + token * a->dim;
-            fetch(a->keys, next < 0 ? next : next + (4 * four + t) * a->dim, a, type);
             for (int q = 0; q < n; q++) sum[q][t] = (v16f){0};
         }
 #ifdef __AVX512BF16__
@@ -142,9 +141,8 @@ INLINE void add_values(const Attention *a, const int64_t *at, const int64_t *nex
         for (int j = 0; j < wide; j++) sum[q][j] = load_floats(total[q] + k + 16 * j);
     for (int64_t first = 0; first < count; first += LANES) {
         int64_t place = at[first / LANES] + k, end = count - first < LANES ? count - first : LANES;
-        int64_t ahead = k ? -1 : next[first / LANES];
         for (int64_t t = first ? 0 : skip; t < end; t++) {
-            fetch(a->values, ahead < 0 ? ahead : ahead + t * a->dim, a, type);
+            fetch(a->values, next[first / LANES] + t * a->dim + k, 16 * wide, type);
 #pragma GCC unroll 4
             for (int j = 0; j < wide; j++) {
                 v16f value = load_stored(a->values, place + t * a->dim + 16 * j, type);
@@ -186,7 +184,8 @@ INLINE void attend(const Attention *a, int64_t token, int64_t kv_head, int64_t f
     Queries query;
     float total[QUERIES][MOST_DIM] __attribute__((aligned(64)));
     float score[QUERIES][STEP] __attribute__((aligned(64)));
-    float most[QUERIES], weight[QUERIES];
+    float most[QUERIES];
+    v16f weight[QUERIES]; /* sums lane by lane */
     int64_t head = kv_head * a->group + first, at[RUNS], next[RUNS];
     for (int q = 0; q < n; q++) {
         int64_t place = token * a->query_token + (head + q) * a->query_head;
@@ -198,7 +197,7 @@ INLINE void attend(const Attention *a, int64_t token, int64_t kv_head, int64_t f
             memcpy(query.narrow[q], (const uint16_t *)a->query + place, (size_t)a->dim * 2);
         int has_sink = a->sinks && !partial; /* pieces get it when they are put together */
         most[q] = has_sink ? a->sinks[head + q] : -INFINITY;
-        weight[q] = has_sink;
+        weight[q] = (v16f){has_sink};
     }
     const int32_t *table = a->tables + a->starts[token];
     int64_t start = first_seen(a, a->lengths[token]), end = to;
@@ -208,7 +207,7 @@ INLINE void attend(const Attention *a, int64_t token, int64_t kv_head, int64_t f
         for (int64_t u = 0; u < count; u += LANES) at[u / LANES] = place_of(a, table, kv_head, t + u);
         for (int64_t u = 0; u < STEP; u += LANES) {
             int64_t later = t + STEP + u;
-            next[u / LANES] = later < end ? place_of(a, table, kv_head, later) : -1;
+            next[u / LANES] = later < end ? place_of(a, table, kv_head, later) : at[0];
         }
         for (int64_t u = 0; u < count; u += LANES)
             score16(a, &query, at[u / LANES], next[u / LANES], count - u,
@@ -233,7 +232,7 @@ INLINE void attend(const Attention *a, int64_t token, int64_t kv_head, int64_t f
         for (; k < a->dim; k += 16) add_values(a, at, next, skip, count, score, total, n, 1, k, type);
     }
     for (int q = 0; q < n; q++)
-        put_result(a, token, head + q, total[q], most[q], weight[q],
+        put_result(a, token, head + q, total[q], most[q], lanes_sum(weight[q]),
                    partial ? partial + (first + q) * (a->dim + 2) : 0);
 }
 
