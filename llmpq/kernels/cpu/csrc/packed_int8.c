@@ -20,12 +20,15 @@
 #include <math.h>
 #include <stdlib.h>
 
-/* Tiles side by side, and rows of x, of which the registers hold the sums; FEW rows take one tile
- * after the other, as they lie in memory. */
-#ifdef __AVX512BW__
-enum { GROUP = 4, STRIP = 3, FEW = 3 };
+/* Tiles side by side, and rows of x, of which the registers hold the sums. FEW rows take one tile
+ * after the other, as they lie in memory; up to MOST_FEW do so several times, as a row of tiles stays
+ * in the first-level cache. */
+#if defined(__AMX_INT8__)
+enum { GROUP = 4, STRIP = 3, FEW = 8, MOST_FEW = AMX_ROWS - 1 };
+#elif defined(__AVX512BW__)
+enum { GROUP = 4, STRIP = 3, FEW = 8, MOST_FEW = 24 };
 #else
-enum { GROUP = 1, STRIP = 6, FEW = 4 };
+enum { GROUP = 1, STRIP = 6, FEW = 4, MOST_FEW = 4 };
 #endif
 enum { WIDE = PANEL / TILE_ROWS, PARTS = TILE_ROWS / LANES, PIECE = TILE_COLUMNS / LANES };
 enum { QUADS = TILE_COLUMNS / 4, AHEAD = 3072 };
@@ -238,15 +241,16 @@ INLINE void finish(const Job *job, const float *total, int64_t m, int64_t row, i
     }
 }
 
-/* Up to FEW rows by a row of tiles: multiplied as the codes are decoded. */
-INLINE void few_rows(const Job *job, int64_t row, const int count, const int bits) {
+/* Up to FEW rows, from `first` on, by a row of tiles: multiplied as the codes are decoded. */
+INLINE void few_rows(const Job *job, int64_t row, int64_t first, const int count, const int bits) {
     const Weight *w = job->product->weight;
-    const int64_t block = job->rows.block;
+    const int64_t block = job->rows.block, rows = job->product->count;
+    const int chains = count < 4 ? CHAINS : 1;
     const uint8_t *tile = tile_at(w, row, 0);
     float total[FEW * PANEL] __attribute__((aligned(64)));
     memset(total, 0, (size_t)count * PANEL * sizeof *total);
     for (int64_t b = 0; b < w->columns; b += block) {
-        const int8_t *x = job->rows.codes + b * count;
+        const int8_t *x = job->rows.codes + b * rows + first * block;
         vi sum[FEW * PARTS];
 #pragma GCC unroll 8
         for (int i = 0; i < count * PARTS; i++) sum[i] = (vi){0};
@@ -257,42 +261,45 @@ INLINE void few_rows(const Job *job, int64_t row, const int count, const int bit
                 vu quad[QUADS];
                 vi own[FEW][CHAINS];
                 decode(tile + n * VECTOR_BYTES, bits, quad, 1);
+#pragma GCC unroll 8
                 for (int m = 0; m < count; m++)
-                    for (int c = 0; c < CHAINS; c++) own[m][c] = (vi){0};
+                    for (int c = 0; c < chains; c++) own[m][c] = (vi){0};
 #pragma GCC unroll 8
                 for (int i = 0; i < QUADS; i++)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
                     for (int m = 0; m < count; m++)
-                        own[m][i % CHAINS] = dot(own[m][i % CHAINS], quad[i],
+                        own[m][i % chains] = dot(own[m][i % chains], quad[i],
                                                  four_of(x + m * block + k + 4 * i));
-#pragma GCC unroll 4
+#pragma GCC unroll 8
                 for (int m = 0; m < count; m++) {
-                    vi both = CHAINS == 2 ? own[m][0] + own[m][CHAINS - 1] : own[m][0];
+                    vi both = chains == 2 ? own[m][0] + own[m][chains - 1] : own[m][0];
                     sum[m * PARTS + n] += widened(both);
                 }
             }
         }
-        const float *sums = job->rows.sums + b / block * count;
-        const float *x_scale = job->rows.scale + b / block * count;
+        const float *sums = job->rows.sums + b / block * rows + first;
+        const float *x_scale = job->rows.scale + b / block * rows + first;
         for (int n = 0; n < PARTS; n++)
             add_scaled(w, scales_at(w, b, row + LANES * n), sum + n, x_scale, sums,
                        total + LANES * n, count, PARTS);
     }
-    for (int m = 0; m < count; m++) finish(job, total + m * PANEL, m, row, 1);
+    for (int m = 0; m < count; m++) finish(job, total + m * PANEL, first + m, row, 1);
 }
 
 #define FEW_ROWS(COUNT, BITS_)                                                                   \
     static __attribute__((noinline)) void few_##COUNT##_##BITS_(const Job *job, int64_t row,     \
-                                                                int blocks) {                    \
-        for (int n = 0; n < blocks; n++) few_rows(job, row + TILE_ROWS * n, COUNT, BITS_);       \
+                                                                int64_t first) {                 \
+        few_rows(job, row, first, COUNT, BITS_);                                                 \
     }
-FEW_ROWS(1, 3) FEW_ROWS(2, 3) FEW_ROWS(3, 3) FEW_ROWS(1, 4) FEW_ROWS(2, 4) FEW_ROWS(3, 4)
+#define FEW_BITS(COUNT) FEW_ROWS(COUNT, 3) FEW_ROWS(COUNT, 4)
+FEW_BITS(1) FEW_BITS(2) FEW_BITS(3) FEW_BITS(4)
 
-typedef void (*Few)(const Job *, int64_t, int);
+typedef void (*Few)(const Job *, int64_t, int64_t);
 #ifdef __AVX512BW__
-static const Few few[2][FEW + 1] = {{0, few_1_3, few_2_3, few_3_3}, {0, few_1_4, few_2_4, few_3_4}};
+FEW_BITS(5) FEW_BITS(6) FEW_BITS(7) FEW_BITS(8)
+static const Few few[2][FEW + 1] = {{0, few_1_3, few_2_3, few_3_3, few_4_3, few_5_3, few_6_3, few_7_3, few_8_3},
+                                    {0, few_1_4, few_2_4, few_3_4, few_4_4, few_5_4, few_6_4, few_7_4, few_8_4}};
 #else
-FEW_ROWS(4, 3) FEW_ROWS(4, 4)
 static const Few few[2][FEW + 1] = {{0, few_1_3, few_2_3, few_3_3, few_4_3},
                                     {0, few_1_4, few_2_4, few_3_4, few_4_4}};
 #endif
@@ -443,8 +450,13 @@ void packed_int8_part(const Product *p, const Prepared *q, int64_t panel) {
     Job job = {.product = p, .rows = *q};
     int64_t row = panel * PANEL, left = (p->weight->rows - row) / TILE_ROWS;
     int blocks = left < WIDE ? (int)left : WIDE;
-    if (p->count <= FEW) {
-        few[p->weight->bits - 3][p->count](&job, row, blocks);
+    if (p->count <= MOST_FEW) {
+        int64_t strips = (p->count + FEW - 1) / FEW;
+        for (int n = 0; n < blocks; n++)
+            for (int64_t i = 0; i < strips; i++) {
+                int64_t first = i * p->count / strips, end = (i + 1) * p->count / strips;
+                few[p->weight->bits - 3][end - first](&job, row + TILE_ROWS * n, first);
+            }
         return;
     }
     for (int64_t first = 0; first < p->count; first += ROW_BLOCK) {
