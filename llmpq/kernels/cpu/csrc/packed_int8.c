@@ -155,7 +155,7 @@ INLINE vi widened(vi sum) {
     return sum;
 }
 
-/* Sums of few rows: VNNI's each wait for themselves, so there are two of them. */
+/* Sums of one to three rows: VNNI's each wait for themselves, so there are two of them. */
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 enum { CHAINS = 2, IS_NARROW = 0 };
 #else
@@ -297,11 +297,15 @@ FEW_BITS(1) FEW_BITS(2) FEW_BITS(3) FEW_BITS(4)
 typedef void (*Few)(const Job *, int64_t, int64_t);
 #ifdef __AVX512BW__
 FEW_BITS(5) FEW_BITS(6) FEW_BITS(7) FEW_BITS(8)
-static const Few few[2][FEW + 1] = {{0, few_1_3, few_2_3, few_3_3, few_4_3, few_5_3, few_6_3, few_7_3, few_8_3},
-                                    {0, few_1_4, few_2_4, few_3_4, few_4_4, few_5_4, few_6_4, few_7_4, few_8_4}};
+static const Few few[2][FEW + 1] = {
+    {0, few_1_3, few_2_3, few_3_3, few_4_3, few_5_3, few_6_3, few_7_3, few_8_3},
+    {0, few_1_4, few_2_4, few_3_4, few_4_4, few_5_4, few_6_4, few_7_4, few_8_4},
+};
 #else
-static const Few few[2][FEW + 1] = {{0, few_1_3, few_2_3, few_3_3, few_4_3},
-                                    {0, few_1_4, few_2_4, few_3_4, few_4_4}};
+static const Few few[2][FEW + 1] = {
+    {0, few_1_3, few_2_3, few_3_3, few_4_3},
+    {0, few_1_4, few_2_4, few_3_4, few_4_4},
+};
 #endif
 
 /* More rows: strips of them go over a panel of decoded codes in the first-level cache. */
