@@ -75,10 +75,10 @@ def test_files_exist(page):
     assert not [code for code in named if not any(ROOT.glob(code.rstrip("/")))]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if name_of(page) not in OLD_NAMES], ids=name_of
+)
 def test_modules_and_their_names_exist(page):
-    if name_of(page) in OLD_NAMES:
-        pytest.skip("names old modules on purpose")
     missing = [code for code in code_of(page) if MODULE.fullmatch(code) and not exists(code)]
     assert not missing
 

@@ -66,10 +66,9 @@ def test_every_request_finishes_once_after_what_it_waits_for(seed):
 @pytest.mark.parametrize("seed", range(6))
 def test_a_process_is_as_if_it_had_never_been_looked_at(seed):
     """A model that goes on through several stages finishes as in one: only producers matter."""
-    own = problem(seed, models=2, devices=4)
+    tried = (problem(number, models=2, devices=4) for number in range(100 * seed, 100 * seed + 100))
+    own = next(one for one in tried if one.fits(plans[0] for plans in one.candidates))
     first = {model: plans[0] for model, plans in enumerate(own.candidates)}
-    if not own.fits(first.values()):
-        pytest.skip("the two do not fit beside each other")
     found = complete(own, lambda progress: {
         model: plan for model, plan in first.items() if model in own.simulator.unfinished(progress)
     })  # fmt: skip

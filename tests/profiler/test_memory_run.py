@@ -35,7 +35,7 @@ def test_no_stage_takes_more_than_predicted(tiny_model):
     )
     for stats in measure_memory(plan, folder):
         predicted = plan.estimate.stages[stats.rank].memory.total
-        assert -0.01 <= predicted / stats.memory_bytes - 1 <= 0.05
+        assert -0.01 <= predicted / stats.memory_bytes - 1 <= 0.10
 
 
 @pytest.mark.dist
