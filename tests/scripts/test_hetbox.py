@@ -120,7 +120,11 @@ def hetbox(tmp_path, code):
 
 
 def boxes_left(pid):
-    return [folder for folder in Path("/sys/fs/cgroup").glob(f"**/llmpq-box-{pid}-*")]
+    # os.walk goes on where a folder is removed meanwhile; Path.glob fails.
+    walked = os.walk("/sys/fs/cgroup")
+    return [
+        name for _, names, _ in walked for name in names if name.startswith(f"llmpq-box-{pid}-")
+    ]
 
 
 @needs_groups
