@@ -197,12 +197,13 @@ def _assert_few_bits_are_those_of_the_layers(path):
         found, expected = steps.forward(last, batch), stage(last, batch, caches[1])
         # Where experts are nearly as good as others, rounding may choose others.
         is_clear = steps.margins(2) > 0.05
+        assert is_clear.any()
         _assert_close(found[:, is_clear], expected[:, is_clear], last[:, is_clear])
 
 
 def _assert_close(found, expected, hidden):
     limit = 1e-4 if hidden.dtype == torch.float32 else 0.02
-    assert (found - expected).float().norm() <= limit * (expected - hidden).float().norm()
+    assert (found - expected).float().norm() < limit * (expected - hidden).float().norm()
 
 
 @pytest.mark.parametrize("case", REFUSED)
