@@ -215,15 +215,11 @@ class _PairBuilder:
         )
 
     def _temporary(self, pair: MicroBatching, *, is_master: bool) -> IntArray:
-        dense = None if 16 in self.bits else 0
-
         def temporary_bytes(item: Device) -> int:
             # Which layers a stage has is not known yet: enough for the copies of any.
             work = self.workload
             copies = self.costs.copied_kv_bytes(work.batch, work.max_context_tokens, item)
-            return copies + self.costs.temporary_bytes(
-                item, work, pair, is_master, dense_layers=dense
-            )
+            return copies + self.costs.temporary_bytes(item, work, pair, is_master)
 
         return _integers(temporary_bytes, self.devices)
 

@@ -124,7 +124,6 @@ def stage_memory(
             plan.micro_batching,
             is_master,
             is_last=not plan.is_split and stage.rank == len(plan.stages) - 1,
-            dense_layers=stage.bits.count(16),
             kv_bytes=kv,
         ),
         master=costs.master_bytes(device) if is_master else 0,

@@ -200,7 +200,7 @@ class ClusterCosts:
         """Return the bytes of one layer's keys and values of so many tokens."""
         return stored.token_kv_bytes(self.model, kind, tokens, self.kv_bits)
 
-    def temporary_bytes(  # noqa: PLR0913  a step and its place
+    def temporary_bytes(
         self,
         device: Device,
         workload: Workload,
@@ -208,7 +208,6 @@ class ClusterCosts:
         is_master: bool,
         *,
         is_last: bool = False,
-        dense_layers: int | None = None,
         kv_bytes: int = 0,
     ) -> int:
         """Return the peak bytes that live only during a step; see ``memory.temporary_bytes``."""
@@ -221,7 +220,6 @@ class ClusterCosts:
             is_master=is_master,
             kv_bits=self.kv_bits_of(device),
             is_last=is_last or len(self.cluster.devices) == 1,
-            dense_layers=dense_layers,
             kv_bytes=kv_bytes,
             head_bits=self.head_bits,
         )
@@ -234,7 +232,9 @@ class ClusterCosts:
         """
         if device is not None and self.head_bits not in self.specs[device.group].bits:
             return self.capacity_bytes(device) + 1
-        return stored.master_bytes(self.model, self.format_of(device), self.head_bits)
+        on_cpu = device is not None and self.specs[device.group].kind == "cpu"
+        number = self.format_of(device)
+        return stored.master_bytes(self.model, number, self.head_bits, on_cpu=on_cpu)
 
     def latency_source(self, device: Device) -> str:
         """Return where the seconds of a device come from: ``roofline`` or ``table <file>``."""

@@ -39,7 +39,6 @@ from llmpq.spec.runtime_constants import (
     MAPPED_FROM_BYTES,
     MATRICES_UNDER_WAY,
     MAX_PAGED_HEAD_DIM,
-    PRODUCT_ROWS,
     ROW_BLOCK,
     SCORE_BLOCK_TOKENS,
     SHARED_BUFFERS,
@@ -53,8 +52,6 @@ HEAP_MARGIN = 0.7
 """Share added to the temporaries of a CPU worker, up to ``MAPPED_FROM_BYTES`` of each tensor."""
 MASTER_BYTES = 2_000_000
 """What embedding, projection and sampling keep on the master."""
-PRODUCT_BYTES = 400_000
-"""oneDNN's code and work space for one weight shape and number of rows (``PRODUCT_ROWS``)."""
 EXPERT_SHARE = 2.0
 """Rows of the busiest expert, as a multiple of an even share."""
 INDEX_BYTES = 48
@@ -74,16 +71,15 @@ def temporary_bytes(  # noqa: PLR0913  what a step is, and where it runs
     is_master: bool,
     kv_bits: int = 16,
     is_last: bool = False,
-    dense_layers: int | None = None,
     kv_bytes: int = 0,
     head_bits: int = 16,
 ) -> int:
     """Return the peak bytes that live only during a step.
 
     On a CPU this is the larger of the peak of a step and the peak of loading. There ``kv_bits``
-    counts, and what a finished plan states of a stage: ``is_last``, ``dense_layers`` (layers with
-    16 bits) and ``kv_bytes`` of its blocks; without these the result is an upper bound. Elsewhere,
-    with ``R`` rows of a step, value size ``e``, and widths as in ``LayerSpec``::
+    counts, and what a finished plan states of a stage: ``is_last`` and ``kv_bytes`` of its blocks;
+    without these the result is an upper bound. Elsewhere, with ``R`` rows of a step, value size
+    ``e``, and widths as in ``LayerSpec``::
 
         4 MiB + 1.1 * max over (prefill, decode) of
               2 R h e                      messages: received, to be sent
@@ -120,8 +116,6 @@ def temporary_bytes(  # noqa: PLR0913  what a step is, and where it runs
         worst += _scratch_bytes(model, dtype, head_bits if is_master else 16)
         worst += read_buffer_bytes(steps)
         worst += MASTER_BYTES if is_master else 0
-        if dense_layers is None or dense_layers:
-            worst += product_bytes(steps)
         # Blocks are not written by the time a stage loads.
         return max(worst, loading_bytes(model) - kv_bytes)
     return gpu_bytes(steps, is_master=is_master)
@@ -167,9 +161,8 @@ def _cpu_peak(step: Step, *, is_master: bool, links: int) -> int:
         sum(_shared(step, layer)) + max(map(_with_holes, _moments(step, layer)))
         for layer in step.model.layer_types
     ]
-    if step.dtype != "float16":
-        buffers = (_buffers(step, layer) for layer in step.model.layer_types)
-        found.append(max(map(_with_holes, buffers)) + step.hidden)
+    buffers = (_buffers(step, layer) for layer in step.model.layer_types)
+    found.append(max(map(_with_holes, buffers)) + step.hidden)
     if is_master:  # by then the layers' own tensors are gone
         found.append(_with_holes(_logits(step)))
     return max(1, links * held) * step.message + step.apart + max(found)
@@ -178,19 +171,6 @@ def _cpu_peak(step: Step, *, is_master: bool, links: int) -> int:
 def _with_holes(moment: Moment) -> int:
     holes = sum(min(size, MAPPED_FROM_BYTES) for size in moment)
     return sum(moment) + math.ceil(HEAP_MARGIN * holes)
-
-
-def product_bytes(steps: Sequence[Step]) -> int:
-    """Return what oneDNN keeps for products of 16-bit layers, whatever the lengths of prompts."""
-    shapes = {
-        (op.out_features, op.in_features)
-        for layer in steps[0].model.layer_types
-        for op in layer.linears
-        if op.quantizable
-    }
-    most = max(step.rows for step in steps)
-    sizes = 1 + sum(rows < most for rows in PRODUCT_ROWS[:-1])
-    return PRODUCT_BYTES * len(shapes) * sizes
 
 
 def loading_bytes(model: ModelSpec) -> int:

@@ -9,7 +9,12 @@ import math
 
 from llmpq.spec.model import LayerSpec, ModelSpec
 from llmpq.spec.precision import DTYPE_BYTES, Dtype, stored_bytes
-from llmpq.spec.runtime_constants import HEAD_ROW_MULTIPLE, KV_BLOCK_SIZE
+from llmpq.spec.runtime_constants import (
+    HEAD_ROW_MULTIPLE,
+    KV_BLOCK_SIZE,
+    PANEL_COLUMNS,
+    PANEL_ROWS,
+)
 
 KV_SCALE_BYTES = 2
 """One 16-bit scale for every key or value of a token and head that is cached at 8 bits."""
@@ -59,13 +64,18 @@ def kv_scale_bytes(layer: LayerSpec, kv_bits: int) -> int:
     return cached * KV_SCALE_BYTES if kv_bits == 8 else 0
 
 
-def master_bytes(model: ModelSpec, dtype: Dtype, head_bits: int = 16) -> int:
+def master_bytes(
+    model: ModelSpec, dtype: Dtype, head_bits: int = 16, *, on_cpu: bool = False
+) -> int:
     """Return the bytes of embeddings, final norm and head, tied ones once.
 
     ``head_bits`` are those of the head's matrix, which is the token embedding's if they are tied.
+    At 16 bits a CPU fills its rows up to whole panels.
     """
     if head_bits == 16:
-        return model.master_parameters * DTYPE_BYTES[dtype]
+        filled = -model.vocab_size % PANEL_ROWS * model.head_in_features if on_cpu else 0
+        in_panels = DTYPE_BYTES[dtype] == 2 and model.head_in_features % PANEL_COLUMNS == 0
+        return (model.master_parameters + filled * in_panels) * DTYPE_BYTES[dtype]
     kept = (model.master_parameters - model.head_weights) * DTYPE_BYTES[dtype]
     return kept + head_bytes(model, dtype, head_bits)
 

@@ -25,6 +25,7 @@ from llmpq.calibration import CalibrationSet
 from llmpq.calibration.walk import Progress
 from llmpq.indicator.base import Scores, Subject
 from llmpq.models import DecoderStage, Master, load_config
+from llmpq.models.master import is_tied
 from llmpq.quant.loading.loader import load_master, load_stage
 
 _CHUNK_VALUES = 1 << 20  # scores C x V: 4 MiB in float32
@@ -69,7 +70,7 @@ class Divergence:
         states = {
             width: [master.embed(ids, _positions_of(ids)) for ids in batches]
             for width, master in masters.items()
-            if width == 16 or masters[16].lm_head is None
+            if width == 16 or is_tied(masters[16].config)
         }
         for index in range(count):
             layer = _load(subject, index, 16)

@@ -31,11 +31,11 @@ HEAD_LANES: Final = 16
 """The attention kernel that reads blocks in place takes heads of a multiple of this size."""
 MAX_PAGED_HEAD_DIM: Final = 512
 """Largest head of that kernel."""
-PRODUCT_ROWS: Final = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-"""Numbers of rows that 16-bit matrix products on a CPU are split and filled up to. oneDNN keeps
-0.3 to 0.5 MB of compiled code for the life of the process for each combination of a number of rows
-and a weight shape, whatever the capacity of its primitive cache."""
 HEAD_ROW_MULTIPLE: Final = 16
 """Rows of a quantized head are filled up to a multiple of it, which the compiled kernels need."""
+PANEL_ROWS: Final = 64
+"""Rows of a 16-bit head on a CPU are filled up to a multiple of it: whole panels everywhere."""
+PANEL_COLUMNS: Final = 32
+"""Weights of 16 bits with a multiple of so many columns are kept in panels on a CPU."""
 KV_BLOCK_SIZE: Final = 16
 """Tokens of a block of keys and values."""

@@ -12,7 +12,6 @@ from llmpq.costmodel import memory
 from llmpq.costmodel.layer_tensors import Step
 from llmpq.costmodel.memory import (
     MASTER_BYTES,
-    PRODUCT_BYTES,
     context_bytes,
     live_bytes,
     loading_bytes,
@@ -134,7 +133,6 @@ def test_counted_tensors_cover_every_dtype_and_bitwidth(tmp_path, family, dtype,
         dtype=str(dtype).removeprefix("torch."),
         device_kind="cpu",
         is_master=False,
-        dense_layers=0,  # tensors alone, without oneDNN's products
     )
     decoding = lived_bytes(tmp_path, DECODE, bits=bits, dtype=dtype, kv_bits=None)
     assert max(lived, decoding) <= predicted
@@ -179,7 +177,7 @@ def test_the_peak_of_loading_excludes_blocks():
     work = Workload(batch=1, prompt_tokens=4, new_tokens=2)
 
     def of(kv_bytes):
-        return peak(model, work, 1, dense_layers=0, kv_bytes=kv_bytes)
+        return peak(model, work, 1, kv_bytes=kv_bytes)
 
     loading, step = of(0), of(10**12)
     assert loading == loading_bytes(model) > step > 0
@@ -192,24 +190,13 @@ def test_hidden_states_are_held_for_every_link_of_a_stage(prompt, places):
     model = model_from_config(LIVE["opt"], "m", "here")
     work = Workload(batch=4, prompt_tokens=prompt, new_tokens=2)
     of_a_link = places * 4 * prompt * 128 * 2  # 10 KiB travel in the stream, 1 MiB is shared
-    middle, last = peak(model, work, 4), peak(model, work, 4, is_last=True)
+    held = {"kv_bytes": 10**9}  # more than loading takes
+    middle, last = peak(model, work, 4, **held), peak(model, work, 4, is_last=True, **held)
     assert middle - last == of_a_link
-    first = peak(model, work, 4, is_master=True)
+    first = peak(model, work, 4, is_master=True, **held)
     assert first - last == MASTER_BYTES
-    alone = peak(model, work, 4, is_master=True, is_last=True)
+    alone = peak(model, work, 4, is_master=True, is_last=True, **held)
     assert first - alone == of_a_link - 4 * prompt * 128 * 2  # its embedded tokens
-
-
-def test_compiled_products_are_counted_where_a_layer_has_16_bits():
-    model = model_from_config(LIVE["opt"], "m", "here")
-    shapes = 3  # attention, up, down
-    for prompt, sizes in ((1, 1), (5, 2), (25, 6), (100, 10), (1000, 12), (5000, 12)):
-        work = Workload(batch=4, prompt_tokens=prompt, new_tokens=2)
-        without, some, unknown = (
-            peak(model, work, 4, dense_layers=layers, kv_bytes=10**9) for layers in (0, 1, None)
-        )
-        assert unknown - without == PRODUCT_BYTES * shapes * sizes
-        assert some == unknown
 
 
 def test_a_small_step_takes_the_peak_of_loading():

@@ -66,7 +66,7 @@ def _certify_memory(plan, costs) -> None:
         needed = costs.runtime_bytes(device)
         needed += costs.temporary_bytes(
             device, work, plan.micro_batching, stage.rank == 0,
-            is_last=stage.rank == len(plan.stages) - 1, dense_layers=stage.bits.count(16),
+            is_last=stage.rank == len(plan.stages) - 1,
         )  # fmt: skip
         needed += costs.master_bytes(device) if stage.rank == 0 else 0
         for layer, bits in zip(range(stage.first_layer, stage.end_layer), stage.bits, strict=True):

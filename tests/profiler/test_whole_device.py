@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from llmpq.dist.engine.compiled_steps import CompiledSteps
-from llmpq.kernels.cpu.native import has_bf16_products, library
+from llmpq.kernels.cpu.native import has_steps, instruction_set, library
 from llmpq.profiler import whole_device
 from llmpq.profiler.grid import Shape
 from llmpq.profiler.whole_device import DeviceJob
@@ -13,7 +13,7 @@ from llmpq.spec.precision import BITS, Phase
 JOB = DeviceJob(device=torch.device("cpu"), features=128)
 
 
-@pytest.mark.skipif(library() is None or not has_bf16_products(), reason="no compiled steps here")
+@pytest.mark.skipif(library() is None or not has_steps(instruction_set()), reason="needs AVX2")
 @pytest.mark.parametrize("bits", BITS)
 def test_decode_steps_are_compiled_as_in_a_rank(bits, monkeypatch):
     steps = []

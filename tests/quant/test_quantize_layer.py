@@ -81,7 +81,8 @@ def test_routers_that_are_linear_modules_are_not_quantized(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_sixteen_bits_only_cast_the_weights(tiny_model, dtype):
+def test_sixteen_bits_only_cast_the_weights(tiny_model, dtype, monkeypatch):
+    monkeypatch.setattr("llmpq.quant.modules.layer.can_prepack", lambda _: False)
     layer = read_layer(tiny_model("llama", shape=SHAPE))
     before = {name: value.clone() for name, value in layer.state_dict().items()}
     quantize_layer_(layer, 16, dtype)
@@ -90,15 +91,16 @@ def test_sixteen_bits_only_cast_the_weights(tiny_model, dtype):
     assert all(torch.equal(after[name], before[name].to(dtype)) for name in before)
 
 
-def test_bfloat16_weights_are_reordered_for_the_cpu(tiny_model, monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bit_weights_are_ordered_for_the_cpu(tiny_model, monkeypatch, dtype):
     model_dir = tiny_model("opt", shape=SHAPE)
     layer, plain = read_layer(model_dir), read_layer(model_dir)
-    quantize_layer_(layer, 16, torch.bfloat16)
-    monkeypatch.setattr("llmpq.quant.modules.layer.can_prepack", lambda *_: False)
-    quantize_layer_(plain, 16, torch.bfloat16)
-    assert isinstance(layer.fc1, DenseLinear) == can_prepack("cpu", torch.bfloat16, 256, 64)
+    quantize_layer_(layer, 16, dtype)
+    monkeypatch.setattr("llmpq.quant.modules.layer.can_prepack", lambda _: False)
+    quantize_layer_(plain, 16, dtype)
+    assert isinstance(layer.fc1, DenseLinear) == can_prepack(plain.fc1.weight)
     assert stored_bytes(layer) == stored_bytes(plain)
-    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     torch.testing.assert_close(layer.fc1(x), plain.fc1(x), atol=0.01, rtol=0.02)
 
 

@@ -50,7 +50,7 @@ def bytes_alone(costs: ClusterCosts, workload: Workload, bits: int) -> int:
     )
     temporary = costs.temporary_bytes(
         device, workload, MicroBatching(prefill=1, decode=1), is_master=True, is_last=True,
-        dense_layers=len(kinds) if bits == 16 else 0, kv_bytes=kv,
+        kv_bytes=kv,
     )  # fmt: skip
     weights = sum(costs.layer_weight_bytes(device, kind, bits) for kind in kinds)
     return costs.runtime_bytes(device) + costs.master_bytes(device) + weights + kv + temporary

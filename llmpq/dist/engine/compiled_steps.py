@@ -38,7 +38,7 @@ from llmpq.spec.precision import Precision
 
 logger = get_logger(__name__)
 
-LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.02}
+LIMITS = {torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.0025}
 """Largest difference of what a layer adds to its input, relative to it (norms)."""
 _FEWEST_BIASED = 1024
 _FAR = 1 << 20

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from llmpq.compiled import NotCompiledError, library_path
 
-ABI = 18
+ABI = 19
 DONE = 0
 
 _COMMON = ("-std=gnu11", "-O3", "-Wno-psabi", "-fPIC", "-shared")
@@ -56,7 +56,7 @@ TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 class Weight(Structure):
-    """A weight in tiles (``csrc/kernels.h``), or in panels (``csrc/dense_bf16.c``)."""
+    """A weight in tiles or in panels (``csrc/kernels.h``)."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("tiles", "scales", "zeros")),
@@ -234,6 +234,7 @@ def load(name: str) -> ctypes.CDLL:
     loaded.kernels_rows.argtypes = (
         POINTER(Weight), c_void_p, c_void_p, c_int64, c_int32, c_int32
     )  # fmt: skip
+    loaded.kernels_order.argtypes = (POINTER(Weight), c_void_p, c_int32)
     loaded.kernels_float.argtypes = (POINTER(Product), c_int32)
     loaded.kernels_round.argtypes = (POINTER(Rounding),)
     loaded.kernels_norm.restype = None
@@ -251,7 +252,6 @@ def load(name: str) -> ctypes.CDLL:
     if name in WITH_BF16:
         loaded.kernels_bf16.argtypes = (POINTER(Product), c_int64)
         loaded.kernels_dense.argtypes = (POINTER(Product),)
-        loaded.kernels_dense_holds.argtypes = (POINTER(Weight), c_void_p, c_int32)
     return loaded
 
 

@@ -10,12 +10,11 @@ from torch import Tensor
 from llmpq.kernels.cpu.native import TYPES, Norm, library
 
 _LANES = 16
-_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def can_norm(weight: Tensor) -> bool:
     """Return whether rows of ``weight``'s length, type and place can be normed here."""
-    fits = weight.dim() == 1 and weight.numel() % _LANES == 0 and weight.dtype in _DTYPES
+    fits = weight.dim() == 1 and weight.numel() % _LANES == 0 and weight.dtype in TYPES
     return fits and weight.device.type == "cpu" and library() is not None
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from llmpq.kernels.base import PreparedWeight
-from llmpq.kernels.cpu.dense import DENSE_BACKEND, few_dense_rows
+from llmpq.kernels.cpu.dense import DENSE_BACKEND, few_dense_rows, multiplies_pairs
 from llmpq.kernels.cpu.dispatch import OUTLIER_THRESHOLD
 from llmpq.kernels.cpu.native import (
     TYPES,
@@ -26,7 +26,6 @@ from llmpq.kernels.cpu.native import (
     Norm,
     Product,
     Weight,
-    has_bf16_products,
     library,
 )
 from llmpq.kernels.cpu.paged_attention import STORED_TYPES, PagedHeads, PagedTokens
@@ -61,7 +60,8 @@ class StepKernel(NamedTuple):
     Attributes:
         number: of the kernel in ``csrc/step.c``.
         block: columns of a sum of the rows; 0 where the kernel needs none.
-        option: limit of few rows of weight-only products; bits of those with 8-bit activations.
+        option: limit of few rows of weight-only products and of products of bf16 pairs, 0 for
+            none; bits of those with 8-bit activations.
     """
 
     number: int
@@ -70,8 +70,8 @@ class StepKernel(NamedTuple):
 
     @property
     def few_limit(self) -> int:
-        """Rows up to which weight-only products decode while they multiply; 0 for others."""
-        return self.option if self.number == _PACKED_BF16 else 0
+        """Rows up to which another algorithm is the faster; see ``option``."""
+        return self.option if self.number in (_PACKED_BF16, _DENSE_BF16) else 0
 
     @property
     def in_float(self) -> bool:
@@ -125,7 +125,7 @@ class StepProgram:
     """Operators in the order in which they run, all on buffers of this program.
 
     Args:
-        dtype: float32 or bfloat16, of all rows.
+        dtype: of all rows.
 
     Attributes:
         most_rows: most rows of a call.
@@ -135,7 +135,7 @@ class StepProgram:
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
-        if dtype not in (torch.float32, torch.bfloat16):
+        if dtype not in TYPES:
             raise UnsupportedStepError(f"numbers of {dtype}")
         self.dtype = dtype
         self.most_rows = STEP_ROWS
@@ -368,22 +368,24 @@ class StepProgram:
             return StepKernel(_PLAIN, 0, 0)
         if not isinstance(weight.handle, Weight):
             raise UnsupportedStepError(f"a weight of '{weight.backend}' without a compiled kernel")
-        is_bf16 = self.dtype == torch.bfloat16
-        if weight.backend == DENSE_BACKEND and is_bf16:
-            self.limit(few_dense_rows())
-            return StepKernel(_DENSE_BF16, 0, 0)
+        if weight.backend == DENSE_BACKEND and weight.tensors[0].dtype == self.dtype:
+            if multiplies_pairs(self.dtype):
+                return StepKernel(_DENSE_BF16, 0, few_dense_rows() or 0)
+            return StepKernel(_PACKED_FLOAT, 0, 0)
         block = _BLOCK
         while weight.handle.group % block:
             block //= 2
-        if weight.backend == "cpu_packed" and is_bf16 and has_bf16_products():
-            return StepKernel(_PACKED_BF16, block, few_rows_limit(weight.precision.bits))
-        if weight.backend == "cpu_packed":
-            return StepKernel(_PACKED_FLOAT, block, 0)
-        if weight.backend == "cpu_packed_int8":
-            return StepKernel(_PACKED_INT8, block, weight.precision.bits)
-        if weight.backend == "cpu_llm_int8":
-            return StepKernel(_LLM_INT8, 0, 0)
-        raise UnsupportedStepError(f"a weight of '{weight.backend}' in {self.dtype}")
+        bits = weight.precision.bits
+        kernels = {
+            "cpu_packed": StepKernel(_PACKED_FLOAT, block, 0),
+            "cpu_packed_int8": StepKernel(_PACKED_INT8, block, bits),
+            "cpu_llm_int8": StepKernel(_LLM_INT8, 0, 0),
+        }
+        if weight.backend not in kernels:
+            raise UnsupportedStepError(f"a weight of '{weight.backend}' in {self.dtype}")
+        if weight.backend == "cpu_packed" and multiplies_pairs(self.dtype):
+            return StepKernel(_PACKED_BF16, block, few_rows_limit(bits))
+        return kernels[weight.backend]
 
     def handle_of(self, weight: PreparedWeight | Tensor, rows: int, columns: int) -> int:
         """Return the address of the handle of a weight ``[rows, columns]``.
@@ -396,7 +398,11 @@ class StepProgram:
         else:
             bits = 8 * weight.itemsize
             handle = Weight(
-                tiles=weight.data_ptr(), rows=len(weight), columns=weight.shape[1], bits=bits
+                tiles=weight.data_ptr(),
+                rows=len(weight),
+                columns=weight.shape[1],
+                bits=bits,
+                scale_type=TYPES[weight.dtype],
             )
         assert isinstance(handle, Weight)
         if (handle.rows, handle.columns) != (rows, columns):
@@ -406,7 +412,7 @@ class StepProgram:
 
     def prepared(self, x: Tensor, kernel: StepKernel) -> PrepareRows | None:
         """Return where a kernel finds what it needs of rows ``x``; ``None`` if it needs no more."""
-        if kernel.number in (_DENSE_BF16, _PLAIN):
+        if kernel.number == _PLAIN or not (kernel.block or kernel.number == _LLM_INT8):
             return None
         rows, columns = x.shape
 

@@ -241,7 +241,7 @@ def _route(program: StepProgram, x: Tensor, router: RowRouter) -> RouteRows:
         score=SCORES.index(router.score),
         normalizes=router.normalizes,
         type=TYPES[dtype],
-        rounds=router.rounds_weights and program.dtype != torch.float32,
+        rounds=TYPES[program.dtype if router.rounds_weights else torch.float32],
     )
     program.append(Kind.ROUTE, route)
     program.margins.append(lambda rows: router.margins(logits[:rows].float()))

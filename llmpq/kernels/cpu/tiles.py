@@ -1,8 +1,8 @@
 """Weights in the layouts of the compiled kernels, and their products.
 
-3, 4 and 8 bits use tiles (``csrc/kernels.h``), which are the same on every machine and can be
-filled a block of rows at a time; bf16 uses panels (``csrc/dense_bf16.c``). Codes take as many bytes
-as in a ``PackedWeight``; scales and zeros are transposed and keep their dtype.
+3, 4 and 8 bits use tiles, which are the same on every machine and can be filled a block of rows at
+a time; 16 bits use panels (both: ``csrc/kernels.h``). Codes take as many bytes as in a
+``PackedWeight``; scales and zeros are transposed and keep their dtype.
 
 Shape legend: N output features, K input features, G groups of a row, b bits, R rows of a block.
 """
@@ -25,8 +25,6 @@ TILE_ROWS = 16
 TILE_COLUMNS = 32
 ROWS_OF_THREAD = 16
 """Rows to look up that justify one more thread."""
-PANELS = (64, 32)
-"""Rows of a panel in oneDNN's layouts (``csrc/dense_bf16.c``)."""
 
 
 def fits_tiles(out_features: int, in_features: int, group_size: int) -> bool:
@@ -149,7 +147,7 @@ def prepared_tiles(weight: TiledWeight, backend: str) -> PreparedWeight:
 
 
 def rows_of_tiles(weight: PreparedWeight, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return rows ``ids`` of a weight in tiles, dequantized: ``[..., K]`` in ``dtype``.
+    """Return rows ``ids`` of a weight in tiles or panels: ``[..., K]`` in ``dtype``.
 
     Raises:
         IndexError: a row does not exist.
@@ -172,7 +170,7 @@ def float_product(
 
     Args:
         x: ``[..., K]``.
-        weight: in tiles, or a bf16 one in panels.
+        weight: in tiles or panels.
         bias: ``[N]``.
         threads: threads to use, torch's by default.
     """
@@ -224,26 +222,40 @@ def packed_int8_product(
     return _multiply(kernel, x, weight, bias, TYPES[x.dtype], threads=threads)
 
 
-def panels_of(layout: int, weight: Tensor) -> Weight | None:
-    """Return the handle of panels at the address ``layout``, if they hold bf16 ``weight``.
+def to_panels(
+    weight: Tensor, panel_rows: int, multiple: int, *, reuse: bool = False
+) -> tuple[Tensor, Weight]:
+    """Return a 16-bit weight ``[N, K]`` in panels ``[N', K]``, and its handle.
 
-    Compares every number. ``weight`` ``[N, K]`` is contiguous, N a multiple of 64 and K of 32.
+    Args:
+        weight: bf16 or float16, contiguous.
+        panel_rows: of a panel.
+        multiple: of rows to which N is filled up with zeros, N'; a multiple of ``panel_rows``.
+        reuse: whether the memory of ``weight`` may become the panels', which it does if N' is N.
     """
     rows, columns = weight.shape
+    missing = -rows % multiple
+    panels = weight if reuse and not missing else weight.new_empty(rows + missing, columns)
+    handle = Weight(
+        tiles=panels.data_ptr(),
+        rows=rows,
+        columns=columns,
+        group=columns,
+        bits=16,
+        scale_type=TYPES[weight.dtype],
+        panel=panel_rows,
+    )
     threads = torch.get_num_threads()
-    for panel in PANELS:
-        handle = Weight(
-            tiles=layout, rows=rows, columns=columns, group=columns, bits=16, panel=panel
-        )
-        if _kernels().kernels_dense_holds(byref(handle), weight.data_ptr(), threads):
-            return handle
-    return None
+    if _kernels().kernels_order(byref(handle), weight.data_ptr(), threads) != DONE:
+        raise MemoryError(f"found no memory for {panel_rows} rows of {columns} numbers")
+    panels[rows + -rows % panel_rows :].zero_()  # whole panels are missing
+    return panels, handle
 
 
 def dense_product(
     x: Tensor, weight: PreparedWeight, bias: Tensor | None, threads: int | None = None
 ) -> Tensor:
-    """Return ``x @ weight.T + bias`` for bf16 ``x`` and a bf16 weight in panels."""
+    """Return ``x @ weight.T + bias`` for bf16 ``x``; the panels have 32 or 64 rows."""
     return _multiply(_kernels().kernels_dense, x, weight, bias, threads=threads)
 
 

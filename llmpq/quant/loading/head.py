@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from llmpq.errors import SpecError
 from llmpq.kernels.base import KernelBackend
 from llmpq.kernels.cpu.compiled import TileBackend
+from llmpq.kernels.cpu.dense import can_prepack
 from llmpq.kernels.cpu.tiles import TiledWeight
 from llmpq.kernels.packed import PackedWeight
 from llmpq.kernels.registry import choose_backend
@@ -31,8 +32,8 @@ from llmpq.quant.loading.weight_cache import (
     entry_layout,
     weight_of,
 )
-from llmpq.quant.modules.head import QuantEmbedding, QuantHead
-from llmpq.quant.modules.linear import QuantLinear
+from llmpq.quant.modules.head import QuantHead, TiedEmbedding, is_lookup
+from llmpq.quant.modules.linear import DenseLinear, QuantLinear
 from llmpq.quant.quantizers.rtn import quantize
 from llmpq.spec.precision import Precision, default_precision
 from llmpq.spec.runtime_constants import HEAD_ROW_MULTIPLE
@@ -85,7 +86,7 @@ def install_head_(
     kernel = _kernel(default_precision(load.bits), rows, source.shape[1], load, is_tied=is_tied)
     linear = _linear(master, _weight(checkpoint, source, rows, kernel, load), kernel)
     if is_tied:
-        master.set_submodule(master.embedding_name, QuantEmbedding(linear, embedding))
+        master.set_submodule(master.embedding_name, TiedEmbedding(linear, embedding))
     master.lm_head = QuantHead(linear, source.shape[0])
 
 
@@ -105,6 +106,27 @@ def install_stored_head_(master: Master, weight: PackedWeight, load: HeadLoad) -
     kernel = _kernel(weight.precision, rows, weight.in_features, load, is_tied=False)
     filled = _with_rows(weight, rows).to(load.device)
     master.lm_head = QuantHead(_linear(master, filled, kernel), vocab_size)
+
+
+def order_head_(master: Master) -> None:
+    """Order the matrix of a 16-bit head for this CPU's kernels, in its own memory.
+
+    A token embedding that is tied to the head reads its rows.
+    """
+    head, embedding = master.lm_head, master.get_submodule(master.embedding_name)
+    is_tied = head is None
+    if is_tied and not is_lookup(embedding):
+        return
+    plain = embedding if is_tied else head
+    weight = getattr(plain, "weight", None)
+    if not isinstance(plain, (nn.Linear, nn.Embedding)) or not isinstance(weight, Tensor):
+        return
+    if not can_prepack(weight):
+        return
+    linear = DenseLinear(weight.detach(), getattr(plain, "bias", None), reuse=True)
+    if is_tied:
+        master.set_submodule(master.embedding_name, TiedEmbedding(linear, embedding))
+    master.lm_head = linear
 
 
 def _filled_rows(vocab_size: int) -> int:

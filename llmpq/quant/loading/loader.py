@@ -21,7 +21,13 @@ from llmpq.kernels.packed import PackedWeight, packed_row_bytes
 from llmpq.models import Checkpoint, DecoderStage, Master
 from llmpq.quant.checkpoint.reader import GptqCheckpoint, is_gptq
 from llmpq.quant.loading.assembly import Matrix
-from llmpq.quant.loading.head import HeadLoad, head_key, install_head_, install_stored_head_
+from llmpq.quant.loading.head import (
+    HeadLoad,
+    head_key,
+    install_head_,
+    install_stored_head_,
+    order_head_,
+)
 from llmpq.quant.loading.layer_reader import (
     Item,
     LayerEnd,
@@ -156,6 +162,7 @@ def load_master(
     if left:
         raise SpecError(f"{type(master).__name__}: buffer '{left[0]}' is neither stored nor known")
     fuse_norms_(master)
+    order_head_(master)
     prepack_(master)
     return master.to(device)
 

@@ -1,4 +1,4 @@
-"""An LM head with a quantized weight, and the token embedding that reads rows of the same weight.
+"""An LM head with a quantized weight, and the token embedding that reads rows of a head's weight.
 
 Shape legend: R rows, N tokens, H hidden size, V vocabulary.
 """
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from llmpq.errors import SpecError
-from llmpq.quant.modules.linear import QuantLinear
+from llmpq.quant.modules.linear import DenseLinear, QuantLinear
 
 
 class QuantHead(nn.Module):
@@ -31,29 +31,29 @@ class QuantHead(nn.Module):
         return scores[..., : self.vocab_size]
 
 
-class QuantEmbedding(nn.Module):
-    """A token embedding that reads rows of a quantized head, dequantized one by one.
+class TiedEmbedding(nn.Module):
+    """A token embedding that reads rows of the head, the only copy of the weight.
 
     Attributes:
-        linear: of the head, the only copy of the weight.
+        linear: of the head.
         embed_scale: factor of the embeddings in the run's dtype, ``None`` for 1.
     """
 
     embed_scale: Tensor | None
 
-    def __init__(self, linear: QuantLinear, replaced: nn.Module) -> None:
+    def __init__(self, linear: QuantLinear | DenseLinear, replaced: nn.Module) -> None:
         """Take the place of ``replaced``.
 
         Raises:
             SpecError: an embedding that computes more than rows times a factor.
         """
         super().__init__()
-        scale = getattr(replaced, "embed_scale", None)
-        if type(replaced) is not nn.Embedding and scale is None:
+        if not is_lookup(replaced):
             raise SpecError(
                 f"{type(replaced).__name__}: found an embedding that is not rows of its weight, "
                 "expected a head of 16 bits with it"
             )
+        scale = getattr(replaced, "embed_scale", None)
         self.linear = linear
         factor = None if scale is None else torch.as_tensor(scale).to(linear.dtype)
         self.register_buffer("embed_scale", factor, persistent=False)
@@ -62,3 +62,8 @@ class QuantEmbedding(nn.Module):
         """Return the embeddings ``[..., N, H]`` of ``token_ids`` ``[..., N]``."""
         rows = self.linear.rows(token_ids)
         return rows if self.embed_scale is None else rows * self.embed_scale
+
+
+def is_lookup(embedding: nn.Module) -> bool:
+    """Return whether an embedding is rows of its weight, or these times a factor."""
+    return type(embedding) is nn.Embedding or getattr(embedding, "embed_scale", None) is not None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from llmpq.errors import SpecError
-from llmpq.kernels.cpu.dense import can_prepack
+from llmpq.kernels.cpu.dense import can_prepack, is_whole
 from llmpq.kernels.registry import choose_backend
 from llmpq.models.expert_layouts import BiasedExperts, DbrxMixture
 from llmpq.quant.modules.linear import DenseLinear, QuantExperts, QuantLinear, QuantStack, gate_of
@@ -26,8 +26,6 @@ _ROUTER_NAMES = frozenset(
         *("modality_router", "correction_coefs", "prediction_coefs"),  # AltUp of Gemma 3n
     }
 )
-EXPERT_ROWS = 16
-"""The rows of a 16-bit expert are padded to a multiple of it, so that few shapes occur."""
 _EXPERT_WEIGHTS = frozenset({"gate_up_proj", "down_proj"})
 _SINGLE_STACKS = frozenset({"JetMoeParallelExperts"})
 """Classes of experts that are one matrix each."""
@@ -79,7 +77,7 @@ def stored_bytes(module: nn.Module) -> int:
 
 
 def prepack_(module: nn.Module) -> None:
-    """Reorder bf16 weights of linear operators for this CPU's matmul."""
+    """Order 16-bit weights of linear operators for this CPU's kernels."""
     linears = (name for name, child in module.named_modules() if isinstance(child, nn.Linear))
     # Routers of some families read the weight of their linear operator.
     names = [name for name in linears if not is_router(name)]
@@ -87,7 +85,7 @@ def prepack_(module: nn.Module) -> None:
         linear = module.get_submodule(name)
         assert isinstance(linear, nn.Linear)
         weight = linear.weight
-        if can_prepack(weight.device.type, weight.dtype, *weight.shape):
+        if can_prepack(weight) and is_whole(weight):
             module.set_submodule(name, DenseLinear(weight, linear.bias))
 
 
@@ -100,9 +98,18 @@ def _unstack_experts_(layer: nn.Module) -> None:
     for name, module in stacks:
         weights = [module.get_parameter(key) for key in expert_keys(module)]
         if all(weight.device.type == "cpu" and weight.dim() == 3 for weight in weights):
-            views = {key: expert_views(module, key) for key in expert_keys(module)}
-            experts = experts_of(module, views, row_multiple=EXPERT_ROWS)
-            layer.set_submodule(name, experts)
+            views = {key: _ordered(expert_views(module, key)) for key in expert_keys(module)}
+            layer.set_submodule(name, experts_of(module, views))
+
+
+def _ordered(views: Sequence[nn.Linear]) -> list[nn.Module]:
+    """Order views of a stack for this CPU's kernels, in its memory where they are whole panels."""
+    return [
+        DenseLinear(view.weight.detach(), view.bias, reuse=True)
+        if can_prepack(view.weight) and is_whole(view.weight)
+        else view
+        for view in views
+    ]
 
 
 def has_common_layout(layer: nn.Module) -> bool:
@@ -120,19 +127,18 @@ def expert_keys(experts: nn.Module) -> tuple[str, ...]:
 
 
 def experts_of(
-    module: nn.Module, linears: Mapping[str, Sequence[nn.Module]], *, row_multiple: int = 1
+    module: nn.Module, linears: Mapping[str, Sequence[nn.Module]]
 ) -> QuantStack | QuantExperts:
     """Return what replaces a stack of experts.
 
     Args:
         module: the stack; its weights are not used.
         linears: the operators of every expert, by ``expert_keys``.
-        row_multiple: of ``QuantExperts``.
     """
     if "weight" in linears:
         return QuantStack(linears["weight"])
     gate_up, down = linears["gate_up_proj"], linears["down_proj"]
-    return QuantExperts(gate_up, down, gate_of(module), row_multiple=row_multiple)
+    return QuantExperts(gate_up, down, gate_of(module))
 
 
 def expert_views(experts: nn.Module, key: str) -> list[nn.Linear]:

@@ -16,7 +16,7 @@ from llmpq.errors import SpecError
 from llmpq.kernels.base import KernelBackend, PreparedWeight
 from llmpq.kernels.cpu.compiled import TileBackend
 from llmpq.kernels.cpu.dense import prepack, prepacked_linear
-from llmpq.kernels.cpu.tiles import TiledWeight
+from llmpq.kernels.cpu.tiles import TiledWeight, rows_of_tiles
 from llmpq.kernels.packed import PackedWeight
 from llmpq.models.expert_layouts import ClampedGate
 from llmpq.spec.runtime_constants import ROW_BLOCK
@@ -117,23 +117,25 @@ class QuantLinear(nn.Module):
 
 
 class DenseLinear(nn.Module):
-    """A 16-bit linear operator whose weight is reordered for the CPU's matmul.
+    """A 16-bit linear operator whose weight is ordered for this CPU's kernels.
 
-    Replaces ``nn.Linear`` where ``llmpq.kernels.cpu.dense.can_prepack`` returns True.
+    Replaces ``nn.Linear`` where ``llmpq.kernels.cpu.dense`` has a kernel for it.
 
     Attributes:
         in_features: K.
         out_features: N.
-        bias: ``[N]`` in bf16, or ``None``.
+        dtype: bfloat16 or float16, of the weight.
+        bias: ``[N]`` in that dtype, or ``None``.
     """
 
     bias: Tensor | None
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Reorder ``weight`` ``[N, K]``; the caller drops it."""
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, reuse: bool = False) -> None:
+        """Order ``weight`` ``[N, K]``, in its own memory with ``reuse``; the caller drops it."""
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self._weight = prepack(weight)
+        self.dtype = weight.dtype
+        self._weight = prepack(weight, reuse=reuse)
         self.register_buffer("bias", None if bias is None else bias.detach().to(weight.dtype))
 
     @property
@@ -150,6 +152,10 @@ class DenseLinear(nn.Module):
     def backend_name(self) -> str:
         """Name of the kernel that multiplies."""
         return self._weight.backend
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return rows ``ids`` ``[...]`` of the weight: ``[..., K]``."""
+        return rows_of_tiles(self._weight, ids, self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x @ weight.T + bias`` for ``x`` ``[..., K]``: ``[..., N]``."""
@@ -214,8 +220,6 @@ class QuantExperts(nn.Module):
         gate_up: Sequence[nn.Module],
         down: Sequence[nn.Module],
         gate: Callable[[Tensor], Tensor],
-        *,
-        row_multiple: int = 1,
     ) -> None:
         """Build from the linear operators of every expert in order, quantized or not.
 
@@ -223,12 +227,9 @@ class QuantExperts(nn.Module):
             gate_up: from H to 2F features each.
             down: from F to H features each.
             gate: makes F features of 2F; from ``gate_of``.
-            row_multiple: more rows than that are padded to a multiple of it. oneDNN compiles and
-                keeps a kernel of 0.3 MB for every new number of rows.
         """
         super().__init__()
         assert len(gate_up) == len(down)
-        self.row_multiple = row_multiple
         self.num_experts = len(gate_up)
         self.gate_up = nn.ModuleList(gate_up)
         self.down = nn.ModuleList(down)
@@ -237,7 +238,8 @@ class QuantExperts(nn.Module):
     @property
     def weight_bytes(self) -> int:
         """Bytes of all matrices as their backends keep them."""
-        return sum(m.weight_bytes for m in self.modules() if isinstance(m, QuantLinear))
+        held = (QuantLinear, DenseLinear)
+        return sum(m.weight_bytes for m in self.modules() if isinstance(m, held))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts.
@@ -256,7 +258,7 @@ class QuantExperts(nn.Module):
             block = ROW_BLOCK if output.device.type == "cpu" else max(1, len(token))
             parts = zip(torch.split(token, block), torch.split(weights, block), strict=True)
             for part, own in parts:
-                made = self._made_by(expert, hidden_states[self._padded(part)])[: len(part)] * own
+                made = self._made_by(expert, hidden_states[part]) * own
                 output.index_add_(0, part, made.to(output.dtype))
                 del made  # before the next one
         return output
@@ -265,10 +267,3 @@ class QuantExperts(nn.Module):
         """Return what an expert makes of rows ``[T, H]``: the same shape."""
         made: Tensor = self.down[expert](self.gate(self.gate_up[expert](rows)))
         return made
-
-    def _padded(self, token: Tensor) -> Tensor:
-        """Return ``token``, padded with its first entry to a multiple of rows."""
-        missing = -len(token) % self.row_multiple
-        if len(token) <= self.row_multiple or missing == 0:
-            return token
-        return torch.cat((token, token[:1].expand(missing)))

@@ -18,7 +18,6 @@ from helpers.instruction_sets import OWN, RUNNABLE, using
 from helpers.tiny_models import generate_alone, load_reference
 
 from llmpq.dist.engine.compiled_steps import step_runner_of
-from llmpq.kernels.cpu.native import has_bf16_products
 from llmpq.quant.loading.loader import load_stage
 
 pytestmark = pytest.mark.skipif(not HAS_STEPS, reason="needs AVX2 and a C compiler")
@@ -60,7 +59,6 @@ def test_tokens_of_a_pipeline_are_those_of_generate(tiny_model, family, threads)
 
 @pytest.mark.parametrize("bits", [3, 4, 8, 16])
 @pytest.mark.parametrize("rows", [1, 2, 6])
-@pytest.mark.skipif(not has_bf16_products(), reason="needs AVX512-BF16")
 def test_bf16_numbers_are_those_of_the_layers(tiny_model, bits, rows):
     _check_numbers(tiny_model("qwen3_moe", shape=SHAPE, **MANY), bits, rows, torch.bfloat16)
 

@@ -18,7 +18,6 @@ from helpers.tiny_configs import SIZES, tiny_config
 from helpers.tiny_models import generate_alone, load_reference, make_tiny_model_script
 
 from llmpq.dist.engine.compiled_steps import CompiledSteps, step_runner_of
-from llmpq.kernels.cpu.native import has_bf16_products
 from llmpq.quant.loading.loader import load_stage
 
 pytestmark = pytest.mark.skipif(not HAS_STEPS, reason="needs AVX-512 and a C compiler")
@@ -182,7 +181,7 @@ def test_positions_beyond_which_queries_are_scaled_run_operator_by_operator(tmp_
 def _assert_few_bits_are_those_of_the_layers(path):
     """Compare a step of prompts, where rounding could choose other experts, and one after them."""
     is_alone = "longrope" not in (path / "config.json").read_text(encoding="utf-8")
-    for dtype in {torch.float32, torch.bfloat16 if has_bf16_products() else torch.float32}:
+    for dtype in (torch.float32, torch.bfloat16):
         stage = _stage(path, 4, dtype)
         caches = cache_of(stage, dtype=dtype), cache_of(stage, dtype=dtype)
         steps = compiled(stage, caches[0])

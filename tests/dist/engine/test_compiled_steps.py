@@ -28,7 +28,6 @@ from llmpq.dist.engine.compiled_steps import (
     step_runner_of,
 )
 from llmpq.dist.kv.cache import KVCache
-from llmpq.kernels.cpu.native import has_bf16_products
 from llmpq.kernels.cpu.step import FEW_ROWS
 from llmpq.models import PackedBatch, kv_shapes
 from llmpq.quant.loading.loader import load_stage
@@ -72,14 +71,13 @@ def test_tokens_are_those_of_generate(tiny_model, family, threads):
 
 @pytest.mark.parametrize(("bits", "kv_bits"), [(3, 8), (4, 16), (8, 8), (8, 16), (16, 16)])
 @pytest.mark.parametrize("rows", [1, 5])
-@pytest.mark.skipif(not has_bf16_products(), reason="needs AVX512-BF16")
 def test_bf16_numbers_are_those_of_the_layers(tiny_model, bits, kv_bits, rows):
     path = tiny_model("qwen2", shape=SHAPE, seed=3)
     _check_numbers(path, bits, kv_bits, rows, torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", OLDER)
-@pytest.mark.parametrize(("bits", "kv_bits"), [(3, 16), (4, 8)])
+@pytest.mark.parametrize(("bits", "kv_bits"), [(3, 16), (4, 8), (16, 16)])
 def test_bf16_numbers_are_those_of_the_layers_on_older_processors(tiny_model, name, bits, kv_bits):
     path = tiny_model("qwen2", shape=SHAPE, seed=3)
     with using(name):
@@ -130,8 +128,6 @@ def _check_numbers(path, bits, kv_bits, rows, dtype, kernel=None):
 
 @pytest.mark.parametrize(("dtype", "kv_bits"), [(torch.float32, None), (torch.bfloat16, 8)])
 def test_rows_may_be_consecutive_tokens_of_a_sequence(tiny_model, monkeypatch, dtype, kv_bits):
-    if dtype == torch.bfloat16 and not has_bf16_products():
-        pytest.skip("needs AVX512-BF16")
     _, stage = _stage(tiny_model, "mistral", 8 if kv_bits else 16, dtype)
     caches = cache_of(stage, kv_bits, dtype), cache_of(stage, kv_bits, dtype)
     steps = compiled(stage, caches[0])
@@ -242,16 +238,16 @@ PROMPTS = ((40, 40), (9, 9), (30, 1), (48, 18), (21, 21))
     ("family", "bits", "kv_bits"),
     [("llama", 4, 16), ("mistral", 3, 8), ("qwen3", 8, 16), ("qwen2", 8, 8)],
 )
-@pytest.mark.skipif(not has_bf16_products(), reason="needs AVX512-BF16")
 def test_prompts_are_those_of_the_layers(tiny_model, monkeypatch, family, bits, kv_bits, most):
     _, stage = _stage(tiny_model, family, bits, torch.bfloat16)
     _check_prompts(stage, kv_bits, monkeypatch, most)
 
 
+@pytest.mark.parametrize("bits", [4, 16])
 @pytest.mark.parametrize("name", OLDER)
-def test_prompts_are_those_of_the_layers_on_older_processors(tiny_model, monkeypatch, name):
+def test_prompts_are_those_of_the_layers_on_older_processors(tiny_model, monkeypatch, name, bits):
     with using(name):
-        _, stage = _stage(tiny_model, "mistral", 4, torch.bfloat16)
+        _, stage = _stage(tiny_model, "mistral", bits, torch.bfloat16)
         _check_prompts(stage, 8, monkeypatch, 32)
 
 
@@ -305,7 +301,6 @@ def test_positions_beyond_the_first_table_of_angles(tiny_model):
     ("family", "bits"),
     [("llama", 4), ("llama", 8), ("qwen3", 3), ("opt", 4), ("phi3", 4), ("mixtral", 4)],
 )
-@pytest.mark.skipif(not has_bf16_products(), reason="needs AVX512-BF16")
 def test_memory_of_buffers_is_forecast(tiny_model, family, bits):
     path, stage = _stage(tiny_model, family, bits, torch.bfloat16)
     program = compiled(stage, cache_of(stage, dtype=torch.bfloat16))._program

@@ -1,10 +1,8 @@
-/* bf16 weights in the panels that oneDNN makes of them (AVX512-BF16).
+/* bf16 weights in panels of 64 rows, or of 32 for AMX (AVX512-BF16).
  *
- * A panel is 64 rows of the weight, or 32 where oneDNN multiplies with AMX: for each pair of columns,
- * from the first on, the pairs of these rows side by side (`Weight.tiles`, bits 16). Nothing is decoded,
- * and 64 rows are read in one stream or two, so one row costs what reading the weight costs. Columns
- * are added in an order of their own, in float32, whatever the threads and the number of rows. AMX
- * multiplies 16 rows in the time of one. */
+ * Nothing is decoded, and 64 rows are read in one stream or two, so one row costs what reading the
+ * weight costs. Columns are added in an order of their own, in float32, whatever the threads and the
+ * number of rows. AMX multiplies 16 rows in the time of one. */
 #include "amx.h"
 #include "step.h"
 
@@ -13,10 +11,16 @@
 
 enum { VECTORS = PANEL / 16 };
 
+/* Puts 16 outputs of a row of x down; the last panel may have fewer. */
 INLINE void finish(const Product *p, __m512 sum, int64_t m, int64_t row) {
-    if (p->bias) sum = _mm512_add_ps(sum, (__m512)load_typed(p->bias, row, TYPE_BF16));
+    int64_t left = p->weight->rows - row;
+    __mmask16 is = left >= 16 ? 0xFFFF : left > 0 ? (__mmask16)((1 << left) - 1) : 0;
+    if (p->bias) {
+        __m256i bias = _mm256_maskz_loadu_epi16(is, (const uint16_t *)p->bias + row);
+        sum = _mm512_add_ps(sum, _mm512_cvtpbh_ps((__m256bh)bias));
+    }
     uint16_t *y = (uint16_t *)p->y + m * p->weight->rows + row;
-    _mm256_storeu_si256((__m256i *)y, (__m256i)_mm512_cvtneps_pbh(sum));
+    _mm256_mask_storeu_epi16(y, is, (__m256i)_mm512_cvtneps_pbh(sum));
 }
 
 #ifdef __AMX_BF16__
@@ -178,37 +182,7 @@ static void multiply_part(void *data, int64_t item) {
 }
 
 int kernels_dense(const Product *p) {
-    run_parts(multiply_part, (void *)p, p->weight->rows / PANEL, p->threads);
+    run_parts(multiply_part, (void *)p, (p->weight->rows + PANEL - 1) / PANEL, p->threads);
     return DONE;
-}
-
-typedef struct {
-    const Weight *weight;
-    const uint8_t *plain; /* [rows, columns] of bf16 */
-    int differs;
-} Comparison;
-
-static void compare_part(void *data, int64_t panel) {
-    Comparison *c = data;
-    int64_t row_bytes = c->weight->columns * 2, rows = c->weight->panel;
-    const uint8_t *ordered = c->weight->tiles + panel * rows * row_bytes;
-    const uint8_t *plain = c->plain + panel * rows * row_bytes;
-    uint32_t differs = 0;
-    for (int64_t k = 0; k < row_bytes; k += 64)
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t at = k; at < k + 64; at += 4) {
-                uint32_t wanted, found;
-                memcpy(&wanted, plain + r * row_bytes + at, 4);
-                memcpy(&found, ordered + at * rows + 4 * r, 4);
-                differs |= wanted ^ found;
-            }
-    if (differs) __atomic_store_n(&c->differs, 1, __ATOMIC_RELAXED);
-}
-
-/* Whether w->tiles hold these very numbers in the order above; columns a multiple of 32. */
-int kernels_dense_holds(const Weight *w, const void *plain, int threads) {
-    Comparison comparison = {w, plain, 0};
-    run_parts(compare_part, &comparison, w->rows / w->panel, threads);
-    return !comparison.differs;
 }
 #endif

@@ -6,10 +6,6 @@
 #ifdef __AVX2__
 enum { SOFTMAX, SIGMOID, SPARSE_MIXER };
 
-INLINE float bf16_of(float number) {
-    return typed_value(typed_bits((vf){0} + number, TYPE_BF16), TYPE_BF16)[0];
-}
-
 INLINE vf sigmoid(vf x) {
     vf e = exponential(-magnitude(x));
     return either(x < 0, e, e * 0 + 1) / (1 + e);
@@ -65,7 +61,7 @@ void route_row(const RouteRows *o, int64_t m) {
     }
     for (int64_t j = 0; j < o->count; j++) {
         weight[j] *= o->normalizes ? o->factor / sum : o->factor;
-        if (o->rounds) weight[j] = bf16_of(weight[j]);
+        if (o->rounds != TYPE_F32) weight[j] = rounded_one(weight[j], o->rounds);
     }
 }
 
@@ -125,6 +121,7 @@ INLINE void combine_typed(const CombineRows *o, const Slots *s, int64_t m, const
 
 void combine_row(const CombineRows *o, const Slots *s, int64_t m, int type) {
     if (type == TYPE_F32) combine_typed(o, s, m, TYPE_F32);
+    else if (type == TYPE_F16) combine_typed(o, s, m, TYPE_F16);
     else combine_typed(o, s, m, TYPE_BF16);
 }
 #endif

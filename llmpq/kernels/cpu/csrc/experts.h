@@ -18,7 +18,7 @@ typedef struct {
     float factor; /* of the weights */
     float jitter; /* of a sparse mixer */
     int32_t score, normalizes, type;
-    int32_t rounds; /* whether weights are rounded to bf16 */
+    int32_t rounds; /* the type to which weights are rounded */
 } RouteRows;
 
 /* The slots of a step: each thread has its own copy. */

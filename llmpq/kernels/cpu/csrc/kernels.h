@@ -10,6 +10,8 @@
  *           (even column) and the high (odd column) half lane; the three bits of pair 15 are bit 15
  *           of the halves of the three vectors;
  *   8 bits: vector j holds columns 4j..4j+3 in the bytes of a lane.
+ * Weights of 16 bits have panels of `panel` rows: for each pair of columns of bf16, and each column of
+ * float16, from the first on, the numbers of these rows side by side.
  * Codes are unsigned; weight = (code - 2^(b-1)) * scale + zero, scales and zeros [groups, rows].
  *
  * The layout is the same on every machine; the files differ in what they multiply with. */
@@ -31,7 +33,7 @@ typedef struct {
     int64_t rows, columns;
     int64_t group; /* columns that share a scale, a multiple of TILE_COLUMNS */
     int32_t bits, scale_type;
-    int32_t panel; /* 16 bits: rows of a panel (dense_bf16.c) */
+    int32_t panel; /* 16 bits: rows of a panel (kernels_panels), the last of which is filled up */
 } Weight;
 
 /* One product: y = x weight^T + bias, x [count, weight.columns] and y [count, weight.rows]. */
@@ -138,9 +140,10 @@ INLINE const uint8_t *tile_at(const Weight *w, int64_t row, int64_t column) {
     return w->tiles + (row / TILE_ROWS * across + column / TILE_COLUMNS) * tile_bytes(w);
 }
 
-/* Where rows from `row` on start in panels of bf16; rows of a panel are side by side. */
+/* Where rows from `row` on start in panels of 16-bit numbers; rows of a panel are side by side. */
 INLINE const uint8_t *panel_at(const Weight *w, int64_t row) {
-    return w->tiles + row / w->panel * w->columns * w->panel * 2 + row % w->panel * 4;
+    int64_t each = w->scale_type == TYPE_F16 ? 2 : 4;
+    return w->tiles + row / w->panel * w->columns * w->panel * 2 + row % w->panel * each;
 }
 
 INLINE v16f scale_at(const Weight *w, int64_t column, int64_t row) {

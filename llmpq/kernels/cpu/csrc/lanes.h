@@ -112,9 +112,14 @@ INLINE vf load_any(const void *from, int64_t at, int type) {
     return type == TYPE_BF16 ? load_lanes(from, at, TYPE_BF16) : load_lanes(from, at, TYPE_F16);
 }
 
-/* A single float32 or bf16 number. */
-INLINE float load_one(const void *from, int64_t at, const int type) {
+/* A single number. */
+INLINE float load_one(const void *from, int64_t at, int type) {
     if (type == TYPE_F32) return ((const float *)from)[at];
+    if (type == TYPE_F16) {
+        _Float16 half;
+        memcpy(&half, (const uint16_t *)from + at, sizeof half);
+        return (float)half;
+    }
     uint32_t word = (uint32_t)((const uint16_t *)from)[at] << 16;
     float number;
     memcpy(&number, &word, sizeof number);
@@ -145,6 +150,11 @@ INLINE vf typed_value(vu bits, int type) {
     if (type == TYPE_F32) return (vf)bits;
     vh narrow = __builtin_convertvector(bits, vh);
     return load_lanes(&narrow, 0, type);
+}
+
+/* A number rounded to a type. */
+INLINE float rounded_one(float number, int type) {
+    return typed_value(typed_bits((vf){0} + number, type), type)[0];
 }
 
 /* e^x for x <= 0, within two units of the last place (Cephes); NaN stays NaN. */

@@ -26,7 +26,7 @@ INLINE void norm_row(const Norm *n, int64_t row, const int type, const int weigh
     float scale = 1 / sqrtf(sum_of(sum) / (float)n->columns + n->epsilon);
     for (int64_t k = 0; k < n->columns; k += LANES) {
         vf x = (load_lanes(n->x, at + k, type) - mean) * scale;
-        if (n->rounds && type == TYPE_BF16)
+        if (n->rounds && type != TYPE_F32)
             x = typed_value(typed_bits(x, type), type);
         if (n->weight) x *= load_lanes(n->weight, k, weight_type);
         if (n->bias) x += load_lanes(n->bias, k, weight_type);
@@ -34,10 +34,12 @@ INLINE void norm_row(const Norm *n, int64_t row, const int type, const int weigh
     }
 }
 
-/* Float32 or bf16; columns a multiple of 16. */
+/* Columns are a multiple of 16. */
 void norm_rows(const Norm *n, int64_t first, int64_t end) {
     for (int64_t row = first; row < end; row++)
         if (n->type == TYPE_F32) norm_row(n, row, TYPE_F32, TYPE_F32);
+        else if (n->type == TYPE_F16 && n->weight_type == TYPE_F32) norm_row(n, row, TYPE_F16, TYPE_F32);
+        else if (n->type == TYPE_F16) norm_row(n, row, TYPE_F16, TYPE_F16);
         else if (n->weight_type == TYPE_F32) norm_row(n, row, TYPE_BF16, TYPE_F32);
         else norm_row(n, row, TYPE_BF16, TYPE_BF16);
 }

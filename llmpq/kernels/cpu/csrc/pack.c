@@ -1,5 +1,8 @@
-/* From rows of packed codes, each a little-endian bit stream, to tiles; and single rows read back. */
+/* From rows of packed codes, each a little-endian bit stream, to tiles, and from rows of 16-bit numbers
+ * to panels; and single rows read back. */
 #include "lanes.h"
+
+#include <stdlib.h>
 
 typedef struct {
     const uint8_t *codes;
@@ -76,6 +79,57 @@ void kernels_pack(const uint8_t *codes, uint8_t *tiles, int64_t rows, int64_t co
     run_parts(pack_rows, &packing, rows / TILE_ROWS, threads);
 }
 
+/* ---- panels of 16-bit numbers ----------------------------------------------------------------- */
+
+typedef struct {
+    const Weight *weight; /* its tiles are written */
+    const uint16_t *plain;
+    int32_t failed;
+} Ordering;
+
+static void order_panel(void *data, int64_t panel) {
+    Ordering *o = data;
+    const Weight *w = o->weight;
+    const int64_t together = w->scale_type == TYPE_F16 ? 1 : 2; /* columns */
+    const int64_t first = panel * w->panel, left = w->rows - first;
+    const int64_t rows = left < w->panel ? left : w->panel;
+    uint16_t *to = (uint16_t *)w->tiles + first * w->columns;
+    const uint16_t *from = o->plain + first * w->columns;
+    uint16_t *room = to == from ? malloc((size_t)(rows * w->columns) * 2) : 0;
+    if (to == from) {
+        if (!room) {
+            __atomic_store_n(&o->failed, 1, __ATOMIC_RELAXED);
+            return;
+        }
+        from = memcpy(room, from, (size_t)(rows * w->columns) * 2);
+    }
+    for (int64_t r = 0; r < w->panel; r++)
+        for (int64_t k = 0; k < w->columns; k += together) {
+            uint16_t *at = to + k * w->panel + r * together;
+            if (r < rows) memcpy(at, from + r * w->columns + k, (size_t)together * 2);
+            else memset(at, 0, (size_t)together * 2);
+        }
+    free(room);
+}
+
+/* Writes w->tiles from rows [w->rows, w->columns], which may lie at the same address if they fill the
+ * panels; rows missing in the last panel are zeros. */
+int kernels_order(const Weight *w, const void *plain, int threads) {
+    Ordering ordering = {w, plain, 0};
+    run_parts(order_panel, &ordering, (w->rows + w->panel - 1) / w->panel, threads);
+    return ordering.failed ? NO_MEMORY : DONE;
+}
+
+static void look_up_plain(const Weight *w, int64_t row, uint8_t *out, int64_t item, int type) {
+    const int64_t together = w->scale_type == TYPE_F16 ? 1 : 2;
+    const uint8_t *from = panel_at(w, row / 16 * 16) + row % 16 * together * 2;
+    for (int64_t k = 0; k < w->columns; k++) {
+        int64_t at = k / together * together * w->panel + k % together;
+        float number = load_one(from, at, w->scale_type);
+        store_typed(out, item * w->columns + k, 1, typed_bits((vf){0} + number, type), type);
+    }
+}
+
 /* ---- rows, as an embedding looks them up -------------------------------------------------------- */
 
 enum { NO_ROW = 2 };
@@ -108,15 +162,6 @@ INLINE void codes_of(const uint8_t *tile, int64_t lane, float *out, const int bi
     }
 }
 
-INLINE float number_at(const void *from, int64_t at, int type) {
-    if (type == TYPE_F32) return ((const float *)from)[at];
-    if (type == TYPE_F16) return (float)((const _Float16 *)from)[at];
-    uint32_t word = (uint32_t)((const uint16_t *)from)[at] << 16;
-    float number;
-    memcpy(&number, &word, sizeof number);
-    return number;
-}
-
 INLINE void look_up(const Lookup *l, int64_t item, const int bits) {
     const Weight *w = l->weight;
     int64_t row = l->rows[item];
@@ -124,8 +169,8 @@ INLINE void look_up(const Lookup *l, int64_t item, const int bits) {
         float codes[TILE_COLUMNS];
         codes_of(tile_at(w, row, column), row % TILE_ROWS, codes, bits);
         int64_t at = column / w->group * w->rows + row;
-        float scale = number_at(w->scales, at, w->scale_type);
-        float zero = w->zeros ? number_at(w->zeros, at, w->scale_type) : 0;
+        float scale = load_one(w->scales, at, w->scale_type);
+        float zero = w->zeros ? load_one(w->zeros, at, w->scale_type) : 0;
         for (int k = 0; k < TILE_COLUMNS; k += LANES) {
             vf value = load_lanes(codes, k, TYPE_F32) * scale + zero;
             int64_t to = item * w->columns + column + k;
@@ -136,7 +181,8 @@ INLINE void look_up(const Lookup *l, int64_t item, const int bits) {
 
 static void look_up_row(void *data, int64_t item) {
     const Lookup *l = data;
-    if (l->weight->bits == 3) look_up(l, item, 3);
+    if (l->weight->bits == 16) look_up_plain(l->weight, l->rows[item], l->out, item, l->type);
+    else if (l->weight->bits == 3) look_up(l, item, 3);
     else if (l->weight->bits == 4) look_up(l, item, 4);
     else look_up(l, item, 8);
 }
@@ -151,5 +197,5 @@ int kernels_rows(const Weight *weight, const int64_t *rows, void *out, int64_t c
 }
 
 int kernels_abi(void) {
-    return 18;
+    return 19;
 }

@@ -267,7 +267,7 @@ void bf16_sums(const Prepared *q, int64_t rows, int64_t m) {
 void bf16_part(const Product *p, const Prepared *q, int64_t few_limit, int64_t panel) {
     Job job = {p, q->sums, q->block};
     if (p->weight->bits < 8 && p->count <= few_limit) few_part(&job, panel);
-    else if (p->in_float) float_part(p, q, panel);
+    else if (p->in_float) float_part(p, q, TYPE_BF16, panel);
     else panel_part(&job, panel);
 }
 

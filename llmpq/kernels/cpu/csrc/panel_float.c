@@ -1,10 +1,14 @@
-/* Products in float32, on any machine, of activations of any type.
+/* Products in float32, on any machine, of activations of any type, by weights of any bits.
  *
  * A panel of at most 64 rows of the weight is decoded a block of columns at a time into a buffer
  * that stays in the first-level cache; a few rows of x at a time go over it with all their sums in
  * registers. The codes themselves are multiplied: scale and zero come in once a block, so the
  * answer differs from the dequantized weight's by rounding in float32 only. Activations of 16 bits
  * are widened a block at a time, and their answers are rounded once.
+ *
+ * A few rows of x meet weights of 16 bits without a panel: these are widened in registers, 16 rows as
+ * one plain stream, which is what reading the weight costs. Sums are added in the same order, so a
+ * row's answer has the same bits in any number of rows.
  *
  * The vectors of the inner loops are as wide as the machine's registers: wider ones, which compilers
  * do cut up, live in memory (35 times slower with AVX2). */
@@ -14,13 +18,15 @@
 #include <stdlib.h>
 
 #if defined(__AVX512F__)
-enum { WIDE = 4, STRIP = 6, COLUMNS = 128 };
+enum { WIDE = 4, STRIP = 6, FEW_STRIP = 12, COLUMNS = 128 };
 #elif defined(__AVX2__)
-enum { WIDE = 1, STRIP = 6, COLUMNS = 128 };
+enum { WIDE = 1, STRIP = 6, FEW_STRIP = 6, COLUMNS = 128 };
 #else
-enum { WIDE = 1, STRIP = 2, COLUMNS = 128 };
+enum { WIDE = 1, STRIP = 2, FEW_STRIP = 2, COLUMNS = 128 };
 #endif
 enum { PARTS = 16 / LANES }; /* registers that 16 rows of the weight fill */
+enum { FEW = 24 }; /* rows of x that meet 16-bit weights without a panel, FEW_STRIP at a time */
+enum { FEW_COLUMNS = 512, AHEAD = 128 }; /* their columns widened at a time, and fetched ahead */
 
 typedef struct {
     const Product *product;
@@ -82,14 +88,26 @@ static void decode8(const uint8_t *tile, float *out, int64_t stride) {
         }
 }
 
-/* bf16 in the panels of dense_bf16.c: pairs of columns of their rows side by side. */
-static void decode16(const Weight *w, int64_t row, int64_t column, int64_t columns, float *out,
-                     int64_t stride) {
+/* Two columns of LANES rows of 16-bit weights, from column k (even) and from row `LANES part` of 16 on. */
+INLINE void widen_pair(const Weight *w, const uint8_t *from, int64_t k, int part, vf *even, vf *odd,
+                       const int type) {
+    const uint8_t *at = from + k * w->panel * 2;
+    if (type == TYPE_F16) {
+        *even = load_lanes(at, LANES * part, TYPE_F16);
+        *odd = load_lanes(at + w->panel * 2, LANES * part, TYPE_F16);
+        return;
+    }
+    vu words = load_codes(at, 0, part);
+    *even = (vf)(words << 16), *odd = (vf)(words & 0xFFFF0000u);
+}
+
+INLINE void decode16(const Weight *w, int64_t row, int64_t column, int64_t columns, float *out,
+                     int64_t stride, const int type) {
     const uint8_t *from = panel_at(w, row);
     for (int64_t k = 0; k < columns; k += 2)
         for (int part = 0; part < PARTS; part++) {
-            vu words = load_codes(from + (column + k) * w->panel * 2, 0, part);
-            vu even = words << 16, odd = words & 0xFFFF0000u;
+            vf even, odd;
+            widen_pair(w, from, column + k, part, &even, &odd, type);
             memcpy(out + k * stride + LANES * part, &even, sizeof even);
             memcpy(out + (k + 1) * stride + LANES * part, &odd, sizeof odd);
         }
@@ -98,7 +116,8 @@ static void decode16(const Weight *w, int64_t row, int64_t column, int64_t colum
 static void decode(const Weight *w, int64_t row, int64_t column, int64_t columns, float *out,
                    int64_t stride) {
     if (w->bits == 16) {
-        decode16(w, row, column, columns, out, stride);
+        if (w->scale_type == TYPE_F16) decode16(w, row, column, columns, out, stride, TYPE_F16);
+        else decode16(w, row, column, columns, out, stride, TYPE_BF16);
         return;
     }
     for (int64_t k = 0; k < columns; k += TILE_COLUMNS) {
@@ -181,10 +200,15 @@ INLINE const float *block_of(const Job *job, int64_t first, int64_t count, int64
 
 INLINE void put_row(const Job *job, const float *total, int64_t m, int64_t row, int64_t rows) {
     const Product *p = job->product;
-    for (int64_t n = 0; n < rows; n += LANES) {
+    int64_t at = m * p->weight->rows + row, n = 0;
+    for (; n + LANES <= rows; n += LANES) {
         vf sum = load(total + n);
         if (p->bias) sum += load_any(p->bias, row + n, job->type);
-        store_typed(p->y, m * p->weight->rows + row + n, LANES, typed_bits(sum, job->type), job->type);
+        store_typed(p->y, at + n, LANES, typed_bits(sum, job->type), job->type);
+    }
+    for (; n < rows; n++) { /* of 16-bit weights, whose last panel may be filled up */
+        float sum = total[n] + (p->bias ? load_one(p->bias, row + n, job->type) : 0);
+        store_typed(p->y, at + n, 1, typed_bits((vf){0} + sum, job->type), job->type);
     }
 }
 
@@ -205,6 +229,100 @@ INLINE void block_rows(const Job *job, const float *x, int64_t stride, int64_t c
     }
 }
 
+/* ---- few rows by 16-bit weights --------------------------------------------------------------- */
+
+/* Adds the columns [from, end) of 16 rows of the weight times `strip` widened rows of x. */
+INLINE void stream(const Weight *w, const uint8_t *panel, const float *x, int64_t from, int64_t end,
+                   int64_t block, float *total, const int strip, const int type) {
+    for (int64_t first = from; first < end; first += block) {
+        vf sum[FEW_STRIP * PARTS];
+#pragma GCC unroll 24
+        for (int i = 0; i < strip * PARTS; i++) sum[i] = (vf){0};
+        for (int64_t k = first; k < first + block; k += 2) {
+            vf even[PARTS], odd[PARTS];
+            __builtin_prefetch(panel + (k + AHEAD) * w->panel * 2, 0, ONCE);
+#pragma GCC unroll 4
+            for (int part = 0; part < PARTS; part++)
+                widen_pair(w, panel, k, part, even + part, odd + part, type);
+#pragma GCC unroll 12
+            for (int m = 0; m < strip; m++)
+#pragma GCC unroll 4
+                for (int part = 0; part < PARTS; part++)
+                    sum[m * PARTS + part] += x[m * FEW_COLUMNS + k - from] * even[part];
+#pragma GCC unroll 12
+            for (int m = 0; m < strip; m++)
+#pragma GCC unroll 4
+                for (int part = 0; part < PARTS; part++)
+                    sum[m * PARTS + part] += x[m * FEW_COLUMNS + k + 1 - from] * odd[part];
+        }
+#pragma GCC unroll 24
+        for (int i = 0; i < strip * PARTS; i++) {
+            float *to = total + i / PARTS * PANEL + LANES * (i % PARTS);
+            vf new = load(to) + sum[i];
+            memcpy(to, &new, sizeof new);
+        }
+    }
+}
+
+#define STREAM(COUNT)                                                                             \
+    static __attribute__((noinline)) void stream_##COUNT(const Weight *w, const uint8_t *panel,    \
+                                                         const float *x, int64_t from, int64_t end, \
+                                                         int64_t block, float *total) {            \
+        if (w->scale_type == TYPE_F16) stream(w, panel, x, from, end, block, total, COUNT, TYPE_F16); \
+        else stream(w, panel, x, from, end, block, total, COUNT, TYPE_BF16);                       \
+    }
+STREAM(1) STREAM(2)
+#if defined(__AVX2__)
+STREAM(3) STREAM(4) STREAM(5) STREAM(6)
+#endif
+#if defined(__AVX512F__)
+STREAM(7) STREAM(8) STREAM(9) STREAM(10) STREAM(11) STREAM(12)
+#endif
+#undef STREAM
+
+typedef void (*Stream)(const Weight *, const uint8_t *, const float *, int64_t, int64_t, int64_t,
+                       float *);
+static const Stream streams[FEW_STRIP + 1] = {
+    0, stream_1, stream_2,
+#if defined(__AVX2__)
+    stream_3, stream_4, stream_5, stream_6,
+#endif
+#if defined(__AVX512F__)
+    stream_7, stream_8, stream_9, stream_10, stream_11, stream_12,
+#endif
+};
+
+/* Whether rows of x meet the weight without a panel. */
+INLINE int is_few(const Product *p) {
+    return p->weight->bits == 16 && p->count <= FEW;
+}
+
+static void few_rows(const Job *job, int64_t row, int64_t end) {
+    const Product *p = job->product;
+    const Weight *w = p->weight;
+    float total[FEW * PANEL] __attribute__((aligned(64)));
+    float x[FEW * FEW_COLUMNS] __attribute__((aligned(64)));
+    int64_t strips = (p->count + FEW_STRIP - 1) / FEW_STRIP;
+    memset(total, 0, (size_t)p->count * PANEL * sizeof *total);
+    for (int64_t from = 0; from < w->columns; from += FEW_COLUMNS) {
+        int64_t to = from + FEW_COLUMNS < w->columns ? from + FEW_COLUMNS : w->columns;
+        for (int64_t m = 0; m < p->count; m++)
+            for (int64_t k = from; k < to; k += LANES) {
+                vf wide = load_any(p->x, m * w->columns + k, job->type);
+                memcpy(x + m * FEW_COLUMNS + k - from, &wide, sizeof wide);
+            }
+        for (int64_t r = row; r < end; r += 16)
+            for (int64_t i = 0; i < strips; i++) { /* even ones */
+                int64_t m = i * p->count / strips, count = (i + 1) * p->count / strips - m;
+                streams[count](w, panel_at(w, r), x + m * FEW_COLUMNS, from, to, job->block,
+                               total + m * PANEL + r - row);
+            }
+    }
+    for (int64_t m = 0; m < p->count; m++) put_row(job, total + m * PANEL, m, row, end - row);
+}
+
+/* ---- any number of rows ----------------------------------------------------------------------- */
+
 static void panel_rows(const Job *job, int64_t row, int64_t end, int64_t first, int64_t count) {
     float total[ROW_BLOCK * PANEL] __attribute__((aligned(64)));
     float room[ROW_BLOCK * COLUMNS] __attribute__((aligned(64)));
@@ -214,7 +332,7 @@ static void panel_rows(const Job *job, int64_t row, int64_t end, int64_t first, 
         const float *x = block_of(job, first, count, k, room, &stride);
         for (; r + 16 * WIDE <= end; r += 16 * WIDE)
             block_rows(job, x, stride, k, r, first, count, total + r - row, WIDE);
-        for (; WIDE > 1 && r < end; r += 16)
+        for (; r < end; r += 16) /* the last panel of 16 bits is filled up */
             block_rows(job, x, stride, k, r, first, count, total + r - row, 1);
     }
     for (int64_t m = 0; m < count; m++) put_row(job, total + m * PANEL, first + m, row, end - row);
@@ -222,7 +340,7 @@ static void panel_rows(const Job *job, int64_t row, int64_t end, int64_t first, 
 
 /* Rows of the weight in a part: more of them where rows of x are moved or widened for each part. */
 INLINE int64_t part_rows(const Product *p) {
-    return p->count <= STRIP ? 16 * WIDE : PANEL;
+    return p->weight->bits < 16 && p->count <= STRIP ? 16 * WIDE : PANEL;
 }
 
 static void panel_part(void *data, int64_t item) {
@@ -230,6 +348,10 @@ static void panel_part(void *data, int64_t item) {
     const Product *p = job->product;
     int64_t row = item * part_rows(p), end = row + part_rows(p);
     if (end > p->weight->rows) end = p->weight->rows;
+    if (is_few(p)) {
+        few_rows(job, row, end);
+        return;
+    }
     for (int64_t first = 0; first < p->count; first += ROW_BLOCK) {
         int64_t left = p->count - first;
         panel_rows(job, row, end, first, left < ROW_BLOCK ? left : ROW_BLOCK);
@@ -253,8 +375,9 @@ int64_t float_parts(const Product *p) {
     return (p->weight->rows + part_rows(p) - 1) / part_rows(p);
 }
 
-void float_part(const Product *p, const Prepared *q, int64_t item) {
-    Job job = {p, q->sums, q->block, q->type};
+/* `q`: null for 16 bits; `type`: of x, bias and y. */
+void float_part(const Product *p, const Prepared *q, int type, int64_t item) {
+    Job job = {p, q ? q->sums : 0, block_columns(p->weight, COLUMNS), type};
     panel_part(&job, item);
 }
 

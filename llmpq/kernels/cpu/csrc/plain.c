@@ -1,5 +1,4 @@
-/* Weights as torch stores them, [rows, columns] of float32 or bf16, multiplied by a few rows of x of
- * the same type. */
+/* Weights as torch stores them, [rows, columns], multiplied by a few rows of x of the same type. */
 #include "lanes.h"
 #include "step.h"
 
@@ -86,6 +85,7 @@ INLINE void part(const Product *p, int64_t row, int64_t end, int out, const int 
 void plain_part(const Product *p, int out, int64_t item) {
     int64_t row = 16 * item, end = row + 16 < p->weight->rows ? row + 16 : p->weight->rows;
     if (p->weight->bits == 32) part(p, row, end, out, TYPE_F32);
+    else if (p->weight->scale_type == TYPE_F16) part(p, row, end, out, TYPE_F16);
     else part(p, row, end, out, TYPE_BF16);
 }
 #endif

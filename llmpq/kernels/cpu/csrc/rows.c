@@ -43,6 +43,7 @@ INLINE void add_typed(const AddRows *o, int64_t m, const int type) {
 
 void add_row(const AddRows *o, int64_t m, int type) {
     if (type == TYPE_F32) add_typed(o, m, TYPE_F32);
+    else if (type == TYPE_F16) add_typed(o, m, TYPE_F16);
     else add_typed(o, m, TYPE_BF16);
 }
 
@@ -76,11 +77,7 @@ INLINE void turn_lanes(const RotateRows *o, int64_t at, int64_t table, int64_t k
 
 INLINE void put_one(void *to, int64_t at, float number, const int type) {
     if (type == TYPE_F32) ((float *)to)[at] = number;
-    else ((uint16_t *)to)[at] = (uint16_t)typed_bits((vf){0} + number, TYPE_BF16)[0];
-}
-
-INLINE float rounded_one(float number, const int type) {
-    return rounded((vf){0} + number, type)[0];
+    else ((uint16_t *)to)[at] = (uint16_t)typed_bits((vf){0} + number, type)[0];
 }
 
 /* A single pair. */
@@ -114,6 +111,8 @@ INLINE void rotate_by(const RotateRows *o, int64_t m, const int type, const int 
 
 void rotate_row(const RotateRows *o, int64_t m, int type) {
     if (type == TYPE_F32) rotate_by(o, m, TYPE_F32, TYPE_F32);
+    else if (type == TYPE_F16 && o->table_type == TYPE_F32) rotate_by(o, m, TYPE_F16, TYPE_F32);
+    else if (type == TYPE_F16) rotate_by(o, m, TYPE_F16, TYPE_F16);
     else if (o->table_type == TYPE_F32) rotate_by(o, m, TYPE_BF16, TYPE_F32);
     else rotate_by(o, m, TYPE_BF16, TYPE_BF16);
 }
@@ -162,12 +161,14 @@ void gate_row(const GateRows *o, int64_t m, int type) {
 #define GATED(KIND)                                                                              \
     case KIND:                                                                                   \
         if (type == TYPE_F32) gate_typed(o, m, TYPE_F32, KIND);                                  \
+        else if (type == TYPE_F16) gate_typed(o, m, TYPE_F16, KIND);                             \
         else gate_typed(o, m, TYPE_BF16, KIND);                                                  \
         break;
     switch (o->activation) {
         GATED(SILU) GATED(GELU) GATED(GELU_TANH) GATED(RELU) GATED(RELU2)
     case CLAMPED:
         if (type == TYPE_F32) clamp_typed(o, m, TYPE_F32);
+        else if (type == TYPE_F16) clamp_typed(o, m, TYPE_F16);
         else clamp_typed(o, m, TYPE_BF16);
     }
 }

@@ -7,6 +7,7 @@
  * other are taken by one thread.
  * Between them the threads wait for each other: they spin for some microseconds, as long as a part
  * takes, and then sleep, so that other processes get the core. */
+#include "attention.h"
 #include "experts.h"
 #include "lanes.h"
 
@@ -175,10 +176,13 @@ static void product_part(How how, const Product *p, const Prepared *q, const Sha
                          int64_t item) {
     switch (how.kernel) {
     case PLAIN: plain_part(p, how.out, item); break;
-    case PACKED_FLOAT: float_part(p, q, item); break;
+    case PACKED_FLOAT: float_part(p, q, how.out, item); break;
     case PACKED_INT8: packed_int8_part(p, q, item); break;
 #ifdef __AVX512BF16__
-    case DENSE_BF16: dense_part(p, item); break;
+    case DENSE_BF16:
+        if (how.few_limit && p->count > how.few_limit) float_part(p, 0, how.out, item);
+        else dense_part(p, item);
+        break;
     case PACKED_BF16: bf16_part(p, q, how.few_limit, item); break;
 #endif
 #ifdef __AVX512VNNI__

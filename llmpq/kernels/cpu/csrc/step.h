@@ -78,7 +78,7 @@ void bf16_part(const Product *p, const Prepared *q, int64_t few_limit, int64_t p
 
 void float_sums(const Prepared *q, int64_t rows, int64_t m);
 int64_t float_parts(const Product *p);
-void float_part(const Product *p, const Prepared *q, int64_t item);
+void float_part(const Product *p, const Prepared *q, int type, int64_t item);
 
 void int8_scan(const Prepared *q, int64_t m);
 void int8_quantize(const Prepared *q, int64_t m);

@@ -19,7 +19,7 @@ _ROWS = 64
 """Random rows on which routers are tried."""
 _ALIKE = 0.9
 """Least share of rows with the same weights: two logits may be equal after rounding."""
-_LIMITS = {torch.float32: 1e-5, torch.bfloat16: 0.02}
+_LIMITS = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 0.0025}
 """Largest difference of logits and of the weights of a row, relative to them (norms)."""
 _TRIED: tuple[tuple[Score, bool], ...] = (
     ("softmax", True),

@@ -25,7 +25,7 @@ _EPSILONS = ("variance_epsilon", "eps", "norm_eps")
 _USUAL_EPSILON = 1e-5
 _SIZES = (1.0, 0.003, 30.0)
 """Sizes of the rows that norms are tried on: small ones show epsilon."""
-_LIMITS = {torch.float32: 1e-5, torch.bfloat16: 0.01}
+_LIMITS = {torch.float32: 1e-5, torch.bfloat16: 0.01, torch.float16: 0.00125}
 """Largest difference of a norm's output, relative to its size."""
 
 
