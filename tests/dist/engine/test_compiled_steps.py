@@ -96,11 +96,12 @@ def test_float32_numbers_are_those_of_the_layers_on_older_processors(
         _check_numbers(path, bits, None, 3, torch.float32, kernel)
 
 
-@pytest.mark.parametrize("name", [name for name in OLDER if not name.endswith("_vnni")])
-def test_weight_only_products_run_in_compiled_steps_without_vnni(tiny_model, name):
+@pytest.mark.parametrize("name", OLDER)
+@pytest.mark.parametrize("kernel", ["cpu_llm_int8", "cpu_packed"])
+def test_products_of_8_bits_run_in_compiled_steps_on_older_processors(tiny_model, name, kernel):
     path = tiny_model("llama", shape=SHAPE, seed=3)
     with using(name):
-        _check_numbers(path, 8, 16, 3, torch.bfloat16)
+        _check_numbers(path, 8, 16, 3, torch.bfloat16, kernel)
 
 
 def _check_numbers(path, bits, kv_bits, rows, dtype, kernel=None):
