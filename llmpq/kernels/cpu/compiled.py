@@ -139,8 +139,8 @@ class CpuLlmInt8Backend(TileBackend):
         shapes="symmetric, one scale a channel, N a multiple of 16, K of 32, a CPU with AVX2, "
         "a C compiler",
         stored="exactly linear_bytes",
-        cost="a quarter of a bf16 matmul for one row, half of it for 32 to 512; with AVX2 alone 0.35 "
-        "of a float32 product for one row and 0.8 for 128; rounds activations except outliers",
+        cost="a quarter of a bf16 matmul for one row, half of it for 32 to 512; with AVX2 alone "
+        "0.35 of a float32 product for one row, 0.8 for 128; rounds activations except outliers",
     )
 
     def __init__(self, threshold: float = OUTLIER_THRESHOLD) -> None:
