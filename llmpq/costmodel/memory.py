@@ -231,7 +231,8 @@ def _buffers(step: Step, layer: LayerSpec) -> list[int]:
     widths += [op.out_features // 2 for op in operators if "gate_up" in op.name and op.count == 1]
     coded = {(op.active, op.in_features) for op in operators}
     found = [rows * width * DTYPE_BYTES[step.dtype] for width in widths]
-    found += [rows * count * width * 37 // 32 for count, width in coded]  # codes, scales, sums
+    # Codes of 8-bit products are 16 bits wide without VNNI; those of fewer bits have scales, sums.
+    found += [rows * count * width * 2 for count, width in coded]
     return [*found, *(4 * rows * (op.count + 2 * op.active) for op in experts[:1])]
 
 
@@ -388,7 +389,7 @@ def _rows_of(step: Step, op: LinearSpec, features: int, value_bytes: int | None 
 
 
 def _products(step: Step, layer: LayerSpec) -> list[Moment]:
-    """Every operator's input and output, and its input in 8 bits or in float32."""
+    """Every operator's input and output, and its input in 8 bits."""
     found = []
     for op in layer.linears:
         if not op.quantizable:
@@ -397,7 +398,6 @@ def _products(step: Step, layer: LayerSpec) -> list[Moment]:
             (op.in_features, None),
             (op.out_features, None),
             (op.in_features, 1),
-            *([(op.in_features + op.out_features, 4)] if step.dtype == "float16" else []),
         ]
         found.append([*[step.hidden] * 2, *(_rows_of(step, op, *size) for size in operands)])
     return found

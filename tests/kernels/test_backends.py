@@ -163,20 +163,6 @@ def test_int8_keeps_its_precision_beside_outlier_channels(name, dtype, rows):
     assert relative_error(got, expected) < 0.01  # .045 when outliers share a scale with the rest
 
 
-def test_int8_lets_what_is_not_finite_through():
-    backend = BACKENDS["cpu_llm_int8"]
-    precision = Precision(bits=8, group_size=None, symmetric=True)
-    if not backend.supports("cpu", precision, torch.bfloat16, ROWS, COLUMNS):
-        pytest.skip("this CPU has no bf16 products")
-    prepared = backend.prepare(random_packed(precision, torch.bfloat16))
-    x = torch.zeros(3, COLUMNS, dtype=torch.bfloat16)
-    x[0, 3], x[1, 40] = torch.nan, torch.inf
-    y = backend.linear(x, prepared, None)
-    assert y[0].isnan().all()
-    assert not y[1].isfinite().any()
-    assert torch.equal(y[2], torch.zeros(ROWS, dtype=torch.bfloat16))
-
-
 @pytest.mark.parametrize(
     "name", ["cpu_int4", "cpu_int8", "cpu_packed", "cpu_packed_int8", "cpu_llm_int8"]
 )

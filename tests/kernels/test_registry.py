@@ -2,26 +2,19 @@
 
 import pytest
 import torch
-from helpers.instruction_sets import RUNNABLE, WITH_BYTES, using
+from helpers.instruction_sets import RUNNABLE, using
 
 from llmpq.errors import SpecError
 from llmpq.kernels import BACKENDS, choose_backend
-from llmpq.kernels.cpu.native import (
-    has_byte_products,
-    has_packed_int8,
-    has_u8_matmul,
-    instruction_set,
-    library,
-)
+from llmpq.kernels.cpu.native import has_int8, has_u8_matmul, instruction_set, library
 from llmpq.spec.precision import Precision, default_precision
 
 HAS_U8 = has_u8_matmul()
 COMPILED = "cpu_packed" if library() is not None else "reference"
-HAS_PIECES = has_packed_int8(instruction_set()) and library() is not None
-PIECES = "cpu_packed_int8" if HAS_PIECES else COMPILED
+HAS_INT8 = has_int8(instruction_set()) and library() is not None
+PIECES = "cpu_packed_int8" if HAS_INT8 else COMPILED
 WITHOUT_COMPILER = "cpu_int8" if HAS_U8 else "reference"
-INT8 = "cpu_llm_int8" if has_byte_products() else "cpu_packed"
-INT8 = INT8 if library() is not None else WITHOUT_COMPILER
+INT8 = "cpu_llm_int8" if HAS_INT8 else COMPILED if library() is not None else WITHOUT_COMPILER
 
 
 @pytest.mark.parametrize(
@@ -51,13 +44,15 @@ def test_defaults_of_every_instruction_set(name):
                 chosen = choose_backend("cpu", default_precision(bits), dtype, 1024, 1024)
                 assert chosen.name == expected
         chosen = choose_backend("cpu", default_precision(8), torch.bfloat16, 1024, 1024)
-        assert chosen.name == ("cpu_llm_int8" if name in WITH_BYTES else "cpu_packed")
+        assert chosen.name == ("cpu_packed" if name == "baseline" else "cpu_llm_int8")
+        chosen = choose_backend("cpu", default_precision(8), torch.float32, 1024, 1024)
+        assert chosen.name == "cpu_packed"
 
 
 @pytest.mark.parametrize("bits", [3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_rounded_activations_can_be_asked_for_and_avoided(bits, dtype):
-    if not HAS_PIECES:
+    if not HAS_INT8:
         pytest.skip("needs AVX2 and a C compiler")
     for name in ("cpu_packed", "cpu_packed_int8"):
         chosen = choose_backend("cpu", default_precision(bits), dtype, 64, 128, prefer=name)

@@ -14,7 +14,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from llmpq.kernels.cpu.native import has_byte_products, has_steps, instruction_set, library
+from llmpq.kernels.cpu.native import has_steps, instruction_set, library
 from llmpq.kernels.cpu.paged_attention import PagedTokens
 from llmpq.kernels.cpu.step import StepProgram, UnsupportedStepError
 from llmpq.kernels.cpu.step_experts import ClampedActivation, RowExperts, append_experts
@@ -45,8 +45,8 @@ ROUTERS = {
     "softmax with correction": ("ernie4_5_moe", Ernie4_5_MoeTopKRouter, {}),
 }
 """Model type, class and fields of the configuration."""
-KERNELS = [(3, "cpu_packed_int8"), (4, "cpu_packed_int8"), (3, "cpu_packed"), (8, "cpu_packed")]
-KERNELS += [(8, "cpu_llm_int8")] if has_byte_products() else []
+KERNELS = [(bits, "cpu_packed_int8") for bits in (3, 4)] + [(8, "cpu_llm_int8")]
+KERNELS += [(3, "cpu_packed"), (8, "cpu_packed")]
 
 
 def _random(*shape, seed=0):

@@ -12,10 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmpq.kernels.cpu.native import (
-    WITH_BF16,
-    WITH_BYTES,
     has_bf16_products,
-    has_packed_int8,
+    has_int8,
     library,
 )
 from llmpq.kernels.cpu.tiles import (
@@ -38,7 +36,7 @@ torch.set_num_threads(1)
 pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler")
 
 needs_bf16 = pytest.mark.skipif(not has_bf16_products(), reason="no bf16 products")
-PIECES = [name for name in RUNNABLE if has_packed_int8(name)]
+PIECES = [name for name in RUNNABLE if has_int8(name)]
 OLDER = [name for name in PIECES if name != OWN]
 
 precisions = st.builds(
@@ -114,28 +112,35 @@ def test_bf16_products_round_once(precision, shape, count, few_limit, in_float, 
     assert worst_error(y, x, packed, bias) < 2**-8
 
 
-@needs_bf16
-@settings(deadline=None, max_examples=30)
+LLM_INT8 = Precision(bits=8, group_size=None, symmetric=True)
+
+
+def for_llm_int8(packed):
+    return prepared_tiles(to_tiles(packed), "cpu_llm_int8")
+
+
+@pytest.mark.parametrize("name", PIECES)
+@settings(deadline=None, max_examples=25)
 @given(
     shape=shapes,
     count=row_counts,
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    dtype=dtypes,
     threshold=st.sampled_from([0.0, 1.0, 6.0, float("inf")]),
     seed=st.integers(0, 99),
 )
-def test_int8_products_err_by_the_rounding_of_the_rest(shape, count, dtype, threshold, seed):
-    precision = Precision(bits=8, group_size=None, symmetric=True)
-    packed = random_packed(shape, precision, dtype, seed)
+def test_int8_products_err_by_the_rounding_of_the_rest(name, shape, count, dtype, threshold, seed):
+    packed = random_packed(shape, LLM_INT8, dtype, seed)
     rng = torch.Generator().manual_seed(seed)
     x = torch.randn(count, shape[1], generator=rng).mul(3).to(dtype)
     bias = torch.randn(shape[0], generator=rng).to(dtype)
-    y = int8_product(x, prepared_tiles(to_tiles(packed), "cpu_llm_int8"), bias, threshold).double()
+    with using(name):
+        y = int8_product(x, for_llm_int8(packed), bias, threshold).double()
     weight = packed.dequantize(torch.float64)
     expected = x.double() @ weight.T + bias.double()
     kept = torch.where(x.abs() < threshold, x.double().abs(), 0.0)  # below the threshold: rounded
     step = kept.amax(dim=1, keepdim=True) / 127
     rounded = 0.5 * step * ((kept > 0).double() @ weight.abs().T)
-    last = expected.abs() * (2**-8 if dtype == torch.bfloat16 else 0)
+    last = expected.abs() * (0 if dtype == torch.float32 else torch.finfo(dtype).eps)
     size = x.double().abs() @ weight.abs().T + bias.double().abs()
     assert ((y - expected).abs() <= 1.001 * rounded + last + 1e-5 * size).all()
 
@@ -251,19 +256,72 @@ def test_8_bit_blocks_do_not_hide_what_is_not_finite(name, dtype, wrong):
     assert y[[0, 2]].isfinite().all()
 
 
-@pytest.mark.skipif(OWN not in WITH_BF16, reason="no other set has both")
-@pytest.mark.parametrize("name", WITH_BYTES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("count", "columns"), [(1, 256), (13, 256), (53, 320), (245, 288)])
-def test_llm_int8_gives_the_same_bits_on_every_processor(name, dtype, count, columns):
-    if name not in RUNNABLE:
-        pytest.skip("this processor cannot")
-    packed = random_packed((80, columns), Precision(bits=8, group_size=None, symmetric=True), dtype)
-    weight = prepared_tiles(to_tiles(packed), "cpu_llm_int8")
-    x = torch.randn(count, columns, generator=torch.Generator().manual_seed(2)).mul(3).to(dtype)
-    expected = int8_product(x, weight, None, 6.0)
+def with_outliers(count, columns, dtype):
+    """Rows of which some have outliers: in the same columns, or in columns of their own."""
+    rng = torch.Generator().manual_seed(2)
+    x = torch.randn(count, columns, generator=rng)
+    x[:, 5::100] *= 20
+    x[::3] += 40 * (torch.rand(x[::3].shape, generator=rng) < 0.02)
+    x[1::7] = 0.0
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("name", OLDER)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "columns"), [(16, 32), (80, 288), (208, 320)])
+def test_llm_int8_gives_the_same_bits_on_every_processor(name, dtype, rows, columns):
+    weight = for_llm_int8(random_packed((rows, columns), LLM_INT8, dtype))
+    x = with_outliers(245, columns, dtype)
+    biases = None, torch.randn(rows, generator=torch.Generator().manual_seed(3)).to(dtype)
+    for count in (*range(1, 41), 200, 245):
+        bias = biases[count % 2]
+        expected = int8_product(x[:count], weight, bias, 6.0)
+        with using(name):
+            assert torch.equal(int8_product(x[:count], weight, bias, 6.0), expected)
+
+
+@pytest.mark.parametrize("name", PIECES)
+@pytest.mark.parametrize("columns", [256, 131072])
+@pytest.mark.parametrize("codes", [0, 255])
+def test_the_largest_sums_of_llm_int8_are_exact(name, columns, codes):
+    """131,072 columns: 32 bits hold the sum of the products, but not that of unsigned codes."""
+    packed = random_packed((16, columns), LLM_INT8, torch.float32)
+    packed = replace(packed, codes=torch.full_like(packed.codes, codes))
+    x = torch.full((9, columns), 127.0)
+    x[1:5:2] *= -1
+    x[3, ::2] *= -1
+    x[5:, 1::2] = torch.arange(-127.0, 128.0).repeat(columns)[: columns // 2]
+    weight = for_llm_int8(packed)
+    sums = x.to(torch.int64) @ torch.full((columns, 1), codes - 128)
+    expected = sums.float() * packed.scales.T
     with using(name):
-        assert torch.equal(int8_product(x, weight, None, 6.0), expected)
+        for count in (1, 4, 9):
+            assert torch.equal(int8_product(x[:count], weight, None, math.inf), expected[:count])
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_a_row_of_llm_int8_does_not_depend_on_its_company(name):
+    weight = for_llm_int8(random_packed((80, 256), LLM_INT8, torch.bfloat16))
+    x = with_outliers(200, 256, torch.bfloat16)
+    with using(name):
+        alone = torch.cat([int8_product(row[None], weight, None, 6.0) for row in x])
+        for count in (1, 2, 3, 4, 5, 7, 16, 25, 29, 200):
+            for threads in (1, 2):
+                y = int8_product(x[:count], weight, None, 6.0, threads)
+                assert torch.equal(y, alone[:count])
+
+
+@pytest.mark.parametrize("name", PIECES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_llm_int8_lets_what_is_not_finite_through(name, dtype):
+    weight = for_llm_int8(random_packed((48, 128), LLM_INT8, dtype))
+    x = torch.zeros(3, 128, dtype=dtype)
+    x[0, 3], x[1, 40] = torch.nan, torch.inf
+    with using(name):
+        y = int8_product(x, weight, None, 6.0)
+    assert y[0].isnan().all()
+    assert not y[1].isfinite().any()
+    assert torch.equal(y[2], torch.zeros(48, dtype=dtype))
 
 
 @pytest.mark.parametrize("name", RUNNABLE)

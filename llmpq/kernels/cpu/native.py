@@ -10,8 +10,8 @@ One library holds the kernels for one instruction set, named by the newest exten
 * ``amx``: all kernels; on AMX's tiles attention of prompts in bf16, products by bf16 weights, and
   those of many rows by 3-, 4- and 8-bit ones;
 * ``avx512_bf16``: all kernels without AMX: products of bf16 pairs, dense ones too;
-* ``avx512_vnni``, ``avx512``, ``avx2_vnni``, ``avx2``: the float32 kernel, that of 8-bit
-  activations in blocks, attention and whole decode steps; the first of them LLM.int8() too;
+* ``avx512_vnni``, ``avx512``, ``avx2_vnni``, ``avx2``: the float32 kernel, those of 8-bit
+  activations, attention and whole decode steps;
 * ``baseline``: the float32 kernel and attention.
 
 The choice follows the vector extensions that torch uses in this process, so a process limited to
@@ -49,8 +49,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
 """Compiler flags by instruction set; the newest first."""
 
 WITH_BF16 = ("amx", "avx512_bf16")
-"""Instruction sets that multiply bf16 pairs; likewise bytes, in 512-bit registers."""
-WITH_BYTES = (*WITH_BF16, "avx512_vnni")
+"""Instruction sets that multiply bf16 pairs, in 512-bit registers."""
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """Numbers of the element types in ``csrc/kernels.h``."""
 
@@ -171,8 +170,11 @@ def has_avx_vnni() -> bool:
     return capabilities is not None and bool(capabilities().get("avx_vnni"))
 
 
-def has_packed_int8(name: str) -> bool:
-    """Return whether an instruction set's library has ``csrc/packed_int8.c``."""
+def has_int8(name: str) -> bool:
+    """Return whether an instruction set's library multiplies activations of 8 bits.
+
+    These are ``csrc/packed_int8.c`` and ``csrc/int8.c``.
+    """
     return name != "baseline"
 
 
@@ -245,9 +247,8 @@ def load(name: str) -> ctypes.CDLL:
     if has_steps(name):
         loaded.kernels_step.restype = None
         loaded.kernels_step.argtypes = (c_void_p,)
-    if has_packed_int8(name):
+    if has_int8(name):
         loaded.kernels_packed_int8.argtypes = (POINTER(Product), c_int32)
-    if name in WITH_BYTES:
         loaded.kernels_int8.argtypes = (POINTER(Product), c_float, c_int32)
     if name in WITH_BF16:
         loaded.kernels_bf16.argtypes = (POINTER(Product), c_int64)

@@ -424,7 +424,7 @@ class StepProgram:
         )
         if kernel.number == _LLM_INT8:
             prepared.threshold = OUTLIER_THRESHOLD
-            prepared.codes = place("codes", torch.int8)
+            prepared.codes = place("codes", torch.int16)  # bytes with VNNI
             prepared.column = place("outlier columns", torch.int32)
             prepared.value = place("outlier values", torch.float32)
             of_rows = torch.empty(5, rows, dtype=torch.int64)

@@ -201,13 +201,19 @@ def bf16_product(
 
 
 def int8_product(
-    x: Tensor, weight: PreparedWeight, bias: Tensor | None, threshold: float
+    x: Tensor,
+    weight: PreparedWeight,
+    bias: Tensor | None,
+    threshold: float,
+    threads: int | None = None,
 ) -> Tensor:
     """Return ``x @ weight.T + bias`` with x rounded to 8 bits a row below ``threshold``.
 
-    ``x`` is float32 or bf16; the weight has one scale a channel and no zeros.
+    The weight has one scale a channel and no zeros. All instruction sets give the same bits
+    (``csrc/int8.c``); the baseline has no such kernel.
     """
-    return _multiply(_kernels().kernels_int8, x, weight, bias, threshold, TYPES[x.dtype])
+    options = (threshold, TYPES[x.dtype])
+    return _multiply(_kernels().kernels_int8, x, weight, bias, *options, threads=threads)
 
 
 def packed_int8_product(

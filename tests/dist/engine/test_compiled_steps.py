@@ -71,9 +71,10 @@ def test_tokens_are_those_of_generate(tiny_model, family, threads):
 
 @pytest.mark.parametrize(("bits", "kv_bits"), [(3, 8), (4, 16), (8, 8), (8, 16), (16, 16)])
 @pytest.mark.parametrize("rows", [1, 5])
-def test_bf16_numbers_are_those_of_the_layers(tiny_model, bits, kv_bits, rows):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_numbers_are_those_of_the_layers(tiny_model, bits, kv_bits, rows, dtype):
     path = tiny_model("qwen2", shape=SHAPE, seed=3)
-    _check_numbers(path, bits, kv_bits, rows, torch.bfloat16)
+    _check_numbers(path, bits, kv_bits, rows, dtype)
 
 
 @pytest.mark.parametrize("name", OLDER)
@@ -94,11 +95,12 @@ def test_float32_numbers_are_those_of_the_layers_on_older_processors(
         _check_numbers(path, bits, None, 3, torch.float32, kernel)
 
 
-@pytest.mark.parametrize("name", [name for name in OLDER if not name.endswith("_vnni")])
-def test_weight_only_products_run_in_compiled_steps_without_vnni(tiny_model, name):
+@pytest.mark.parametrize("name", OLDER)
+@pytest.mark.parametrize("kernel", ["cpu_llm_int8", "cpu_packed"])
+def test_products_of_8_bits_run_in_compiled_steps_on_older_processors(tiny_model, name, kernel):
     path = tiny_model("llama", shape=SHAPE, seed=3)
     with using(name):
-        _check_numbers(path, 8, 16, 3, torch.bfloat16)
+        _check_numbers(path, 8, 16, 3, torch.bfloat16, kernel)
 
 
 def _check_numbers(path, bits, kv_bits, rows, dtype, kernel=None):
@@ -147,15 +149,6 @@ def test_rows_may_be_consecutive_tokens_of_a_sequence(tiny_model, monkeypatch, d
     expected = stage(hidden, chunks, caches[1])
     added = (expected - hidden).float().norm()
     assert (found - expected).float().norm() < (1e-5 if dtype == torch.float32 else 0.02) * added
-
-
-@pytest.mark.parametrize("bits", [16, 4])
-def test_float16_runs_operator_by_operator(tiny_model, caplog, bits):
-    path = tiny_model("llama", shape=SHAPE)
-    stage = load_stage(path, 0, 2, [bits] * 2, dtype=torch.float16, device="cpu")
-    with caplog.at_level("INFO", logger="llmpq"):
-        assert step_runner_of(stage, cache_of(stage, None, torch.float16), 1) is None
-    assert "numbers of torch.float16" in caplog.text
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -243,6 +236,12 @@ def test_prompts_are_those_of_the_layers(tiny_model, monkeypatch, family, bits, 
     _check_prompts(stage, kv_bits, monkeypatch, most)
 
 
+@pytest.mark.parametrize("bits", [3, 8, 16])
+def test_prompts_in_float16_are_those_of_the_layers(tiny_model, monkeypatch, bits):
+    _, stage = _stage(tiny_model, "llama", bits, torch.float16)
+    _check_prompts(stage, 16, monkeypatch, 32, torch.float16)
+
+
 @pytest.mark.parametrize("bits", [4, 16])
 @pytest.mark.parametrize("name", OLDER)
 def test_prompts_are_those_of_the_layers_on_older_processors(tiny_model, monkeypatch, name, bits):
@@ -251,9 +250,9 @@ def test_prompts_are_those_of_the_layers_on_older_processors(tiny_model, monkeyp
         _check_prompts(stage, 8, monkeypatch, 32)
 
 
-def _check_prompts(stage, kv_bits, monkeypatch, most):
+def _check_prompts(stage, kv_bits, monkeypatch, most, dtype=torch.bfloat16):
     """Compare a step of prompts and others with the layers, ``most`` tokens at a time."""
-    caches = cache_of(stage, kv_bits, torch.bfloat16), cache_of(stage, kv_bits, torch.bfloat16)
+    caches = cache_of(stage, kv_bits, dtype), cache_of(stage, kv_bits, dtype)
     steps = compiled(stage, caches[0])
     assert steps.takes_prompts
     monkeypatch.setattr(steps._program, "most_rows", most)
@@ -267,10 +266,10 @@ def _check_prompts(stage, kv_bits, monkeypatch, most):
         starts=[0] * len(rows),
         counts=before,
     )
-    hidden = torch.randn(1, sum(before), 128, generator=generator).to(torch.bfloat16)
+    hidden = torch.randn(1, sum(before), 128, generator=generator).to(dtype)
     for cache in caches:
         stage(hidden, earlier, cache)
-    hidden = torch.randn(1, sum(counts), 128, generator=generator).to(torch.bfloat16)
+    hidden = torch.randn(1, sum(counts), 128, generator=generator).to(dtype)
     hidden[0, :, 5] *= 40  # outliers of LLM.int8()
     expected = stage(hidden, whole, caches[1])
     with monkeypatch.context() as patch:

@@ -92,7 +92,7 @@ PrepareRows of_slots(const PrepareRows *o, int64_t first) {
     int64_t columns = q->columns;
     q->x = (const char *)q->x + first * columns * (q->type == TYPE_F32 ? 4 : 2);
     if (q->sums) q->sums += first * (columns / q->block);
-    if (q->codes) q->codes += first * columns;
+    if (q->codes) q->codes += first * columns * (q->sums ? 1 : CODE_BYTES);
     if (q->scale) q->scale += q->sums ? first * (columns / q->block) : first;
     if (q->sum) q->sum += first, q->start += first, q->end += first;
     return own;

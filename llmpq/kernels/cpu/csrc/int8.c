@@ -1,22 +1,33 @@
 /* LLM.int8() (Dettmers et al. 2022): activations at 8 bits, their outliers not.
  *
  * Every row of x is split at a threshold. Numbers below it are rounded to 8 bits with one scale a
- * row and multiplied as integers (VNNI); those at or above it, and what is not finite, stay as they
+ * row and multiplied as integers; those at or above it, and what is not finite, stay as they
  * are and are multiplied by the columns of the weight they meet. The paper splits off a whole column when
  * one row of the batch has an outlier in it; here each row splits on its own, so that a token's
  * answer does not depend on who shares its batch, and no row pays for another's outliers.
  *
- * Integer products need one unsigned side. That is the weight's (code = q + 128), so the correction
- * is one number a row of x, its sum, and only the codes are stored. */
+ * With VNNI one instruction multiplies four unsigned bytes of a lane, the weight's codes (q + 128),
+ * by four signed ones of x. Without it, pairs of 16-bit numbers are multiplied: the codes of even
+ * columns, then those of odd ones, which takes a mask and a shift. The instruction for bytes would
+ * saturate. The correction for unsigned codes is one number a row of x, its sum, and only the codes
+ * are stored. Integer sums are exact, and the float32 operations of an answer are the same, in the
+ * same order, at every width of vectors and on AMX's tiles: all processors give the same bits. */
 #include "amx.h"
+#include "lanes.h"
 #include "step.h"
 
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-#include <immintrin.h>
+#ifdef __AVX2__
 #include <math.h>
 #include <stdlib.h>
 
-enum { WIDE = 4, STRIP = 6, FEW = 3, CHAINS = 4, DEPTH = 256, AHEAD = 4096 };
+/* Tiles side by side, and rows of x, of which the registers hold the sums. FEW rows take one tile
+ * after the other, as they lie in memory. */
+#ifdef __AVX512VNNI__
+enum { GROUP = 4, STRIP = 6, FEW = 3 };
+#else
+enum { GROUP = 1, STRIP = 6, FEW = 24 };
+#endif
+enum { WIDE = PANEL / TILE_ROWS, PARTS = TILE_ROWS / LANES, DEPTH = 256, AHEAD = 4096 };
 enum { WORTH_THREADS = 1 << 15 }; /* numbers of x whose reading takes longer than waking a thread */
 
 typedef struct {
@@ -27,51 +38,83 @@ typedef struct {
 
 /* ---- rows of x ------------------------------------------------------------------------------- */
 
-INLINE __m512 load_x(const Prepared *q, int64_t m, int64_t k) {
-    return (__m512)load_typed(q->x, m * q->columns + k, q->type);
+INLINE vi is_outlier(const Prepared *q, vf x) {
+    vf size = magnitude(x); /* "not below" is true of NaN as well */
+    return ~((vi)(size < q->threshold) & (vi)(size < INFINITY));
 }
 
-INLINE __mmask16 is_outlier(const Prepared *q, __m512 x) {
-    __m512 size = _mm512_abs_ps(x); /* "not below" is true of NaN as well */
-    return _mm512_cmp_ps_mask(size, _mm512_set1_ps(q->threshold), _CMP_NLT_UQ) |
-           _mm512_cmp_ps_mask(size, _mm512_set1_ps(INFINITY), _CMP_NLT_UQ);
+INLINE void scan(const Prepared *q, int64_t m, const int type) {
+    vi outliers = {0};
+    vf most = {0};
+    for (int64_t k = 0; k < q->columns; k += LANES) {
+        vf x = load_lanes(q->x, m * q->columns + k, type);
+        vi out = is_outlier(q, x);
+        outliers -= out;
+        most = greater((vf)(~out & (vi)magnitude(x)), most);
+    }
+    q->scale[m] = greatest(most) / 127;
+    q->end[m] = q->start[m] + sum_of_ints(outliers);
 }
 
 /* Finds the scale of row m, and how many outliers it has: its end is its start plus so many. */
 void int8_scan(const Prepared *q, int64_t m) {
-    int64_t outliers = 0;
-    __m512 most = _mm512_setzero_ps();
-    for (int64_t k = 0; k < q->columns; k += 16) {
-        __m512 x = load_x(q, m, k);
-        __mmask16 out = is_outlier(q, x);
-        outliers += __builtin_popcount(out);
-        most = _mm512_mask_max_ps(most, (__mmask16)~out, most, _mm512_abs_ps(x));
+    if (q->type == TYPE_BF16) scan(q, m, TYPE_BF16);
+    else if (q->type == TYPE_F16) scan(q, m, TYPE_F16);
+    else scan(q, m, TYPE_F32);
+}
+
+/* Writes codes of LANES columns as they are multiplied: in bytes, or in 16 bits, those of columns
+ * 0, 2, 1 and 3 of every four. */
+INLINE void put_codes(int8_t *to, vi code) {
+#if defined(__AVX512VNNI__)
+    __m128i bytes = _mm512_cvtepi32_epi8((__m512i)code);
+    memcpy(to, &bytes, sizeof bytes);
+#elif defined(__AVX512BW__)
+    code = (vi)_mm512_shuffle_epi32((__m512i)code, _MM_PERM_DBCA);
+    __m256i halves = _mm512_cvtepi32_epi16((__m512i)code);
+    memcpy(to, &halves, sizeof halves);
+#else
+    typedef int8_t Bytes __attribute__((vector_size(VECTOR_BYTES)));
+#ifdef __AVXVNNI__
+    const Bytes order = {0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+                         0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0};
+    const __m256i places = _mm256_setr_epi32(0, 4, 0, 0, 0, 0, 0, 0);
+#else
+    const Bytes order = {0, 1, 8, 9, 4, 5, 12, 13, 0, 0, 0, 0, 0, 0, 0, 0,
+                         0, 1, 8, 9, 4, 5, 12, 13, 0, 0, 0, 0, 0, 0, 0, 0};
+    const __m256i places = _mm256_setr_epi32(0, 1, 4, 5, 0, 0, 0, 0);
+#endif
+    __m256i lanes = _mm256_shuffle_epi8((__m256i)code, (__m256i)order);
+    lanes = _mm256_permutevar8x32_epi32(lanes, places);
+    memcpy(to, &lanes, LANES * CODE_BYTES);
+#endif
+}
+
+INLINE void quantize(const Prepared *q, int64_t m, const int type) {
+    int64_t columns = q->columns, at = q->start[m];
+    const float steps = q->scale[m] > 0 ? 1 / q->scale[m] : 0;
+    int8_t *to = q->codes + m * columns * CODE_BYTES;
+    vi sum = {0};
+    for (int64_t k = 0; k < columns; k += LANES, to += LANES * CODE_BYTES) {
+        vf x = load_lanes(q->x, m * columns + k, type);
+        vi out = is_outlier(q, x);
+        vi code = within(nearest(x * steps), -127, 127) & ~out;
+        sum += code;
+        put_codes(to, code);
+        for (uint32_t left = signs_of(out); left; left &= left - 1, at++) {
+            int lane = __builtin_ctz(left);
+            q->column[at] = (int32_t)(k + lane);
+            q->value[at] = x[lane];
+        }
     }
-    q->scale[m] = _mm512_reduce_max_ps(most) / 127;
-    q->end[m] = q->start[m] + outliers;
+    q->sum[m] = sum_of_ints(sum);
 }
 
 /* Writes the codes of row m, and its outliers from its start on. */
 void int8_quantize(const Prepared *q, int64_t m) {
-    int64_t columns = q->columns, at = q->start[m];
-    __m512 steps = _mm512_set1_ps(q->scale[m] > 0 ? 1 / q->scale[m] : 0);
-    __m512i sum = _mm512_setzero_si512(), most = _mm512_set1_epi32(127);
-    __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    for (int64_t k = 0; k < columns; k += 16) {
-        __m512 x = load_x(q, m, k);
-        __mmask16 out = is_outlier(q, x);
-        __m512i code = _mm512_maskz_cvtps_epi32((__mmask16)~out, _mm512_mul_ps(x, steps));
-        code = _mm512_max_epi32(_mm512_min_epi32(code, most), _mm512_set1_epi32(-127));
-        sum = _mm512_add_epi32(sum, code);
-        _mm_storeu_si128((__m128i *)(q->codes + m * columns + k), _mm512_cvtepi32_epi8(code));
-        if (out) {
-            __m512i column = _mm512_add_epi32(lanes, _mm512_set1_epi32((int32_t)k));
-            _mm512_mask_compressstoreu_epi32(q->column + at, out, column);
-            _mm512_mask_compressstoreu_ps(q->value + at, out, x);
-            at += __builtin_popcount(out);
-        }
-    }
-    q->sum[m] = _mm512_reduce_add_epi32(sum);
+    if (q->type == TYPE_BF16) quantize(q, m, TYPE_BF16);
+    else if (q->type == TYPE_F16) quantize(q, m, TYPE_F16);
+    else quantize(q, m, TYPE_F32);
 }
 
 static void scan_part(void *data, int64_t m) {
@@ -84,36 +127,101 @@ static void quantize_part(void *data, int64_t m) {
     int8_quantize(&job->rows, m);
 }
 
-/* ---- products -------------------------------------------------------------------------------- */
+/* ---- sums of products ------------------------------------------------------------------------ */
 
-INLINE void multiply(const Job *job, int64_t first, int64_t row, int64_t from, int64_t end,
-                     int32_t *total, const int strip, const int wide) {
-    const Weight *w = job->product->weight;
-    const int8_t *x = job->rows.codes + first * w->columns;
-    int64_t down = w->columns * TILE_ROWS;
-    __m512i sum[STRIP][WIDE];
-    for (int m = 0; m < strip; m++)
-        for (int n = 0; n < wide; n++) sum[m][n] = _mm512_load_si512(total + m * PANEL + 16 * n);
-    const uint8_t *tile = tile_at(w, row, from);
-    for (int64_t k = from; k < end; k += 4, tile += 64) {
-        __m512i code[WIDE];
-        for (int n = 0; n < wide; n++) {
-            code[n] = _mm512_loadu_si512(tile + n * down);
-            __builtin_prefetch(tile + n * down + AHEAD, 0, ONCE);
-        }
-#pragma GCC unroll 6
-        for (int m = 0; m < strip; m++) {
-            int32_t four;
-            memcpy(&four, x + m * w->columns + k, 4);
-            __m512i spread = _mm512_set1_epi32(four);
-#pragma GCC unroll 4
-            for (int n = 0; n < wide; n++)
-                sum[m][n] = _mm512_dpbusd_epi32(sum[m][n], code[n], spread);
-        }
-    }
-    for (int m = 0; m < strip; m++)
-        for (int n = 0; n < wide; n++) _mm512_store_si512(total + m * PANEL + 16 * n, sum[m][n]);
+/* What is multiplied at once of the codes of four columns: all, or those of two as 16-bit numbers.
+ * There are CODE_BYTES such pieces. */
+INLINE vu piece_of(vu codes, int i) {
+#if HAS_VNNI
+    (void)i;
+    return codes;
+#else
+    return i ? (vu)((vw)codes >> 8) : codes & 0x00FF00FF;
+#endif
 }
+
+/* Adds the products of a piece and a word of x in every lane. */
+INLINE vi dot(vi sum, vu piece, vi word) {
+#if HAS_VNNI
+    return dot_bytes(sum, piece, word);
+#else
+    return dot_halves(sum, (vi)piece, word);
+#endif
+}
+
+INLINE vu load_codes(const uint8_t *from) {
+    vu codes;
+    memcpy(&codes, from, sizeof codes);
+    return codes;
+}
+
+/* A word of x: codes of the columns of a piece. */
+INLINE vi word_of(const int8_t *from) {
+    int32_t word;
+    memcpy(&word, from, sizeof word);
+    return (vi){0} + word;
+}
+
+/* Adds to the sums of `strip` rows of x by `group` tiles side by side. VNNI's sums wait for themselves,
+ * so that there are several of each where they are few. */
+INLINE void add_up(const Job *job, int64_t first, int64_t row, int64_t from, int64_t end,
+                   int32_t *total, const int strip, const int group) {
+    const Weight *w = job->product->weight;
+    const int64_t across = w->columns * CODE_BYTES, down = w->columns * TILE_ROWS;
+    const int wide = group * PARTS;
+    const int chains = !HAS_VNNI || strip * wide > 6 ? 1 : strip * wide > 3 ? 2 : 4;
+    const int8_t *x = job->rows.codes + first * across + from * CODE_BYTES;
+    const uint8_t *tile = tile_at(w, row, from);
+    vi sum[STRIP * GROUP * PARTS * 4];
+    for (int i = 0; i < strip * wide * chains; i++) sum[i] = (vi){0};
+    for (int64_t k = from; k < end; k += 4 * chains)
+#pragma GCC unroll 4
+        for (int c = 0; c < chains; c++, tile += 64, x += 4 * CODE_BYTES) {
+#pragma GCC unroll 4
+            for (int n = 0; n < group; n++) __builtin_prefetch(tile + n * down + AHEAD, 0, ONCE);
+#pragma GCC unroll 2
+            for (int i = 0; i < CODE_BYTES; i++) {
+                vu piece[GROUP * PARTS];
+#pragma GCC unroll 4
+                for (int n = 0; n < wide; n++) {
+                    const uint8_t *at = tile + n / PARTS * down + n % PARTS * VECTOR_BYTES;
+                    piece[n] = piece_of(load_codes(at), i);
+                }
+#pragma GCC unroll 6
+                for (int m = 0; m < strip; m++) {
+                    vi word = word_of(x + m * across + 4 * i), *to = sum + (c * strip + m) * wide;
+#pragma GCC unroll 4
+                    for (int n = 0; n < wide; n++) to[n] = dot(to[n], piece[n], word);
+                }
+            }
+        }
+    for (int m = 0; m < strip; m++)
+        for (int n = 0; n < wide; n++) {
+            int32_t *to = total + m * PANEL + n * LANES;
+            vu all;
+            memcpy(&all, to, sizeof all);
+            for (int c = 0; c < chains; c++) all += (vu)sum[(c * strip + m) * wide + n];
+            memcpy(to, &all, sizeof all);
+        }
+}
+
+/* Functions of their own, as the sums take all registers but a few. */
+typedef void (*AddUp)(const Job *, int64_t, int64_t, int64_t, int64_t, int32_t *);
+#define ADD_UP(STRIP_, GROUP_)                                                                   \
+    static __attribute__((noinline)) void add_up_##STRIP_##_##GROUP_(                            \
+        const Job *job, int64_t first, int64_t row, int64_t from, int64_t end, int32_t *total) { \
+        add_up(job, first, row, from, end, total, STRIP_, GROUP_);                               \
+    }
+#define EACH_STRIP(DO, GROUP_) DO(1, GROUP_) DO(2, GROUP_) DO(3, GROUP_) DO(4, GROUP_) DO(5, GROUP_) DO(6, GROUP_)
+#define NAME(STRIP_, GROUP_) add_up_##STRIP_##_##GROUP_,
+EACH_STRIP(ADD_UP, 1)
+static const AddUp one_tile[STRIP + 1] = {0, EACH_STRIP(NAME, 1)};
+#ifdef __AVX512VNNI__
+EACH_STRIP(ADD_UP, 4)
+static const AddUp four_tiles[STRIP + 1] = {0, EACH_STRIP(NAME, 4)};
+#else
+static const AddUp *const four_tiles = 0;
+#endif
 
 #ifdef __AMX_INT8__
 /* 32 rows on tiles, or 16: columns in steps of 64, which are whole tiles of the weight side by side. */
@@ -152,66 +260,50 @@ INLINE void multiply_amx(const Job *job, int64_t first, int64_t row, int64_t fro
 }
 #endif
 
-INLINE __m512 column_of(const Weight *w, int64_t row, int64_t k) {
-    const uint8_t *vector = tile_at(w, row, k) + k % TILE_COLUMNS / 4 * 64;
-    __m512i words = _mm512_srl_epi32(_mm512_loadu_si512(vector), _mm_cvtsi32_si128(k % 4 * 8));
-    __m512i code = _mm512_and_si512(words, _mm512_set1_epi32(0xFF));
-    return _mm512_cvtepi32_ps(_mm512_sub_epi32(code, _mm512_set1_epi32(128)));
+/* ---- answers --------------------------------------------------------------------------------- */
+
+/* Column k of LANES rows of the weight, in units of its scales. */
+INLINE vf column_of(const Weight *w, int64_t row, int64_t k) {
+    const uint8_t *vector = tile_at(w, row, k) + k % TILE_COLUMNS / 4 * 64 + row % TILE_ROWS * 4;
+    vu code = load_codes(vector) >> (uint32_t)(k % 4 * 8) & 0xFF;
+    return __builtin_convertvector((vi)code - 128, vf);
 }
 
-/* Adds the outliers of row m times their columns of 16 rows of the weight, in units of its scales. */
-INLINE __m512 add_outliers(const Job *job, int64_t m, int64_t row, const float *shared, __m512 y) {
+/* Adds the outliers of row m times their columns of LANES rows of the weight. */
+INLINE vf add_outliers(const Job *job, int64_t m, int64_t row, const float *shared, vf y) {
     const Prepared *q = &job->rows;
     for (int64_t i = q->start[m]; i < q->end[m]; i++) {
         int32_t k = q->column[i];
-        __m512 column = job->shared->count ? _mm512_load_ps(shared + job->shared->place[k] * PANEL)
-                                           : column_of(job->product->weight, row, k);
-        y = _mm512_fmadd_ps(column, _mm512_set1_ps(q->value[i]), y);
+        vf column = job->shared->count ? load_lanes(shared, job->shared->place[k] * PANEL, TYPE_F32)
+                                       : column_of(job->product->weight, row, k);
+        y = multiply_add(column, (vf){0} + q->value[i], y);
     }
     return y;
 }
 
-INLINE void finish(const Job *job, int64_t m, int64_t row, const float *shared, __m512i total) {
+/* Writes the answers of row m for LANES rows of the weight. Sums of unsigned codes may have wrapped. */
+INLINE void finish(const Job *job, int64_t m, int64_t row, const float *shared, vu total) {
     const Product *p = job->product;
     const Weight *w = p->weight;
-    total = _mm512_sub_epi32(total, _mm512_set1_epi32(128 * job->rows.sum[m]));
-    __m512 y = _mm512_mul_ps(_mm512_cvtepi32_ps(total), _mm512_set1_ps(job->rows.scale[m]));
-    y = _mm512_mul_ps(add_outliers(job, m, row, shared, y), (__m512)scale_at(w, 0, row));
-    if (p->bias) y = _mm512_add_ps(y, (__m512)load_typed(p->bias, row, job->rows.type));
-    int64_t at = m * w->rows + row;
-    if (job->rows.type == TYPE_F32) _mm512_storeu_ps((float *)p->y + at, y);
-    else _mm256_storeu_si256((__m256i *)((uint16_t *)p->y + at), (__m256i)narrowed((v16f)y));
+    const int type = job->rows.type;
+    vi sum = (vi)(total - 128 * (uint32_t)job->rows.sum[m]);
+    vf y = __builtin_convertvector(sum, vf) * job->rows.scale[m];
+    y = add_outliers(job, m, row, shared, y);
+    vf scale = load_any(w->scales, row, w->scale_type);
+    y = p->bias ? multiply_add(y, scale, load_any(p->bias, row, type)) : y * scale;
+    store_typed(p->y, m * w->rows + row, LANES, typed_bits(y, type), type);
 }
 
-/* Up to FEW rows take one row of tiles after the other, as they lie in memory; sums of every fourth
- * vector of codes do not wait for each other. */
-INLINE void few_rows(const Job *job, int64_t row, const int count) {
-    const int64_t columns = job->product->weight->columns;
-    const uint8_t *tile = tile_at(job->product->weight, row, 0);
-    __m512i sum[FEW][CHAINS];
-    for (int m = 0; m < count; m++)
-        for (int c = 0; c < CHAINS; c++) sum[m][c] = _mm512_setzero_si512();
-    for (int64_t k = 0; k < columns; k += 4 * CHAINS, tile += 64 * CHAINS)
-#pragma GCC unroll 4
-        for (int c = 0; c < CHAINS; c++) {
-            __m512i code = _mm512_loadu_si512(tile + 64 * c);
-            __builtin_prefetch(tile + 64 * c + AHEAD, 0, ONCE);
-#pragma GCC unroll 3
-            for (int m = 0; m < count; m++) {
-                int32_t four;
-                memcpy(&four, job->rows.codes + m * columns + k + 4 * c, 4);
-                sum[m][c] = _mm512_dpbusd_epi32(sum[m][c], code, _mm512_set1_epi32(four));
-            }
-        }
-    for (int m = 0; m < count; m++) {
-        __m512i front = _mm512_add_epi32(sum[m][0], sum[m][1]);
-        __m512i back = _mm512_add_epi32(sum[m][2], sum[m][3]);
-        finish(job, m, row, 0, _mm512_add_epi32(front, back));
-    }
+/* Rows to multiply at once while so many are left. One alone would wait for its own sums. */
+INLINE int64_t strip_of(int64_t left) {
+    return left <= STRIP ? left : left < 2 * STRIP ? (left + 1) / 2 : STRIP;
 }
 
-INLINE void panel_rows(const Job *job, int64_t row, int64_t first, int64_t count, const int wide) {
+/* `groups` groups of tiles by some rows of x. */
+INLINE void panel_rows(const Job *job, int64_t row, int64_t first, int64_t count, int groups,
+                       const int group) {
     int32_t total[ROW_BLOCK * PANEL] __attribute__((aligned(64)));
+    const AddUp *add_ups = group > 1 ? four_tiles : one_tile;
     int64_t columns = job->product->weight->columns;
     int64_t depth = count <= STRIP ? columns : DEPTH; /* beyond one strip, codes are read again */
     memset(total, 0, (size_t)count * PANEL * sizeof *total);
@@ -223,52 +315,49 @@ INLINE void panel_rows(const Job *job, int64_t row, int64_t first, int64_t count
         int64_t end = k + depth < columns ? k + depth : columns, m = 0;
 #ifdef __AMX_INT8__
         for (; on_tiles && m + 2 * AMX_ROWS <= count; m += 2 * AMX_ROWS)
-            multiply_amx(job, first + m, row, k, end, total + m * PANEL, 2, wide);
+            multiply_amx(job, first + m, row, k, end, total + m * PANEL, 2, group);
         for (; on_tiles && m + AMX_ROWS <= count; m += AMX_ROWS)
-            multiply_amx(job, first + m, row, k, end, total + m * PANEL, 1, wide);
+            multiply_amx(job, first + m, row, k, end, total + m * PANEL, 1, group);
 #endif
-        for (; m + STRIP <= count; m += STRIP)
-            multiply(job, first + m, row, k, end, total + m * PANEL, STRIP, wide);
-        switch (count - m) { /* codes are read once for them, whatever their number */
-        case 1: multiply(job, first + m, row, k, end, total + m * PANEL, 1, wide); break;
-        case 2: multiply(job, first + m, row, k, end, total + m * PANEL, 2, wide); break;
-        case 3: multiply(job, first + m, row, k, end, total + m * PANEL, 3, wide); break;
-        case 4: multiply(job, first + m, row, k, end, total + m * PANEL, 4, wide); break;
-        case 5: multiply(job, first + m, row, k, end, total + m * PANEL, 5, wide); break;
+        while (m < count) {
+            int64_t strip = strip_of(count - m);
+            for (int g = 0; g < groups; g++) {
+                int64_t side = TILE_ROWS * group * g;
+                add_ups[strip](job, first + m, row + side, k, end, total + m * PANEL + side);
+            }
+            m += strip;
         }
     }
 #ifdef __AMX_INT8__
     if (on_tiles) clear_tiles();
 #endif
+    const int wide = groups * group * TILE_ROWS;
     float shared[MOST_SHARED * PANEL] __attribute__((aligned(64)));
     for (int i = 0; i < job->shared->count; i++)
-        for (int n = 0; n < wide; n++) {
-            __m512 column = column_of(job->product->weight, row + 16 * n, job->shared->column[i]);
-            _mm512_store_ps(shared + i * PANEL + 16 * n, column);
+        for (int n = 0; n < wide; n += LANES) {
+            vf column = column_of(job->product->weight, row + n, job->shared->column[i]);
+            memcpy(shared + i * PANEL + n, &column, sizeof column);
         }
     for (int64_t m = 0; m < count; m++)
-        for (int n = 0; n < wide; n++) {
-            __m512i sum = _mm512_load_si512(total + m * PANEL + 16 * n);
-            finish(job, first + m, row + 16 * n, shared + 16 * n, sum);
+        for (int n = 0; n < wide; n += LANES) {
+            vu sum;
+            memcpy(&sum, total + m * PANEL + n, sizeof sum);
+            finish(job, first + m, row + n, shared + n, sum);
         }
 }
 
 static void panel_part(void *data, int64_t item) {
     const Job *job = data;
-    int64_t row = item * PANEL, rows = job->product->weight->rows, all = job->product->count;
-    int64_t end = row + PANEL < rows ? row + PANEL : rows;
-    for (int64_t r = row; all <= FEW && r < end; r += TILE_ROWS)
-        switch (all) {
-        case 1: few_rows(job, r, 1); break;
-        case 2: few_rows(job, r, 2); break;
-        case 3: few_rows(job, r, 3); break;
-        }
+    int64_t row = item * PANEL, left = (job->product->weight->rows - row) / TILE_ROWS;
+    int64_t all = job->product->count;
+    int blocks = left < WIDE ? (int)left : WIDE;
+    for (int n = 0; all <= FEW && n < blocks; n++)
+        panel_rows(job, row + TILE_ROWS * n, 0, all, 1, 1);
     if (all <= FEW) return;
     for (int64_t first = 0; first < all; first += ROW_BLOCK) {
         int64_t count = all - first < ROW_BLOCK ? all - first : ROW_BLOCK;
-        if (row + PANEL <= rows) panel_rows(job, row, first, count, WIDE);
-        else
-            for (int64_t r = row; r < end; r += TILE_ROWS) panel_rows(job, r, first, count, 1);
+        if (GROUP > 1 && blocks == WIDE) panel_rows(job, row, first, count, WIDE / GROUP, GROUP);
+        else panel_rows(job, row, first, count, blocks, 1);
     }
 }
 
@@ -320,7 +409,7 @@ int kernels_int8(const Product *p, float threshold, int type) {
     size_t count = (size_t)p->count;
     Prepared q = {.x = p->x, .columns = w->columns, .threshold = threshold, .type = type};
     Shared shared = {.place = malloc((size_t)w->columns)};
-    q.codes = malloc(count * (size_t)w->columns);
+    q.codes = malloc(count * (size_t)w->columns * CODE_BYTES);
     q.scale = malloc(count * sizeof *q.scale);
     q.sum = malloc(count * sizeof *q.sum);
     q.start = malloc(count * sizeof *q.start);

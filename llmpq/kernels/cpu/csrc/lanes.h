@@ -23,6 +23,7 @@ typedef int32_t vi __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint32_t vu __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint64_t vl __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint16_t vh __attribute__((vector_size(VECTOR_BYTES / 2)));
+typedef uint16_t vw __attribute__((vector_size(VECTOR_BYTES)));
 
 /* Whether a b + c is rounded once. */
 #ifdef __FMA__
@@ -81,6 +82,66 @@ INLINE vf multiply_add(vf a, vf b, vf c) {
     return a * b + c;
 #endif
 }
+
+/* The largest number of a vector. */
+INLINE float greatest(vf v) {
+    for (int step = LANES / 2; step; step /= 2)
+        v = greater(v, __builtin_shuffle(v, lane_numbers() ^ step));
+    return v[0];
+}
+
+INLINE int32_t sum_of_ints(vi v) {
+    for (int step = LANES / 2; step; step /= 2) v += __builtin_shuffle(v, lane_numbers() ^ step);
+    return v[0];
+}
+
+#ifdef __AVX2__
+/* The nearest whole numbers; ties to even. */
+INLINE vi nearest(vf x) {
+#ifdef __AVX512F__
+    return (vi)_mm512_cvtps_epi32((__m512)x);
+#else
+    return (vi)_mm256_cvtps_epi32((__m256)x);
+#endif
+}
+
+/* A bit for each lane, its sign. */
+INLINE uint32_t signs_of(vi v) {
+#ifdef __AVX512F__
+    return _mm512_movepi32_mask((__m512i)v);
+#else
+    return (uint32_t)_mm256_movemask_ps((__m256)v);
+#endif
+}
+
+/* Adds the products of two 16-bit numbers of either in every lane. The compiler would move many products
+ * ahead of their sums, in more registers than there are. */
+INLINE vi dot_halves(vi sum, vi a, vi b) {
+#ifdef __AVX512F__
+    sum = (vi)_mm512_add_epi32((__m512i)sum, _mm512_madd_epi16((__m512i)a, (__m512i)b));
+    __asm__ volatile("" : "+v"(sum));
+#else
+    sum = (vi)_mm256_add_epi32((__m256i)sum, _mm256_madd_epi16((__m256i)a, (__m256i)b));
+    __asm__ volatile("" : "+x"(sum));
+#endif
+    return sum;
+}
+#endif
+
+/* Adds the products of four bytes of either, `a` unsigned and `b` signed, in every lane. */
+#if defined(__AVX512VNNI__)
+#define HAS_VNNI 1
+INLINE vi dot_bytes(vi sum, vu a, vi b) {
+    return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+}
+#elif defined(__AVXVNNI__)
+#define HAS_VNNI 1
+INLINE vi dot_bytes(vi sum, vu a, vi b) {
+    return (vi)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)a, (__m256i)b);
+}
+#else
+#define HAS_VNNI 0
+#endif
 
 /* Numbers of a stored type, from place `at` on. */
 INLINE vf load_lanes(const void *from, int64_t at, const int type) {

@@ -57,15 +57,6 @@ static const Codes order_of_3 = {
     FOUR(20, 26, 21, 27), FOUR(22, 28, 23, 29), FOUR(4, 14, 5, 15),   FOUR(24, 30, 25, 31),
 };
 
-/* The nearest whole numbers; ties to even. */
-INLINE vi nearest(vf x) {
-#ifdef __AVX512F__
-    return (vi)_mm512_cvtps_epi32((__m512)x);
-#else
-    return (vi)_mm256_cvtps_epi32((__m256)x);
-#endif
-}
-
 /* The codes of 32 columns as bytes, in an order of their own. */
 INLINE Codes together(const vi *code) {
 #ifdef __AVX512F__
@@ -76,17 +67,6 @@ INLINE Codes together(const vi *code) {
     __m256i back = _mm256_packs_epi32((__m256i)code[2], (__m256i)code[3]);
     return (Codes)_mm256_packs_epi16(front, back);
 #endif
-}
-
-INLINE float greatest(vf v) {
-    for (int step = LANES / 2; step; step /= 2)
-        v = greater(v, __builtin_shuffle(v, lane_numbers() ^ step));
-    return v[0];
-}
-
-INLINE int32_t sum_of(vi v) {
-    for (int step = LANES / 2; step; step /= 2) v += __builtin_shuffle(v, lane_numbers() ^ step);
-    return v[0];
 }
 
 /* Codes of row m, a scale for each block, and the sums of the blocks' codes times their scales. All
@@ -114,7 +94,7 @@ INLINE void codes_of(const Prepared *q, int64_t rows, int64_t m, const int type)
             memcpy(to + k, &codes, sizeof codes);
         }
         q->scale[b * rows + m] = size / 127;
-        q->sums[b * rows + m] = size / 127 * (float)sum_of(sum);
+        q->sums[b * rows + m] = size / 127 * (float)sum_of_ints(sum);
     }
     float sum = 0;
     for (int i = 0; i < LANES; i++) sum += finite[i];
@@ -133,12 +113,10 @@ void block_codes(const Prepared *q, int64_t rows, int64_t m) {
 
 /* Adds products of four codes and four of x in every lane: the 8 quads of 32 columns, from 0 on. */
 INLINE vi dot(vi sum, vu codes, vi four) {
-#if defined(__AVX512VNNI__)
-    return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)four);
+#if HAS_VNNI
+    return dot_bytes(sum, codes, four);
 #elif defined(__AVX512BW__)
     return (vi)_mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16((__m512i)codes, (__m512i)four));
-#elif defined(__AVXVNNI__)
-    return (vi)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, (__m256i)four);
 #else
     return (vi)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)codes, (__m256i)four));
 #endif
@@ -146,21 +124,11 @@ INLINE vi dot(vi sum, vu codes, vi four) {
 
 /* Those of 32 columns in 32 bits, exact. */
 INLINE vi widened(vi sum) {
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-#elif defined(__AVX512BW__)
-    sum = (vi)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(1));
-#else
-    sum = (vi)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1));
-#endif
-    return sum;
+    return HAS_VNNI ? sum : dot_halves((vi){0}, sum, (vi){0} + 0x00010001);
 }
 
 /* Sums of one to three rows: VNNI's each wait for themselves, so there are two of them. */
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-enum { CHAINS = 2, IS_NARROW = 0 };
-#else
-enum { CHAINS = 1, IS_NARROW = 1 };
-#endif
+enum { CHAINS = HAS_VNNI ? 2 : 1, IS_NARROW = !HAS_VNNI };
 
 INLINE vu load_codes(const uint8_t *from, int vector) {
     vu words;

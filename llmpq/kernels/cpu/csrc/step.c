@@ -116,7 +116,6 @@ static void prepare(const PrepareRows *o, int64_t rows, int64_t m) {
 #ifdef __AVX512BF16__
     if (o->kernel == PACKED_BF16) bf16_sums(q, rows, m);
 #endif
-#ifdef __AVX512VNNI__
     if (o->kernel == LLM_INT8) {
         q->start[m] = 0;
         int8_scan(q, m);
@@ -125,7 +124,6 @@ static void prepare(const PrepareRows *o, int64_t rows, int64_t m) {
         q->end[m] = q->start[m] + outliers;
         int8_quantize(q, m);
     }
-#endif
 }
 
 INLINE Attention of_rows(const Step *step, const Attention *what) {
@@ -177,6 +175,7 @@ static void product_part(How how, const Product *p, const Prepared *q, const Sha
     switch (how.kernel) {
     case PLAIN: plain_part(p, how.out, item); break;
     case PACKED_FLOAT: float_part(p, q, how.out, item); break;
+    case LLM_INT8: int8_part(p, q, shared, item); break;
     case PACKED_INT8: packed_int8_part(p, q, item); break;
 #ifdef __AVX512BF16__
     case DENSE_BF16:
@@ -185,18 +184,11 @@ static void product_part(How how, const Product *p, const Prepared *q, const Sha
         break;
     case PACKED_BF16: bf16_part(p, q, how.few_limit, item); break;
 #endif
-#ifdef __AVX512VNNI__
-    case LLM_INT8: int8_part(p, q, shared, item); break;
-#endif
     }
 }
 
 static void share(Shared *shared, const Prepared *q, int kernel, int64_t rows) {
-#ifdef __AVX512VNNI__
     if (kernel == LLM_INT8) share_columns(shared, q, rows);
-#else
-    (void)shared, (void)q, (void)kernel, (void)rows;
-#endif
 }
 
 static void multiply(Run *run, int me, const Products *o) {

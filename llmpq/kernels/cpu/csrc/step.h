@@ -38,13 +38,21 @@ typedef struct {
     int32_t threads;
 } Norm;
 
+/* Bytes of a code of x for weights of 8 bits: without VNNI they are multiplied as 16-bit numbers. */
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+enum { CODE_BYTES = 1 };
+#else
+enum { CODE_BYTES = 2 };
+#endif
+
 /* What products by weights with codes need of x [rows, columns], made row by row. */
 typedef struct {
     const void *x;
     int64_t columns;
     int64_t block;   /* 3 and 4 bits: columns of a sum */
     float *sums;     /* 3 and 4 bits: [blocks, rows] of x over each block of columns */
-    int8_t *codes;   /* x at 8 bits: [rows, columns]; 3 and 4 bits: [blocks, rows, block] */
+    int8_t *codes;   /* x at 8 bits: [rows, columns], CODE_BYTES each; 3 and 4 bits: bytes,
+                      * [blocks, rows, block] */
     float *scale;    /* [rows]; 3 and 4 bits: [blocks, rows] */
     int32_t *sum;    /* [rows] of the codes */
     int64_t *start;  /* [rows] where a row's outliers start */
