@@ -10,31 +10,38 @@
 #include "attention.h"
 #include <stdlib.h>
 
-#ifdef __AVX512F__
+/* QUERIES times four tokens have their sums in registers. */
+enum { STEP = 64, RUNS = STEP / LANES, QUERIES = LANES == 16 ? 4 : 3, PIECE = 1024 };
 
-enum { STEP = 64, RUNS = STEP / LANES, QUERIES = 4, PIECE = 1024 };
+INLINE vf load(const float *from) {
+    return load_lanes(from, 0, TYPE_F32);
+}
+
+INLINE void store(float *to, vf v) {
+    memcpy(to, &v, sizeof v);
+}
 
 /* ---- softmax --------------------------------------------------------------------------------- */
 
-INLINE float lanes_sum(v16f v) {
+INLINE float lanes_sum(vf v) {
 #pragma GCC unroll 4
-    for (int step = 8; step; step /= 2) v += __builtin_shuffle(v, lane_numbers() ^ step);
+    for (int step = LANES / 2; step; step /= 2) v += __builtin_shuffle(v, lane_numbers() ^ step);
     return v[0];
 }
 
 /* Turns scores into weights against the largest so far; returns what earlier sums shrink by. What is
  * not a number is kept by the weights. */
-INLINE float weigh(float *score, int64_t count, float *most, v16f *weight) {
-    v16f top = load_floats(score);
-    for (int64_t i = 16; i < count; i += 16) top = greater(load_floats(score + i), top);
+INLINE float weigh(float *score, int64_t count, float *most, vf *weight) {
+    vf top = load(score);
+    for (int64_t i = LANES; i < count; i += LANES) top = greater(load(score + i), top);
 #pragma GCC unroll 4
-    for (int step = 8; step; step /= 2) top = greater(top, __builtin_shuffle(top, lane_numbers() ^ step));
+    for (int step = LANES / 2; step; step /= 2) top = greater(top, __builtin_shuffle(top, lane_numbers() ^ step));
     float now = top[0], shrink = 1;
     if (now > *most) shrink = expf(*most - now), *most = now;
-    v16f sum = *weight * shrink;
-    for (int64_t i = 0; i < count; i += 16) {
-        v16f share = exponential(load_floats(score + i) - *most);
-        store_floats(score + i, share);
+    vf sum = *weight * shrink;
+    for (int64_t i = 0; i < count; i += LANES) {
+        vf share = exponential(load(score + i) - *most);
+        store(score + i, share);
         sum += share;
     }
     *weight = sum;
@@ -43,24 +50,26 @@ INLINE float weigh(float *score, int64_t count, float *most, v16f *weight) {
 
 /* ---- attention ------------------------------------------------------------------------------- */
 
-#define HALVES(A, B, ...)                                                                        \
-    (__builtin_shuffle(A, B, (v16i){__VA_ARGS__}))
+/* Adds the two halves of every 2 `half` lanes of two vectors: the sums of the first, then of the other. */
+INLINE vf add_halves(vf a, vf b, const int half) {
+    const vi lane = lane_numbers(), low = lane + (lane & -half);
+    return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, low + half);
+}
 
-/* Adds neighbours among lanes: 4 vectors of 16 to one of 4 sums each, and 4 of those to one of 16. */
-INLINE v16f fold(const v16f *v, const int last) {
-    v16f pair[2];
-    for (int i = 0; i < 2; i++) {
-        v16f a = v[2 * i], b = v[2 * i + 1];
-        pair[i] = last ? HALVES(a, b, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
-                             HALVES(a, b, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31)
-                       : HALVES(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-                             HALVES(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    }
-    v16f a = pair[0], b = pair[1];
-    return last ? HALVES(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-                      HALVES(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)
-                : HALVES(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-                      HALVES(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+/* 4 vectors to one with a quarter of the lanes for each. */
+INLINE vf fold(const vf *v, const int half) {
+    return add_halves(add_halves(v[0], v[1], half), add_halves(v[2], v[3], half), half / 2);
+}
+
+/* The sums of LANES vectors, of which every four are folded. */
+INLINE vf total_of(const vf *folded) {
+#if defined(__AVX512F__)
+    return fold(folded, 2);
+#elif defined(__AVX2__)
+    return add_halves(folded[0], folded[1], 1);
+#else
+    return folded[0];
+#endif
 }
 
 /* Numbers of the queries of a KV head; bf16 ones are multiplied as they are by bf16 keys. */
@@ -88,20 +97,20 @@ INLINE void fetch(const void *from, int64_t at, int64_t count, const int type) {
     for (; line < end; line += 64) __builtin_prefetch(line);
 }
 
-/* Scores of 16 tokens from place `at` on, `left` of which exist; those after them are at `next`. */
-INLINE void score16(const Attention *a, const Queries *query, int64_t at, int64_t next, int64_t left,
+/* Scores of LANES tokens from place `at` on, `left` of which exist; those after them are at `next`. */
+INLINE void score_lanes(const Attention *a, const Queries *query, int64_t at, int64_t next, int64_t left,
                     float (*score)[STEP], const int n, const int type) {
     const int in_pairs = has_pairs(a, type);
-    v16f folded[QUERIES][4];
+    vf folded[QUERIES][LANES / 4];
 #pragma GCC unroll 4
-    for (int four = 0; four < 4; four++) {
-        v16f sum[QUERIES][4];
+    for (int four = 0; four < LANES / 4; four++) {
+        vf sum[QUERIES][4];
         int64_t place[4];
         fetch(a->keys, next + 4 * four * a->dim, 4 * a->dim, type);
         for (int t = 0; t < 4; t++) {
             int64_t token = 4 * four + t < left ? 4 * four + t : left - 1;
             place[t] = at + token * a->dim;
-            for (int q = 0; q < n; q++) sum[q][t] = (v16f){0};
+            for (int q = 0; q < n; q++) sum[q][t] = (vf){0};
         }
 #ifdef __AVX512BF16__
         for (int64_t k = 0; in_pairs && k < a->dim; k += 32)
@@ -112,47 +121,47 @@ INLINE void score16(const Attention *a, const Queries *query, int64_t at, int64_
 #pragma GCC unroll 4
                 for (int q = 0; q < n; q++) {
                     __m512bh own = (__m512bh)_mm512_load_si512(query->narrow[q] + k);
-                    sum[q][t] = (v16f)_mm512_dpbf16_ps((__m512)sum[q][t], key, own);
+                    sum[q][t] = (vf)_mm512_dpbf16_ps((__m512)sum[q][t], key, own);
                 }
             }
 #endif
-        for (int64_t k = 0; !in_pairs && k < a->dim; k += 16)
+        for (int64_t k = 0; !in_pairs && k < a->dim; k += LANES)
 #pragma GCC unroll 4
             for (int t = 0; t < 4; t++) {
-                v16f key = load_stored(a->keys, place[t] + k, type);
+                vf key = load_stored(a->keys, place[t] + k, type);
 #pragma GCC unroll 4
-                for (int q = 0; q < n; q++) sum[q][t] += key * load_floats(query->wide[q] + k);
+                for (int q = 0; q < n; q++) sum[q][t] += key * load(query->wide[q] + k);
             }
-        for (int q = 0; q < n; q++) folded[q][four] = fold(sum[q], 0);
+        for (int q = 0; q < n; q++) folded[q][four] = fold(sum[q], LANES / 2);
     }
     for (int q = 0; q < n; q++) {
-        v16f all = fold(folded[q], 1);
-        store_floats(score[q], in_pairs ? all * a->scaling : all);
+        vf all = total_of(folded[q]);
+        store(score[q], in_pairs ? all * a->scaling : all);
         for (int64_t t = left; t < LANES; t++) score[q][t] = -INFINITY;
     }
 }
 
-/* Adds the values of the tokens [skip, count) of a step, 16 at each place of `at`; `next` as above. */
+/* Adds the values of the tokens [skip, count) of a step, LANES at each place of `at`; `next` as above. */
 INLINE void add_values(const Attention *a, const int64_t *at, const int64_t *next, int64_t skip,
                        int64_t count, const float (*share)[STEP], float (*total)[MOST_DIM],
                        const int n, const int wide, int64_t k, const int type) {
-    v16f sum[QUERIES][4];
+    vf sum[QUERIES][4];
     for (int q = 0; q < n; q++)
-        for (int j = 0; j < wide; j++) sum[q][j] = load_floats(total[q] + k + 16 * j);
+        for (int j = 0; j < wide; j++) sum[q][j] = load(total[q] + k + LANES * j);
     for (int64_t first = 0; first < count; first += LANES) {
         int64_t place = at[first / LANES] + k, end = count - first < LANES ? count - first : LANES;
         for (int64_t t = first ? 0 : skip; t < end; t++) {
-            fetch(a->values, next[first / LANES] + t * a->dim + k, 16 * wide, type);
+            fetch(a->values, next[first / LANES] + t * a->dim + k, LANES * wide, type);
 #pragma GCC unroll 4
             for (int j = 0; j < wide; j++) {
-                v16f value = load_stored(a->values, place + t * a->dim + 16 * j, type);
+                vf value = load_stored(a->values, place + t * a->dim + LANES * j, type);
 #pragma GCC unroll 4
                 for (int q = 0; q < n; q++) sum[q][j] += value * share[q][first + t];
             }
         }
     }
     for (int q = 0; q < n; q++)
-        for (int j = 0; j < wide; j++) store_floats(total[q] + k + 16 * j, sum[q][j]);
+        for (int j = 0; j < wide; j++) store(total[q] + k + LANES * j, sum[q][j]);
 }
 
 INLINE void scale_scores(const void *scales, const Attention *a, const int64_t *at, int64_t count,
@@ -160,7 +169,7 @@ INLINE void scale_scores(const void *scales, const Attention *a, const int64_t *
     for (int64_t i = 0; i < count; i += LANES) {
         int64_t place = at[i / LANES] / a->dim;
         if (i + LANES <= count)
-            store_floats(score + i, load_floats(score + i) * load_typed(scales, place, TYPE_BF16));
+            store(score + i, load(score + i) * load_lanes(scales, place, TYPE_BF16));
         else
             for (int64_t t = 0; i + t < count; t++) score[i + t] *= scale_of(scales, place + t);
     }
@@ -171,9 +180,9 @@ INLINE void put_result(const Attention *a, int64_t token, int64_t head, const fl
                        float most, float weight, float *partial) {
     int64_t to = (token * a->kv_heads * a->group + head) * a->dim;
     if (partial) partial[0] = weight, partial[1] = most, partial += 2;
-    for (int64_t k = 0; k < a->dim; k += 16) {
-        v16f sum = load_floats(total + k);
-        if (partial) store_floats(partial + k, sum);
+    for (int64_t k = 0; k < a->dim; k += LANES) {
+        vf sum = load(total + k);
+        if (partial) store(partial + k, sum);
         else store_typed(a->out, to + k, LANES, typed_bits(sum / weight, a->type), a->type);
     }
 }
@@ -185,19 +194,19 @@ INLINE void attend(const Attention *a, int64_t token, int64_t kv_head, int64_t f
     float total[QUERIES][MOST_DIM] __attribute__((aligned(64)));
     float score[QUERIES][STEP] __attribute__((aligned(64)));
     float most[QUERIES];
-    v16f weight[QUERIES]; /* sums lane by lane */
+    vf weight[QUERIES]; /* sums lane by lane */
     int64_t head = kv_head * a->group + first, at[RUNS], next[RUNS];
     for (int q = 0; q < n; q++) {
         int64_t place = token * a->query_token + (head + q) * a->query_head;
-        for (int64_t k = 0; k < a->dim; k += 16) {
-            store_floats(query.wide[q] + k, load_any(a->query, place + k, a->type) * a->scaling);
-            store_floats(total[q] + k, (v16f){0});
+        for (int64_t k = 0; k < a->dim; k += LANES) {
+            store(query.wide[q] + k, load_any(a->query, place + k, a->type) * a->scaling);
+            store(total[q] + k, (vf){0});
         }
         if (has_pairs(a, type))
             memcpy(query.narrow[q], (const uint16_t *)a->query + place, (size_t)a->dim * 2);
         int has_sink = a->sinks && !partial; /* pieces get it when they are put together */
         most[q] = has_sink ? a->sinks[head + q] : -INFINITY;
-        weight[q] = (v16f){has_sink};
+        weight[q] = (vf){has_sink};
     }
     const int32_t *table = a->tables + a->starts[token];
     int64_t start = first_seen(a, a->lengths[token]), end = to;
@@ -210,13 +219,13 @@ INLINE void attend(const Attention *a, int64_t token, int64_t kv_head, int64_t f
             next[u / LANES] = later < end ? place_of(a, table, kv_head, later) : at[0];
         }
         for (int64_t u = 0; u < count; u += LANES)
-            score16(a, &query, at[u / LANES], next[u / LANES], count - u,
+            score_lanes(a, &query, at[u / LANES], next[u / LANES], count - u,
                     (float (*)[STEP])(score[0] + u), n, type);
         for (int q = 0; q < n; q++) {
             if (type == TYPE_INT8) scale_scores(a->key_scales, a, at, count, score[q]);
             if (a->softcap)
                 for (int64_t i = 0; i < count; i += LANES)
-                    store_floats(score[q] + i, capped(load_floats(score[q] + i), a->softcap));
+                    store(score[q] + i, capped(load(score[q] + i), a->softcap));
             if (a->bias)
                 for (int i = 0; i < count; i++) score[q][i] += a->bias[(head + q) * a->bias_head + t + i];
             for (int64_t i = 0; i < skip; i++) score[q][i] = -INFINITY;
@@ -228,8 +237,9 @@ INLINE void attend(const Attention *a, int64_t token, int64_t kv_head, int64_t f
             if (type == TYPE_INT8) scale_scores(a->value_scales, a, at, count, score[q]);
         }
         int64_t k = 0;
-        for (; k + 64 <= a->dim; k += 64) add_values(a, at, next, skip, count, score, total, n, 4, k, type);
-        for (; k < a->dim; k += 16) add_values(a, at, next, skip, count, score, total, n, 1, k, type);
+        for (; k + 4 * LANES <= a->dim; k += 4 * LANES)
+            add_values(a, at, next, skip, count, score, total, n, 4, k, type);
+        for (; k < a->dim; k += LANES) add_values(a, at, next, skip, count, score, total, n, 1, k, type);
     }
     for (int q = 0; q < n; q++)
         put_result(a, token, head + q, total[q], most[q], lanes_sum(weight[q]),
@@ -241,7 +251,8 @@ typedef void (*Attend)(const Attention *, int64_t, int64_t, int64_t, int64_t, fl
     static void attend_##TYPE(const Attention *a, int64_t token, int64_t head, int64_t from,     \
                               int64_t to, float *partial) {                                      \
         int64_t q = 0;                                                                           \
-        for (; q + 4 <= a->group; q += 4) attend(a, token, head, q, from, to, partial, 4, TYPE); \
+        for (; q + QUERIES <= a->group; q += QUERIES)                                            \
+            attend(a, token, head, q, from, to, partial, QUERIES, TYPE);                         \
         if (a->group - q == 3) attend(a, token, head, q, from, to, partial, 3, TYPE);            \
         if (a->group - q == 2) attend(a, token, head, q, from, to, partial, 2, TYPE);            \
         if (a->group - q == 1) attend(a, token, head, q, from, to, partial, 1, TYPE);            \
@@ -332,25 +343,6 @@ void cut_pieces(Pieces *pieces, const Attention *a, int64_t values) {
     for (int64_t i = 0; i < a->count; i++)
         pieces->first[i + 1] = pieces->first[i] + (a->lengths[token_of(a, i)] + PIECE - 1) / PIECE;
 }
-#else
-/* Without vectors of 16 numbers a single token is a run of its own. */
-void attention_part(const Attention *a, const Pieces *pieces, int64_t item) {
-    (void)pieces;
-    int64_t token = token_of(a, item / a->kv_heads);
-    if (a->stores) keep_token(a, token, item % a->kv_heads);
-    run_part(a, token, 1, item % a->kv_heads);
-}
-
-int64_t attention_items(const Attention *a, const Pieces *pieces) {
-    (void)pieces;
-    return a->count * a->kv_heads;
-}
-
-void cut_pieces(Pieces *pieces, const Attention *a, int64_t values) {
-    (void)a, (void)values;
-    pieces->first = 0;
-}
-#endif
 
 typedef struct {
     const Attention *attention;
