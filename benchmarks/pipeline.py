@@ -212,9 +212,12 @@ def run_here(folder: Path, case: str, name: str) -> dict[str, float]:
     return {"seconds": decode_seconds(folder / case, int(bits), int(head or 16), ids)}
 
 
-def generate(model_dir: Path, ids: torch.Tensor, new_tokens: int, rounds: int) -> list[float]:
+def generate(
+    model_dir: Path, ids: torch.Tensor, new_tokens: int, rounds: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> list[float]:  # fmt: skip
     """Generate greedily with transformers; the first call only warms up."""
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()
     seconds = []
     for _ in range(rounds):
         start = time.perf_counter()

@@ -8,6 +8,19 @@ from pathlib import Path
 from llmpq.spec.cluster import CPU_ISAS
 
 CGROUPS = Path("/sys/fs/cgroup")
+INSTRUCTION_SETS = {
+    "amx": ("amx_tile", "amx_int8", "amx_bf16", "avx512_bf16", "avx512_vnni"),
+    "avx512_bf16": ("avx512_bf16", "avx512_vnni"),
+    "avx512_vnni": ("avx512_vnni",),
+    "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq"),
+    "avx2_vnni": ("avx_vnni", "avx2", "fma", "f16c"),
+    "avx2": ("avx2", "fma", "f16c"),
+    "baseline": (),
+}
+"""Flags of the processor that a set of kernels needs, by its name in ``llmpq.kernels.cpu.native``;
+the newest first."""
+_NEWEST = {"avx512": "avx512", "avx2": "avx2", "sse4": "baseline"}
+"""Instruction set of a worker that is limited to a vector extension."""
 
 
 def available_cores() -> tuple[int, ...]:
@@ -22,6 +35,19 @@ def cpu_isas() -> tuple[str, ...]:
     flags = set(_cpuinfo("flags").split())
     needed = {"sse4": "sse4_1", "avx2": "avx2", "avx512": "avx512f"}
     return tuple(isa for isa in CPU_ISAS if needed[isa] in flags)
+
+
+def instruction_set(cpu_isa: str | None = None, cpuinfo: str | None = None) -> str:
+    """Return the key of ``INSTRUCTION_SETS`` that a worker of this host computes with.
+
+    Args:
+        cpu_isa: that limits it (``spec.cluster.CPU_ISAS``), ``None`` for all that there is.
+        cpuinfo: text of ``/proc/cpuinfo``, by default this host's.
+    """
+    flags = set(_cpuinfo("flags", cpuinfo).split())
+    names = list(INSTRUCTION_SETS)
+    allowed = names[names.index(_NEWEST[cpu_isa]) if cpu_isa else 0 :]
+    return next(name for name in allowed if flags.issuperset(INSTRUCTION_SETS[name]))
 
 
 def cpu_quota(processes: Path = Path("/proc/self/cgroup")) -> float | None:
@@ -63,8 +89,10 @@ def cpu_name() -> str:
     return _cpuinfo("model name") or os.uname().machine
 
 
-def _cpuinfo(field: str) -> str:
+def _cpuinfo(field: str, text: str | None = None) -> str:
     """Return a field of the first processor, empty where it is not stated."""
     file = Path("/proc/cpuinfo")
-    lines = file.read_text().splitlines() if file.exists() else []
-    return next((one.partition(":")[2].strip() for one in lines if one.startswith(field)), "")
+    if text is None:
+        text = file.read_text() if file.exists() else ""
+    pairs = (line.partition(":") for line in text.splitlines())
+    return next((value.strip() for name, _, value in pairs if name.strip() == field), "")

@@ -7,7 +7,14 @@ import os
 import pytest
 
 from llmpq.profiler import device
-from llmpq.profiler.device import available_cores, cpu_isas, cpu_name, cpu_quota
+from llmpq.profiler.device import (
+    INSTRUCTION_SETS,
+    available_cores,
+    cpu_isas,
+    cpu_name,
+    cpu_quota,
+    instruction_set,
+)
 from llmpq.spec.cluster import CPU_ISAS
 
 
@@ -19,6 +26,26 @@ def test_cpu_isas_are_known_and_in_order():
     found = cpu_isas()
     assert [isa for isa in CPU_ISAS if isa in found] == list(found)
     assert cpu_name()
+
+
+@pytest.mark.parametrize("newest", INSTRUCTION_SETS)
+def test_the_instruction_set_is_the_newest_that_the_limit_leaves(newest):
+    flags = {"sse4_1", *INSTRUCTION_SETS[newest]}
+    if newest.startswith("a"):
+        flags |= set(INSTRUCTION_SETS["avx2"])
+    if newest.startswith(("amx", "avx512")):
+        flags |= set(INSTRUCTION_SETS["avx512"])
+    text = f"processor : 0\nflags : {' '.join(flags)}\n\nprocessor : 1\nflags : none\n"
+    assert instruction_set(None, text) == newest
+    order = list(INSTRUCTION_SETS)
+    for cpu_isa, limit in (("avx512", "avx512"), ("avx2", "avx2"), ("sse4", "baseline")):
+        expected = max(newest, limit, key=order.index)
+        assert instruction_set(cpu_isa, text) == expected
+
+
+def test_instruction_sets_are_those_of_the_kernels():
+    native = pytest.importorskip("llmpq.kernels.cpu.native")
+    assert list(INSTRUCTION_SETS) == list(native.FLAGS)
 
 
 @pytest.mark.parametrize(
