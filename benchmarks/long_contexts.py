@@ -210,6 +210,11 @@ def _timed(
     return {**found, "step_s": statistics.median(steps[STEPS:])}
 
 
+def rounded(value: float | None) -> float | None:
+    """Return a value with four significant digits; the samples have all."""
+    return None if value is None else float(f"{value:.4g}")
+
+
 def table_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return tokens a second of what was measured, and ours over the others'."""
     names, rows = (OURS, LLAMA_CPP, TRANSFORMERS), []
@@ -230,15 +235,15 @@ def table_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             for name, found in seconds.items()
             if found
         }
-        cells = [f"{speeds[name]:.0f}" if name in speeds else "" for name in names]
-        for name in names[1:]:
-            cells.append(f"{speeds[OURS] / speeds[name]:.2f}" if name in speeds else "")
-        rows.append([title, size[0], size[1], f"{size[2]:,}", *cells])
+        cells = [speeds.get(name) for name in names]
+        cells += [speeds[OURS] / speeds[name] if name in speeds else None
+                  for name in names[1:]]  # fmt: skip
+        rows.append([title, int(size[0]), int(size[1]), size[2], *map(rounded, cells)])
     columns = ["phase", "bits", "KV bits", "tokens", *names]
     columns += [f"{OURS} / {name}" for name in names[1:]]
     return {
         "title": "Long contexts", "columns": columns, "keys": KEYS, "beside": columns[-2:],
-        "rows": rows, "note": NOTE,
+        "ranges": {"of": "llmpq / llama.cpp", "by": "phase"}, "rows": rows, "note": NOTE,
     }  # fmt: skip
 
 

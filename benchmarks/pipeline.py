@@ -26,7 +26,7 @@ from pathlib import Path
 import rivals
 import torch
 from transformers import AutoModelForCausalLM
-from workbench import call, cluster_text, command, make_model, origin, write_prompts
+from workbench import call, cluster_text, command, keep_document, make_model, origin, write_prompts
 
 from llmpq.dist.engine.compiled_steps import step_runner_of
 from llmpq.dist.engine.sampler import Sampler, SamplingState
@@ -121,7 +121,7 @@ def main() -> int:
     if options.table:
         print("\n\n".join(table(folder, case) for case in RUNS))
     if options.json:
-        options.json.write_text(json.dumps(document(folder), indent=1) + "\n")
+        keep_document(options.json, document(folder))
     return 0
 
 

@@ -87,6 +87,12 @@ BESIDE = {
     BATCH16: ("llmpq, tokens/s", "llmpq / transformers"),
 }
 """Columns that pages show for every processor."""
+RANGES = {
+    DECODE: {"of": "llmpq / llama.cpp", "by": "sequences"},
+    PROMPTS: {"of": "llmpq / llama.cpp", "by": "tokens"},
+    BATCH16: {"of": "llmpq / transformers", "by": "stages"},
+}
+"""Of which column pages state the range, by which other."""
 KEYS = {DECODE: 4, PROMPTS: 4, BATCH16: 3}
 """First columns of each table that tell its rows apart."""
 FIELDS = {
@@ -154,7 +160,8 @@ def measure_and_write(options: argparse.Namespace, folder: Path) -> None:
         runs = [one for one in kept.runs if one["case"] in (topic, MEMORY)]
         table = {
             "title": TITLES[topic], "columns": COLUMNS[topic], "keys": KEYS[topic],
-            "beside": BESIDE[topic], "rows": ROWS[topic](folder, runs), "note": NOTES[topic],
+            "beside": BESIDE[topic], "ranges": RANGES[topic],
+            "rows": ROWS[topic](folder, runs), "note": NOTES[topic],
         }  # fmt: skip
         print(text_of(table), end="\n\n")
         if options.results is not None:

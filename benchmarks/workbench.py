@@ -16,6 +16,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))
+
+from scripts.docs_site.evidence import with_run  # noqa: E402
+
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
 """For our processes. Rivals wait as they do for their users: llama.cpp's threads take four times as
 long with it."""
@@ -229,10 +233,14 @@ def run_of(cpu_isa: str, words: str, **versions: str) -> dict[str, Any]:
 def keep_run(path: Path, topic: str, run: Mapping[str, Any]) -> None:
     """Write a run into a result file, in place of that of the same processor and ``cpu_isa``."""
     found = json.loads(path.read_text()) if path.exists() else {"topic": topic, "runs": []}
-    same = ("processor", "cpu_isa")
-    others = [one for one in found["runs"] if any(one[name] != run[name] for name in same)]
-    runs = sorted([*others, run], key=lambda one: (one["processor"], one["cpu_isa"] != NATIVE))
-    write_results(path, {**found, "runs": runs})
+    write_results(path, with_run(found, dict(run)))
+
+
+def keep_document(path: Path, document: Mapping[str, Any], cpu_isa: str = NATIVE) -> None:
+    """Write a result of this machine, as ``origin`` begins it, as a run of its processor."""
+    head = run_of(cpu_isa, document["command"])
+    rest = {name: value for name, value in document.items() if name not in ("topic", "machine")}
+    keep_run(path, document["topic"], {**head, **rest})
 
 
 def text_of(table: Mapping[str, Any]) -> str:

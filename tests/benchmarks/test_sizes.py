@@ -139,9 +139,9 @@ def test_long_contexts_compare_prompts_and_steps():
     runs.append({**case, "tokens": 32000, "run": "llmpq", "step_s": 0.1})
     found = long_contexts.table_of(runs)["rows"]
     assert found == [
-        ["prompt", "16", "16", "2,000", "2000", "500", "1000", "4.00", "2.00"],
-        ["decode", "16", "16", "2,000", "100", "50", "20", "2.00", "5.00"],
-        ["decode", "16", "16", "32,000", "10", "", "", "", ""],
+        ["prompt", 16, 16, 2000, 2000.0, 500.0, 1000.0, 4.0, 2.0],
+        ["decode", 16, 16, 2000, 100.0, 50.0, 20.0, 2.0, 5.0],
+        ["decode", 16, 16, 32000, 10.0, None, None, None, None],
     ]
 
 
