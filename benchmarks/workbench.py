@@ -38,16 +38,6 @@ NATIVE = "native"
 ISAS = (NATIVE, "avx512", "avx2")
 """What ``--cpu_isa`` takes: all that the processor has, AVX-512 without bfloat16 or byte products,
 AVX2. llama.cpp is built for each (``rivals.py``)."""
-SET_NAMES = {
-    "amx": "AMX",
-    "avx512_bf16": "AVX512-BF16",
-    "avx512_vnni": "AVX512-VNNI",
-    "avx512": "AVX-512",
-    "avx2_vnni": "AVX-VNNI",
-    "avx2": "AVX2",
-    "baseline": "SSE",
-}
-"""Instruction sets (``llmpq.profiler.device``) as pages write them."""
 ZEN = {23: "Zen", 25: "Zen 3", 26: "Zen 5"}
 """AMD's architectures by family; Zen 4 has the family of Zen 3."""
 
@@ -120,7 +110,7 @@ def restrict(cpu_isa: str) -> None:
 
     limit = None if cpu_isa == NATIVE else cpu_isa
     if instruction_set_of(cpu_isa) != (limit or instruction_set_of(NATIVE)):
-        newest = SET_NAMES[instruction_set_of(NATIVE)]
+        newest = set_name(instruction_set_of(NATIVE))
         raise SystemExit(f"--cpu_isa: found {cpu_isa}, expected one of a processor with {newest}")
     for name in ISA_VARIABLES:
         os.environ.pop(name, None)
@@ -132,6 +122,13 @@ def instruction_set_of(cpu_isa: str, cpuinfo: str | None = None) -> str:
     from llmpq.profiler.device import instruction_set  # noqa: PLC0415  as in restrict
 
     return instruction_set(None if cpu_isa == NATIVE else cpu_isa, cpuinfo)
+
+
+def set_name(instruction_set: str) -> str:
+    """Return an instruction set as pages write it."""
+    from llmpq.spec.cluster import INSTRUCTION_SETS  # noqa: PLC0415  as in restrict
+
+    return INSTRUCTION_SETS[instruction_set]
 
 
 def unset_threading() -> dict[str, str]:
@@ -272,7 +269,7 @@ def processor(lscpu: str | None = None, cpuinfo: str | None = None) -> str:
     if lscpu is None:
         lscpu = subprocess.run(["lscpu"], capture_output=True, text=True, check=False).stdout
     fields, newest = _lscpu(lscpu), instruction_set_of(NATIVE, cpuinfo)
-    known = [SET_NAMES[newest]]
+    known = [set_name(newest)]
     family = fields.get("CPU family", "")
     if fields.get("Vendor ID") == "AuthenticAMD" and family.isdigit() and int(family) in ZEN:
         has_more = family == "25" and newest.startswith("avx512")
