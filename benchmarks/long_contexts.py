@@ -1,7 +1,7 @@
 """Time long prompts, and decode steps of one sequence over long contexts.
 
     python benchmarks/long_contexts.py --folder DIR --prepare      # models: nothing is timed
-    python benchmarks/long_contexts.py --folder DIR --rounds 2 --json FILE.json
+    python benchmarks/long_contexts.py --folder DIR --rounds 2 --results benchmarks/results
 
 A random Llama of 125 M parameters, one stage, all cores. Every run is a process of its own, and the
 contenders run in turn: ours, transformers at 16 bits, and llama.cpp with and without flash
@@ -28,7 +28,17 @@ import rivals
 import torch
 from sizes import MODELS, make_models
 from transformers import AutoModelForCausalLM
-from workbench import call, origin, run_rounds, text_of, unset_threading, write_results
+from workbench import (
+    add_isa_option,
+    call,
+    here,
+    keep_run,
+    restrict,
+    run_of,
+    run_rounds,
+    text_of,
+    unset_threading,
+)
 
 from llmpq.dist.engine.compiled_steps import step_runner_of
 from llmpq.dist.engine.stage import StageRunner
@@ -46,6 +56,8 @@ STEPS = 16
 """Decode steps of a run."""
 OURS, TRANSFORMERS, LLAMA_CPP = "llmpq", "transformers", "llama.cpp"
 PASSES = {"prompt_s": "prompt", "step_s": "decode"}
+KEYS = 4
+"""First columns of the table that tell its rows apart."""
 NOTE = (
     "Tokens a second of one sequence, 125 M parameters, all cores. Decode: steps after so many "
     "tokens. llmpq: median of the rounds; others: their best run, llama.cpp's with or without "
@@ -61,7 +73,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--bits", nargs="+", default=["16", "8", "4"])
     parser.add_argument("--longest", type=int, default=CONTEXTS[-1], help="context")
-    parser.add_argument("--json", type=Path)
+    add_isa_option(parser)
+    parser.add_argument("--results", type=Path, help="folder of result files")
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     folder = options.folder.absolute()
@@ -71,18 +84,22 @@ def main() -> int:
         one = ours if name == OURS else transformers
         print(json.dumps(one(folder / MODEL, *map(int, sizes))))
         return 0
+    restrict(options.cpu_isa)
     make_models(folder, [MODEL])
     rivals.prepare(folder / "rivals", MODEL, MODELS[MODEL])
     if options.prepare:
         return 0
     wanted = [one for one in cases(options.bits) if one["tokens"] <= options.longest]
-    runs = run_rounds(folder / "long.jsonl", wanted, options.rounds, partial(run, folder))
+    kept, timed = folder / "long.jsonl", partial(run, folder, options.cpu_isa)
+    runs = run_rounds(kept, wanted, options.rounds, timed, here(options.cpu_isa))
     table = table_of(runs)
     print(text_of(table))
-    if options.json is not None:
-        words = "python benchmarks/long_contexts.py --folder DIR"
-        head = origin("long-contexts", words, **{"llama.cpp": rivals.PACKAGE})
-        write_results(options.json, {**head, "samples": runs, "tables": [table]})
+    if options.results is not None:
+        topic, cpu_isa = "long-contexts", options.cpu_isa
+        words = f"python benchmarks/long_contexts.py --folder DIR --cpu_isa {cpu_isa}"
+        head = run_of(cpu_isa, words, **{"llama.cpp": rivals.PACKAGE})
+        found = {**head, "samples": runs, "tables": [table]}
+        keep_run(options.results / f"{topic}.json", topic, found)
     return 0
 
 
@@ -100,24 +117,24 @@ def cases(widths: Sequence[str]) -> list[dict[str, Any]]:
     return found
 
 
-def run(folder: Path, case: Mapping[str, Any]) -> dict[str, float]:
+def run(folder: Path, cpu_isa: str, case: Mapping[str, Any]) -> dict[str, float]:
     """Time the prompt and the decode steps of a case, in seconds."""
     sizes = [str(case[name]) for name in ("bits", "kv_bits", "tokens")]
     if case["run"] == LLAMA_CPP:
-        return llama_cpp(folder / "rivals", *sizes)
+        return llama_cpp(folder / "rivals", *sizes, cpu_isa)
     words = [sys.executable, __file__, "--folder", str(folder), "--one", case["run"], *sizes]
     threads = len(os.sched_getaffinity(0))
     environment = cpu_environment(threads) if case["run"] == OURS else unset_threading()
     return dict(json.loads(call(words, environment).splitlines()[-1]))
 
 
-def llama_cpp(place: Path, bits: str, kv_bits: str, tokens: str) -> dict[str, float]:
+def llama_cpp(place: Path, bits: str, kv_bits: str, tokens: str, cpu_isa: str) -> dict[str, float]:
     """Time llama.cpp's batched benchmark, the better of its settings."""
     stored = {"16": "f16", "8": "q8_0"}[kv_bits]
     found = []
     for flash in ("on", "off") if kv_bits == "16" else ("on",):
         words = ["-fa", flash, "-ctk", stored, "-ctv", stored]
-        one = rivals.llama_cpp(place, MODEL, bits, 1, int(tokens), STEPS, words)
+        one = rivals.llama_cpp(place, MODEL, bits, 1, int(tokens), STEPS, words, cpu_isa)
         found.append((one["seconds"] - one["decode"], one["decode"] / STEPS))
     return {name: min(one) for name, one in zip(PASSES, zip(*found, strict=True), strict=True)}
 
@@ -193,6 +210,11 @@ def _timed(
     return {**found, "step_s": statistics.median(steps[STEPS:])}
 
 
+def rounded(value: float | None) -> float | None:
+    """Return a value with four significant digits; the samples have all."""
+    return None if value is None else float(f"{value:.4g}")
+
+
 def table_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return tokens a second of what was measured, and ours over the others'."""
     names, rows = (OURS, LLAMA_CPP, TRANSFORMERS), []
@@ -213,13 +235,16 @@ def table_of(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             for name, found in seconds.items()
             if found
         }
-        cells = [f"{speeds[name]:.0f}" if name in speeds else "" for name in names]
-        for name in names[1:]:
-            cells.append(f"{speeds[OURS] / speeds[name]:.2f}" if name in speeds else "")
-        rows.append([title, size[0], size[1], f"{size[2]:,}", *cells])
+        cells = [speeds.get(name) for name in names]
+        cells += [speeds[OURS] / speeds[name] if name in speeds else None
+                  for name in names[1:]]  # fmt: skip
+        rows.append([title, int(size[0]), int(size[1]), size[2], *map(rounded, cells)])
     columns = ["phase", "bits", "KV bits", "tokens", *names]
     columns += [f"{OURS} / {name}" for name in names[1:]]
-    return {"title": "Long contexts", "columns": columns, "rows": rows, "note": NOTE}
+    return {
+        "title": "Long contexts", "columns": columns, "keys": KEYS, "beside": columns[-2:],
+        "ranges": {"of": "llmpq / llama.cpp", "by": "phase"}, "rows": rows, "note": NOTE,
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@
 The model is a random Llama of 125 M parameters. Servers run in turn on all cores, in rounds
 (A B C A B C ...); every round starts its servers anew, and the first requests only warm up. The
 table has the median of our runs, and the best run of every other server; llama.cpp's settings
-differ from round to round (LLAMA_SETTINGS). Each run is added to DIR/CASE.jsonl, so that more
-rounds can follow. With ``--output`` everything that is there is written as one JSON file.
+differ from round to round (LLAMA_SETTINGS), and at 16 bits bf16 and f16 alternate. Each run is
+added to a file in DIR for its case, processor and ``--cpu_isa``, so that more rounds can follow.
+With ``--output`` everything that was run here is written into that result file.
 
 llama.cpp takes part where ``benchmarks/rivals.py --folder DIR/rivals`` built its server, or with
 ``--llama_server``; its prompts are token ids, as ours. transformers' server takes text, and runs
@@ -29,6 +30,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import statistics
 import sys
 import time
@@ -52,7 +54,17 @@ from servers import (
     text_of,
     transformers_serve,
 )
-from workbench import ROOT, SMALL_LLAMA, call, command, machine, write_results
+from workbench import (
+    NATIVE,
+    ROOT,
+    SMALL_LLAMA,
+    add_isa_option,
+    call,
+    command,
+    keep_document,
+    processor,
+    restrict,
+)
 
 from llmpq.dist.async_engine import AsyncEngine
 from llmpq.dist.io.generation import GenerationRequest
@@ -99,6 +111,7 @@ def main() -> int:
     options.folder = options.folder.absolute()
     options.profile = options.profile and options.profile.absolute()  # commands run elsewhere
     options.folder.mkdir(parents=True, exist_ok=True)
+    restrict(options.cpu_isa)
     if options.prepare:
         prepare(options)
     if options.case:
@@ -106,7 +119,7 @@ def main() -> int:
             CASES[options.case](options, number)
         show(options)
     if options.output:
-        write_results(options.output, record(options))
+        keep_document(options.output, record(options), options.cpu_isa)
     return 0
 
 
@@ -119,7 +132,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--case", choices=sorted(CASES))
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--servers", nargs="+", choices=SERVERS, default=SERVERS)
-    parser.add_argument("--bits", nargs="+", type=int, choices=(16, 8), default=(16, 8))
+    parser.add_argument("--bits", nargs="+", type=int, choices=(16, 8, 4), default=(16, 8, 4))
+    add_isa_option(parser)
     parser.add_argument("--concurrency", nargs="+", type=int, default=CONCURRENCY)
     parser.add_argument("--arrivals", nargs="+", choices=("poisson", "azure"),
                         default=("poisson", "azure"))  # fmt: skip
@@ -156,10 +170,11 @@ def plan_of(options: argparse.Namespace, bits: int) -> Path:
     """Return the strategy of a bitwidth: one stage, priced by the profile."""
     folder = options.folder
     count = "" if options.threads is None else f"-{options.threads}"
-    output = folder / f"plan-{bits}{'-profiled' if options.profile else ''}{count}.json"
+    isa = "" if options.cpu_isa == NATIVE else f"-{options.cpu_isa}"
+    output = folder / f"plan-{bits}{'-profiled' if options.profile else ''}{count}{isa}.json"
     return make_plan(
         folder / "model", output, bits=bits, batch=64, prompt_tokens=512, new_tokens=256,
-        threads=options.threads, profile=options.profile,
+        threads=options.threads, profile=options.profile, cpu_isa=options.cpu_isa,
     )  # fmt: skip
 
 
@@ -180,7 +195,7 @@ def contenders(options: argparse.Namespace) -> list[tuple[str, int]]:
 
 def binary_of(options: argparse.Namespace) -> Path:
     """Return llama.cpp's server, whether it exists or not."""
-    return options.llama_server or rivals.server_of(options.folder / "rivals")
+    return options.llama_server or rivals.server_of(options.folder / "rivals", options.cpu_isa)
 
 
 @contextlib.contextmanager
@@ -207,7 +222,8 @@ def server(
         run = llmpq_serve(model, plan_of(options, bits), log)
     elif name == "llama.cpp":
         binary, words = binary_of(options), llama_settings(number)
-        run = llama_server(binary, folder / "rivals", bits, log, slots, *words)
+        model_bits = format_of(bits, number)
+        run = llama_server(binary, folder / "rivals", model_bits, log, slots, *words)
     else:
         run = transformers_serve(model, log, *(BATCHED_OPTIONS if name == BATCHED else ()))
     with run as found:
@@ -217,6 +233,11 @@ def server(
 def llama_settings(number: int) -> tuple[str, ...]:
     """Return the options of llama.cpp's server in a round."""
     return LLAMA_SETTINGS[number % len(LLAMA_SETTINGS)]
+
+
+def format_of(bits: int, number: int) -> str:
+    """Return the format of llama.cpp's model in a round: 16 bits are bf16 or f16 in turn."""
+    return rivals.F16 if bits == 16 and number % 2 else str(bits)
 
 
 def ids_body(query: Query) -> dict[str, Any]:
@@ -353,8 +374,9 @@ def batched(options: argparse.Namespace, number: int) -> None:
         for level in options.concurrency:
             work = options.prompt_tokens, options.new_tokens
             found = rivals.llama_cpp(
-                options.folder / "rivals", rivals.SERVER_CASE, str(bits), level, *work
-            )
+                options.folder / "rivals", rivals.SERVER_CASE, format_of(bits, number), level,
+                *work, cpu_isa=options.cpu_isa,
+            )  # fmt: skip
             speed = level * options.new_tokens / found["seconds"]
             what = {"server": "llama.cpp batched", "bits": bits, "concurrency": level}
             add(options, {"round": number, **what, "output_tokens_per_s": speed})
@@ -531,13 +553,15 @@ def add(options: argparse.Namespace, run: Reply) -> None:
     run["cores"] = len(os.sched_getaffinity(0))
     if run.get("server") == "llama.cpp":
         run["settings"] = " ".join(llama_settings(run["round"]))
-    with path_of(options).open("a", encoding="utf-8") as file:
+        run["format"] = rivals.FORMATS[format_of(run["bits"], run["round"])]
+    with path_of(options, options.case).open("a", encoding="utf-8") as file:
         file.write(json.dumps(run) + "\n")
 
 
-def path_of(options: argparse.Namespace) -> Path:
-    """Return where the runs of a case are kept."""
-    return Path(options.folder / f"{options.case}.jsonl")
+def path_of(options: argparse.Namespace, case: str) -> Path:
+    """Return where the runs of a case on this processor are kept."""
+    place = re.sub(r"\W+", "-", f"{processor()}-{options.cpu_isa}")
+    return Path(options.folder / f"{case}-{place}.jsonl")
 
 
 def runs_of(path: Path) -> list[Reply]:
@@ -548,7 +572,7 @@ def runs_of(path: Path) -> list[Reply]:
 def show(options: argparse.Namespace) -> None:
     """Print a table: medians over rounds of our runs, the best round of every other server."""
     groups: dict[str, list[Reply]] = {}
-    for run in runs_of(path_of(options)):
+    for run in runs_of(path_of(options, options.case)):
         groups.setdefault(label(run), []).append(run)
     print("| run | rounds | failed | tokens/s | TTFT p50 ms | TTFT p95 ms | TGT p50 s |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
@@ -584,9 +608,8 @@ def record(options: argparse.Namespace) -> Reply:
     packages = ("torch", "transformers", "uvicorn", "fastapi")
     return {
         "topic": "online",
-        "command": "python benchmarks/online.py --folder DIR --output FILE",
+        "command": f"python benchmarks/online.py --folder DIR --cpu_isa {options.cpu_isa}",
         "date": time.strftime("%Y-%m-%d"),
-        "machine": machine(),
         "versions": {
             "python": platform.python_version(),
             **{name: version(name) for name in packages},
@@ -594,7 +617,7 @@ def record(options: argparse.Namespace) -> Reply:
         },
         "tables": tables(options),
         "sample_columns": SAMPLE_COLUMNS,
-        "cases": {name: runs_of(options.folder / f"{name}.jsonl") for name in CASES},
+        "cases": {name: runs_of(path_of(options, name)) for name in CASES},
     }
 
 
@@ -651,7 +674,7 @@ def orders_table(options: argparse.Namespace) -> Reply:
 
 def pairs(options: argparse.Namespace, case: str, keys: Sequence[str]) -> list[tuple[Any, ...]]:
     """Return the keys, a run, and what was simulated of the same requests."""
-    runs = runs_of(options.folder / f"{case}.jsonl")
+    runs = runs_of(path_of(options, case))
     return [
         (*(real[key] for key in keys), real, twin["simulated"])
         for real, twin in zip(runs[::2], runs[1::2], strict=True)
@@ -672,7 +695,12 @@ def beside(options: argparse.Namespace, case: str, title: str, keys: Sequence[st
             rows.append(
                 [*key, *speeds, *ratios, *(found and found[2] for found in (ours, *others))]
             )
-    return {"title": title, "columns": head, "rows": rows}
+    return {
+        "title": title, "columns": head, "keys": len(keys), "rows": rows,
+        "beside": ["llmpq tokens/s", "over llama.cpp", "llmpq TTFT p95, ms",
+                   "llama.cpp TTFT p95, ms"],
+        "ranges": {"of": "over llama.cpp", "by": "bits"},
+    }  # fmt: skip
 
 
 def best_runs(
@@ -682,7 +710,7 @@ def best_runs(
     servers: Sequence[str] = ("engine", "llmpq"),
 ) -> dict[tuple[Any, ...], list[tuple[float, ...] | None]]:
     """Return the figures of every server: our medians, the best runs of others, or ``None``."""
-    runs = runs_of(options.folder / f"{case}.jsonl")
+    runs = runs_of(path_of(options, case))
     found: dict[tuple[Any, ...], list[tuple[float, ...] | None]] = {}
     for key in dict.fromkeys(tuple(run[name] for name in keys) for run in runs):
         for server in servers:

@@ -26,7 +26,7 @@ from pathlib import Path
 import rivals
 import torch
 from transformers import AutoModelForCausalLM
-from workbench import call, cluster_text, command, make_model, origin, write_prompts
+from workbench import call, cluster_text, command, keep_document, make_model, origin, write_prompts
 
 from llmpq.dist.engine.compiled_steps import step_runner_of
 from llmpq.dist.engine.sampler import Sampler, SamplingState
@@ -121,7 +121,7 @@ def main() -> int:
     if options.table:
         print("\n\n".join(table(folder, case) for case in RUNS))
     if options.json:
-        options.json.write_text(json.dumps(document(folder), indent=1) + "\n")
+        keep_document(options.json, document(folder))
     return 0
 
 
@@ -212,9 +212,12 @@ def run_here(folder: Path, case: str, name: str) -> dict[str, float]:
     return {"seconds": decode_seconds(folder / case, int(bits), int(head or 16), ids)}
 
 
-def generate(model_dir: Path, ids: torch.Tensor, new_tokens: int, rounds: int) -> list[float]:
+def generate(
+    model_dir: Path, ids: torch.Tensor, new_tokens: int, rounds: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> list[float]:  # fmt: skip
     """Generate greedily with transformers; the first call only warms up."""
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()
     seconds = []
     for _ in range(rounds):
         start = time.perf_counter()

@@ -1,10 +1,10 @@
 """Others that run the same models on the same cores: llama.cpp, and transformers' own pipeline.
 
-    python benchmarks/rivals.py --folder DIR      # builds llama.cpp once, low priority: 15 minutes
-
+    python benchmarks/rivals.py --folder DIR --cpu_isa native avx2   # builds llama.cpp, 15 minutes
+                                                                     # each, at low priority
 llama.cpp comes as the source of the package ``llama-cpp-python``; it and the ``gguf`` package live
-in an environment under the folder. Its models are random ones of the same shapes, in bf16, Q8_0,
-Q4_0 and Q3_K. ``benchmarks/pipeline.py`` times both beside ours, where they are.
+in an environment under the folder, each build in ``build-ISA``. Its models are random ones of the
+same shapes, in bf16, f16, Q8_0, Q4_0 and Q3_K. Other benchmarks time it beside ours.
 """
 
 from __future__ import annotations
@@ -20,10 +20,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from workbench import unset_threading
+from workbench import ISAS, NATIVE, unset_threading
 
 PACKAGE = "llama-cpp-python==0.3.36"
 BITS = {"16": "BF16", "8": "Q8_0", "4": "Q4_0", "3": "Q3_K"}
+F16 = "f16"
+FORMATS = {**BITS, F16: "F16"}
+"""Formats by the name of a model's file: 16 bits are written in both."""
+_AVX2 = tuple(f"GGML_{name}" for name in ("AVX", "AVX2", "FMA", "F16C", "BMI2"))
+ISA_OPTIONS = {NATIVE: ("GGML_NATIVE",), "avx512": (*_AVX2, "GGML_AVX512"), "avx2": _AVX2}
+"""Options of a build that are on. ``GGML_AVX512`` is F, BW, CD, DQ and VL alone."""
 SIZES = ("layers", "hidden", "intermediate", "heads", "kv_heads", "vocab")
 EPSILON = 1e-5
 DEVIATION = 0.02
@@ -46,6 +52,7 @@ def main() -> int:
     """Build, or be one of the processes that need other packages."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--cpu_isa", nargs="+", choices=ISAS, default=[NATIVE], help="of builds")
     parser.add_argument("--gguf", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--rank", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -54,12 +61,16 @@ def main() -> int:
     elif options.rank:
         be_a_rank(options.folder, *map(int, options.rank))
     else:
-        build(options.folder.absolute())
+        for cpu_isa in options.cpu_isa:
+            build(options.folder.absolute(), cpu_isa)
     return 0
 
 
-def build(folder: Path) -> None:
-    """Compile llama.cpp's batched benchmark, its server and its RPC worker into the folder."""
+def build(folder: Path, cpu_isa: str) -> None:
+    """Compile llama.cpp's batched benchmark and its server for an instruction set.
+
+    The native build has the RPC worker too (``two_machines.py``).
+    """
     folder.mkdir(parents=True, exist_ok=True)
     python = folder / "venv" / "bin" / "python"
     if not python.exists():
@@ -67,7 +78,9 @@ def build(folder: Path) -> None:
         subprocess.run(
             [python, "-m", "pip", "install", "-q", "gguf", "scikit-build-core"], check=True
         )
-    if all(made.exists() for made in (bench_of(folder), server_of(folder), worker_of(folder))):
+    wanted = [bench_of(folder, cpu_isa), server_of(folder, cpu_isa)]
+    wanted += [worker_of(folder)] * (cpu_isa == NATIVE)
+    if all(made.exists() for made in wanted):
         return
     if not list(folder.glob("llama_cpp_python-*/vendor")):
         pip = [str(python), "-m", "pip", "download", "-q", "--no-deps", "--no-build-isolation"]
@@ -75,14 +88,15 @@ def build(folder: Path) -> None:
         with tarfile.open(next(folder.glob("llama_cpp_python*.tar.gz"))) as archive:
             archive.extractall(folder, filter="data")
     source = next(folder.glob("llama_cpp_python-*/")) / "vendor" / "llama.cpp"
-    off = ("LLAMA_CURL", "LLAMA_OPENSSL", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES")
-    on = ("GGML_NATIVE", "GGML_RPC")
+    off = ["LLAMA_CURL", "LLAMA_OPENSSL", "LLAMA_BUILD_TESTS", "LLAMA_BUILD_EXAMPLES"]
+    on = [*ISA_OPTIONS[cpu_isa], *(["GGML_RPC"] if cpu_isa == NATIVE else [])]
+    off += [] if cpu_isa == NATIVE else ["GGML_NATIVE"]
     words = ["-DCMAKE_BUILD_TYPE=Release", *(f"-D{name}=ON" for name in on)]
     words += [f"-D{name}=OFF" for name in off]
-    made = folder / "build"
+    made = build_of(folder, cpu_isa)
     keep_amx(source / "ggml" / "src" / "ggml-cpu" / "amx" / "mmq.cpp")
     subprocess.run(["cmake", "-S", str(source), "-B", str(made), *words], check=True)
-    target = ["--target", "llama-batched-bench", "llama-server", "ggml-rpc-server", "-j", "2"]
+    target = ["--target", *(one.name for one in wanted), "-j", "2"]
     subprocess.run(["nice", "-n", "19", "cmake", "--build", str(made), *target], check=True)
 
 
@@ -96,19 +110,24 @@ def keep_amx(source: Path) -> None:
         source.write_text(text.replace(AMX_AFTER, AMX_AFTER + AMX_INTRINSICS, 1))
 
 
-def bench_of(folder: Path) -> Path:
+def build_of(folder: Path, cpu_isa: str) -> Path:
+    """Where llama.cpp is compiled for an instruction set."""
+    return folder / f"build-{cpu_isa}"
+
+
+def bench_of(folder: Path, cpu_isa: str = NATIVE) -> Path:
     """Where llama.cpp's benchmark is."""
-    return folder / "build" / "bin" / "llama-batched-bench"
+    return build_of(folder, cpu_isa) / "bin" / "llama-batched-bench"
 
 
-def server_of(folder: Path) -> Path:
+def server_of(folder: Path, cpu_isa: str = NATIVE) -> Path:
     """Where llama.cpp's server is."""
-    return folder / "build" / "bin" / "llama-server"
+    return build_of(folder, cpu_isa) / "bin" / "llama-server"
 
 
 def worker_of(folder: Path) -> Path:
     """Where llama.cpp's RPC worker is."""
-    return folder / "build" / "bin" / "ggml-rpc-server"
+    return build_of(folder, NATIVE) / "bin" / "ggml-rpc-server"
 
 
 def prepare(folder: Path, case: str, shape: Mapping[str, int]) -> None:
@@ -119,7 +138,7 @@ def prepare(folder: Path, case: str, shape: Mapping[str, int]) -> None:
     python = folder / "venv" / "bin" / "python"
     if not python.exists():
         return
-    for bits in BITS:
+    for bits in FORMATS:
         if not gguf_of(folder, case, bits).exists():
             sizes = [str(shape[name]) for name in SIZES]
             words = ["--folder", str(folder), "--gguf", case, bits, *sizes]
@@ -127,7 +146,7 @@ def prepare(folder: Path, case: str, shape: Mapping[str, int]) -> None:
 
 
 def gguf_of(folder: Path, case: str, bits: str) -> Path:
-    """Where a model of llama.cpp is."""
+    """Where a model of llama.cpp is, by a key of ``FORMATS``."""
     return folder / f"{case}-{bits}.gguf"
 
 
@@ -138,7 +157,7 @@ def write_gguf(folder: Path, case: str, bits: str, *sizes: str) -> None:
 
     layers, hidden, inner, heads, kv_heads, vocabulary = map(int, sizes)
     width = hidden // heads
-    kind = gguf.GGMLQuantizationType[BITS[bits]]
+    kind = gguf.GGMLQuantizationType[FORMATS[bits]]
     writer = gguf.GGUFWriter(str(gguf_of(folder, case, bits)), "llama")
     writer.add_block_count(layers)
     writer.add_context_length(4096)
@@ -219,34 +238,37 @@ def add_words(writer: Any, kinds: Any, vocabulary: int) -> None:
 
 
 def llama_cpp(  # noqa: PLR0913  what a run is, and how
-    folder: Path, case: str, bits: str, rows: int, prompt: int, new: int, words: Sequence[str] = ()
-) -> dict[str, float]:
+    folder: Path, case: str, bits: str, rows: int, prompt: int, new: int, words: Sequence[str] = (),
+    cpu_isa: str = NATIVE,
+) -> dict[str, float]:  # fmt: skip
     """Time llama.cpp: seconds of prompts and answers, and of the answers alone.
 
-    ``words`` are further options of its benchmark.
+    ``bits`` are a key of ``FORMATS``, ``words`` further options of its benchmark.
     """
     model = gguf_of(folder, case, bits)
-    last = batched_bench(folder, model, (rows, rows), (prompt, new), words)[-1]
+    last = batched_bench(
+        folder, model, (rows, rows), (prompt, new), words, cpu_isa=cpu_isa
+    )[-1]  # fmt: skip
     return {"seconds": last["t_pp"] + last["t_tg"], "decode": last["t_tg"]}
 
 
-def batched_bench(
+def batched_bench(  # noqa: PLR0913  what a run is, and how
     folder: Path, model: Path, rows: Sequence[int], lengths: tuple[int, int],
-    words: Sequence[str] = (), before: Sequence[str] = (),
+    words: Sequence[str] = (), before: Sequence[str] = (), cpu_isa: str = NATIVE,
 ) -> list[dict[str, float]]:  # fmt: skip
     """Run llama.cpp's benchmark with each number of ``rows`` in turn; return its results.
 
-    ``lengths`` are tokens of a prompt and new tokens, ``words`` further options. ``before`` stands
-    before the command and says where it runs.
+    ``lengths`` are tokens of a prompt and new tokens, ``words`` further options, ``cpu_isa`` is
+    that of the build. ``before`` stands before the command and says where it runs.
     """
     context = 2 * max(rows) * sum(lengths)
     prompt, new = map(str, lengths)
     threads = str(len(os.sched_getaffinity(0)))
     done = subprocess.run(
         [
-            *before, str(bench_of(folder)), "-m", str(model), "-c", str(context), "-b", "2048",
-            "-ub", "512", "-npp", prompt, "-ntg", new, "-npl", ",".join(map(str, rows)),
-            "-t", threads, "--output-format", "jsonl", *words,
+            *before, str(bench_of(folder, cpu_isa)), "-m", str(model), "-c", str(context),
+            "-b", "2048", "-ub", "512", "-npp", prompt, "-ntg", new,
+            "-npl", ",".join(map(str, rows)), "-t", threads, "--output-format", "jsonl", *words,
         ],
         env=unset_threading(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         check=True,

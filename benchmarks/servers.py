@@ -18,6 +18,7 @@ from pathlib import Path
 
 from rivals import SERVER_CASE, gguf_of
 from workbench import (
+    NATIVE,
     PASSIVE,
     ROOT,
     SMALL_LLAMA,
@@ -101,6 +102,7 @@ def make_plan(  # noqa: PLR0913  what a plan is for
     threads: int | None = None,
     dtype: str = "auto",
     profile: Path | None = None,
+    cpu_isa: str = NATIVE,
 ) -> Path:
     """Plan for CPU workers of this host, once; return the strategy file.
 
@@ -108,8 +110,8 @@ def make_plan(  # noqa: PLR0913  what a plan is for
     """
     if not output.exists():
         threads = threads or max(1, len(os.sched_getaffinity(0)) // stages)
-        cluster = output.with_name(f"cluster-{stages}.json")
-        cluster.write_text(cluster_text(stages, threads))
+        cluster = output.with_name(f"cluster-{stages}-{cpu_isa}.json")
+        cluster.write_text(cluster_text(stages, threads, cpu_isa))
         command([
             "llmpq-algo", "--model", str(model), "--cluster", str(cluster), "--bits", str(bits),
             "--global_bz", str(batch), "--s", str(prompt_tokens), "--n", str(new_tokens),
@@ -135,12 +137,15 @@ def llmpq_serve(
 
 @contextlib.contextmanager
 def llama_server(
-    binary: Path, folder: Path, bits: int, log: Path, slots: int, *words: str
+    binary: Path, folder: Path, bits: str, log: Path, slots: int, *words: str
 ) -> Iterator[Running]:
-    """Run llama.cpp's server with a slot for each request under way, and continuous batching."""
+    """Run llama.cpp's server with a slot for each request under way, and continuous batching.
+
+    ``bits`` are a key of ``rivals.FORMATS``.
+    """
     port, threads = free_port(), str(len(os.sched_getaffinity(0)))
     program = [
-        str(binary), "-m", str(gguf_of(folder, SERVER_CASE, str(bits))), "--port", str(port),
+        str(binary), "-m", str(gguf_of(folder, SERVER_CASE, bits)), "--port", str(port),
         "--host", "127.0.0.1", "-c", str(slots * MAX_CONTEXT), "-np", str(slots), "-b", "2048",
         "-ub", "512", "-t", threads, "-tb", threads, "-cb", *words,
     ]  # fmt: skip

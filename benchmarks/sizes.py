@@ -1,7 +1,7 @@
 """Cost against size: time a token and memory by parameters, context, batch and stages.
 
     python benchmarks/sizes.py --folder DIR --prepare       # models: nothing is timed
-    python benchmarks/sizes.py --folder DIR --json FILE.json --picture FILE.png
+    python benchmarks/sizes.py --folder DIR --results benchmarks/results --picture FILE.png
 
 Random Llamas of 125 M to 3 B parameters, layers and head at the same bits. Every point is a run of
 ``llmpq-dist`` with a plan of ``llmpq-algo``: one stage with a thread a core, or stages of one
@@ -27,14 +27,17 @@ from typing import Any
 import numpy as np
 from workbench import (
     SMALL_LLAMA,
+    add_isa_option,
     cluster_text,
     command,
+    here,
+    keep_run,
     make_model,
-    origin,
+    restrict,
+    run_of,
     run_rounds,
     text_of,
     write_prompts,
-    write_results,
 )
 
 from llmpq.costmodel.stored import head_bytes, layer_weight_bytes
@@ -73,6 +76,8 @@ VALUES: dict[str, Sequence[Any]] = {
 }
 CURVES = (("model", 16), ("model", 4), ("batch", 16), ("batch", 4), ("stages", 16), ("context", 16))
 STAGES_BATCH = 16
+FIELDS = ("model", "bits", "context", "batch", "stages", "threads", "cpu_isa")
+"""What tells a case from the others."""
 STEPS = 32
 """Decode steps of a run."""
 TIMEOUT_S = "300"
@@ -114,10 +119,12 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--longest", type=int, default=VALUES["context"][-1], help="context")
-    parser.add_argument("--json", type=Path)
+    add_isa_option(parser)
+    parser.add_argument("--results", type=Path, help="folder of result files")
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()
     folder = options.folder.absolute()
+    restrict(options.cpu_isa)
     make_models(folder, options.models)
     if options.prepare:
         return 0
@@ -128,8 +135,10 @@ def main() -> int:
         fits = case["model"] in options.models and case["context"] <= options.longest
         if fits and case not in wanted:
             wanted.append(case)
-    runs = run_rounds(folder / "sizes.jsonl", wanted, options.rounds, partial(run, folder))
-    speed = read_bytes_per_s(folder, cores)
+    timed = partial(timed_case, folder, options.cpu_isa)
+    kept, where = folder / "sizes.jsonl", here(options.cpu_isa)
+    runs = run_rounds(kept, wanted, options.rounds, timed, where)
+    speed = read_bytes_per_s()
     points = {
         (size, bits): [point(folder, size, case, runs) for case in found if case in wanted]
         for (size, bits), found in curves.items()
@@ -140,11 +149,17 @@ def main() -> int:
     print(text_of(table))
     if options.picture is not None:
         draw(options.picture, points, speed, cores)
-    if options.json is not None:
-        head = origin("sizes", "python benchmarks/sizes.py --folder DIR")
+    if options.results is not None:
+        words = f"python benchmarks/sizes.py --folder DIR --cpu_isa {options.cpu_isa}"
         found = {"read_bytes_per_s": speed, "samples": runs, "tables": [table]}
-        write_results(options.json, {**head, **found})
+        head = run_of(options.cpu_isa, words)
+        keep_run(options.results / "sizes.json", "sizes", {**head, **found})
     return 0
+
+
+def timed_case(folder: Path, cpu_isa: str, case: Case) -> dict[str, float]:
+    """Run a case of a curve."""
+    return run(folder, {**case, "cpu_isa": cpu_isa})
 
 
 def make_models(folder: Path, names: Sequence[str]) -> None:
@@ -163,14 +178,14 @@ def cases(size: str, bits: int, cores: int) -> list[Case]:
     return [{**case, size: value} for value in VALUES[size]]
 
 
-def run(folder: Path, case: Case) -> dict[str, float]:
-    """Run a case: seconds of a decode step, bytes of all workers and of keys and values."""
-    name = "-".join(str(value) for value in case.values())
+def run(folder: Path, case: Case, new_tokens: int = STEPS + 1) -> dict[str, float]:
+    """Run a case: seconds of a decode step and in all, bytes of all workers, of keys and values."""
+    name = "-".join(str(value) for value in (*(case[key] for key in FIELDS), new_tokens))
     strategy, prompts, answers = (
         folder / f"{name}{ending}" for ending in (".json", "-prompts.jsonl", "-answers.jsonl")
     )
-    plan(folder, case, strategy)
-    write_prompts(prompts, [(case["context"], STEPS + 1)] * case["batch"])
+    plan(folder, case, strategy, new_tokens)
+    write_prompts(prompts, [(case["context"], new_tokens)] * case["batch"])
     answers.unlink(missing_ok=True)
     text = command([
         "llmpq-dist", "--strat_file_name", str(strategy), "--prompts", str(prompts), "--output",
@@ -180,23 +195,24 @@ def run(folder: Path, case: Case) -> dict[str, float]:
     memory = [stage["memory_bytes"] for stage in report["stages"]]
     kv = [stage["memory_parts"]["kv"]["measured"] for stage in report["stages"]]
     return {
-        "step_s": report["phases"]["decode"]["measured"] / STEPS,
+        "step_s": report["phases"]["decode"]["measured"] / (new_tokens - 1),
+        "latency_s": report["latency_s"]["measured"],
         "memory_bytes": sum(one["measured"] for one in memory),
         "forecast_bytes": sum(one["predicted"] for one in memory),
         "kv_bytes": sum(kv),
     }
 
 
-def plan(folder: Path, case: Case, strategy: Path) -> None:
+def plan(folder: Path, case: Case, strategy: Path, new_tokens: int) -> None:
     """Plan for latency, with every worker."""
     cluster = strategy.with_suffix(".cluster")
-    cluster.write_text(cluster_text(case["stages"], case["threads"]))
+    cluster.write_text(cluster_text(case["stages"], case["threads"], case["cpu_isa"]))
     bits, devices = str(case["bits"]), (f"here/cpu#{rank}" for rank in range(case["stages"]))
     head = [] if bits == "16" else ["--fix_bits", f"head={bits}"]
     command([
         "llmpq-algo", "--model", str(folder / case["model"]), "--cluster", str(cluster), "--bits",
         bits, *head, "--global_bz", str(case["batch"]), "--s", str(case["context"]), "--n",
-        str(STEPS + 1), "--theta", "0", "--use", *devices, "--no_explain", "--output",
+        str(new_tokens), "--theta", "0", "--use", *devices, "--no_explain", "--output",
         str(strategy),
     ])  # fmt: skip
 
@@ -223,24 +239,22 @@ def read_bytes(spec: ModelSpec, bits: int) -> int:
     return layers + head
 
 
-def read_bytes_per_s(folder: Path, threads: int) -> float:
-    """Return the bytes that threads read in a second, measured once.
+def read_bytes_per_s(count: int = READ_BYTES) -> float:
+    """Return the bytes of a buffer that torch's threads read in a second.
 
-    The best of three of torch's operators that do little else, ten times each.
+    The best of three operators that do little else, ten times each.
     """
     import torch  # noqa: PLC0415  not needed to draw
 
-    file = folder / f"read-{threads}.json"
-    if not file.exists():
-        torch.set_num_threads(threads)
-        values, row, seconds = torch.ones(READ_BYTES // 4), torch.ones(1 << 12), []
-        reads = (values.sum, lambda: values.dot(values), lambda: values.view(-1, 1 << 12).mv(row))
-        for read in 10 * reads:
-            start = time.perf_counter()
-            read()
-            seconds.append(time.perf_counter() - start)
-        file.write_text(json.dumps(READ_BYTES / min(seconds)))
-    return float(json.loads(file.read_text()))
+    width = 1 << 12
+    values, row = torch.ones(count // 4 // width * width), torch.ones(width)
+    reads = (values.sum, lambda: values.dot(values), lambda: values.view(-1, width).mv(row))
+    seconds = []
+    for read in 10 * reads:
+        start = time.perf_counter()
+        read()
+        seconds.append(time.perf_counter() - start)
+    return 4 * len(values) / min(seconds)
 
 
 def line(xs: Sequence[float], ys: Sequence[float]) -> tuple[float, float]:

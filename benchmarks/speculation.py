@@ -37,9 +37,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from compare_versions import machine
 from tokenizers import Tokenizer
-from workbench import ROOT, SMALL_LLAMA, make_model
+from workbench import ROOT, SMALL_LLAMA, add_isa_option, keep_document, make_model, restrict
 
 from llmpq.batching.draft_model import DraftLimits, DraftWork
 from llmpq.batching.engine_step import EngineLimits
@@ -74,6 +73,7 @@ BLOCKS = 16 * (2 * LENGTH // 16 + 4)
 def main() -> int:
     """Measure, print a table, and write JSON when asked."""
     options = _parser().parse_args()
+    restrict(options.cpu_isa)
     torch.set_num_threads(options.threads)
     model = options.folder / "llama-125m"
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -90,7 +90,7 @@ def main() -> int:
                 for draft_bits in options.draft_bits:
                     rows += _measure(options, steps, (bits, draft_bits), batch)
     if options.output is not None:
-        options.output.write_text(json.dumps(_record(options, rows, load), indent=1) + "\n")
+        keep_document(options.output, _record(options, rows, load), options.cpu_isa)
     return 0
 
 
@@ -107,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--draft_bits", type=int, nargs="*", default=[], help="of the shipped model as draft model"
     )
+    add_isa_option(parser)
     parser.add_argument("--output", type=Path)
     return parser
 
@@ -275,9 +276,10 @@ def _record(options: argparse.Namespace, rows: list[list[str]], load: float) -> 
         f"--bits {' '.join(map(str, options.bits))} "
         f"--batches {' '.join(map(str, options.batches))} --rounds {options.rounds} "
         f"--threads {options.threads}"
-        + "".join(f" {bits}" for bits in (["--draft_bits", *options.draft_bits] * with_model)),
+        + "".join(f" {bits}" for bits in (["--draft_bits", *options.draft_bits] * with_model))
+        + f" --cpu_isa {options.cpu_isa}",
         "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{machine()}, load {load:.1f} at the start",
+        "load": round(load, 1),
         "versions": {
             "python": platform.python_version(),
             **{name: version(name) for name in ("torch", "transformers")},
@@ -285,6 +287,9 @@ def _record(options: argparse.Namespace, rows: list[list[str]], load: float) -> 
         "tables": [
             {
                 "title": f"Drafts of up to {options.num_speculative_tokens} tokens",
+                "keys": 3 + with_model,
+                "beside": ["ms a token", "with drafts", "faster"],
+                "ranges": {"of": "faster", "by": "text"},
                 "columns": [
                     "bits", *(["draft bits"] * with_model), "sequences", "text", "ms a token",
                     "with drafts", "faster", "rounds", "draft tokens accepted", "of the answer",

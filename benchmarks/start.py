@@ -31,7 +31,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from workbench import PASSIVE, ROOT, SMALL_LLAMA, cluster_text, command, machine, make_model
+from workbench import (
+    PASSIVE,
+    ROOT,
+    SMALL_LLAMA,
+    cluster_text,
+    command,
+    keep_document,
+    machine,
+    make_model,
+)
 
 LLAMA = {**SMALL_LLAMA, "layers": 20, "hidden": 1536, "intermediate": 4096, "heads": 16}
 """594 M parameters."""
@@ -99,11 +108,10 @@ def main() -> int:
                 text = f"round {number + 1}: {case}, {side}: {one.first_s:.2f} s"
                 print(text, file=sys.stderr, flush=True)
     document = record(found, options.rounds, load)
-    text = json.dumps(document, indent=1) + "\n"
     if options.json is None:
-        print(text)
+        print(json.dumps(document, indent=1))
     else:
-        options.json.write_text(text)
+        keep_document(options.json, document)
     if options.plot is not None:
         draw(found, options.plot)
     return 0

@@ -39,14 +39,13 @@ from workbench import (
     ROOT,
     SMALL_LLAMA,
     command,
+    keep_document,
     make_model,
     origin,
     text_of,
     unset_threading,
     write_prompts,
 )
-
-sys.path.append(str(ROOT))
 
 from scripts.boxes.wire import Host, Link, hosts
 
@@ -168,7 +167,7 @@ def main() -> int:
     found = runs_of(options.folder)
     print("\n\n".join(text_of(table) for table in tables(found)))
     if options.output is not None:
-        options.output.write_text(json.dumps(document(found), indent=1) + "\n")
+        keep_document(options.output, document(found))
     return 0
 
 
@@ -408,6 +407,9 @@ def tables(runs: Sequence[Run]) -> list[dict[str, Any]]:
         {
             "title": TITLES[place],
             "columns": COLUMNS,
+            "keys": 2,
+            "beside": (COLUMNS[2], "llmpq / llama.cpp", "forecast error"),
+            "ranges": {"of": "llmpq / llama.cpp", "by": "bits"},
             "rows": rows([run for run in runs if run["place"] == place]),
             "note": NOTE,
         }

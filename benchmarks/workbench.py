@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -15,6 +16,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))
+
+from scripts.docs_site.evidence import with_run  # noqa: E402
+
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
 """For our processes. Rivals wait as they do for their users: llama.cpp's threads take four times as
 long with it."""
@@ -29,6 +34,12 @@ SMALL_LLAMA = {
     "max_positions": 1024,
 }
 """125 M parameters: the smallest whose layers take longer than the work around them."""
+NATIVE = "native"
+ISAS = (NATIVE, "avx512", "avx2")
+"""What ``--cpu_isa`` takes: all that the processor has, AVX-512 without bfloat16 or byte products,
+AVX2. llama.cpp is built for each (``rivals.py``)."""
+ZEN = {23: "Zen", 25: "Zen 3", 26: "Zen 5"}
+"""AMD's architectures by family; Zen 4 has the family of Zen 3."""
 
 
 def make_model(path: Path, shape: Mapping[str, int] = SMALL_LLAMA, dtype: str = "bfloat16") -> None:
@@ -61,9 +72,11 @@ def write_prompts(path: Path, lengths: Iterable[tuple[int, int]]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def cluster_text(devices: int, threads: int) -> str:
+def cluster_text(devices: int, threads: int, cpu_isa: str = NATIVE) -> str:
     """Return a cluster of equal CPU workers, priced from the catalogue."""
-    group = {"type": "cpu", "count": devices, "threads": threads}
+    group: dict[str, Any] = {"type": "cpu", "count": devices, "threads": threads}
+    if cpu_isa != NATIVE:
+        group["cpu_isa"] = cpu_isa
     nodes = [{"name": "here", "devices": [group]}]
     return json.dumps({"schema": 1, "name": f"cpu{devices}", "nodes": nodes, "links": []})
 
@@ -71,6 +84,51 @@ def cluster_text(devices: int, threads: int) -> str:
 def command(words: Sequence[str]) -> str:
     """Run one of the project's commands, of this environment; return what it prints."""
     return call([str(Path(sys.executable).parent / words[0]), *words[1:]])
+
+
+def add_isa_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--cpu_isa`` to a program that calls ``restrict``."""
+    parser.add_argument(
+        "--cpu_isa", choices=ISAS, default=NATIVE,
+        help="newest vector extension of all that runs; llama.cpp's build for it (default: native)",
+    )  # fmt: skip
+
+
+def restrict(cpu_isa: str) -> None:
+    """Hold this process and all that it starts to a vector extension, ``native`` for none.
+
+    It must run before torch computes anything. llama.cpp is held by how it was built.
+
+    Raises:
+        SystemExit: the processor lacks it.
+    """
+    # rivals.py imports this module where our package is not installed.
+    from llmpq.dist.launch.process_environment import (  # noqa: PLC0415
+        ISA_VARIABLES,
+        isa_environment,
+    )
+
+    limit = None if cpu_isa == NATIVE else cpu_isa
+    if instruction_set_of(cpu_isa) != (limit or instruction_set_of(NATIVE)):
+        newest = set_name(instruction_set_of(NATIVE))
+        raise SystemExit(f"--cpu_isa: found {cpu_isa}, expected one of a processor with {newest}")
+    for name in ISA_VARIABLES:
+        os.environ.pop(name, None)
+    os.environ.update(isa_environment(limit))
+
+
+def instruction_set_of(cpu_isa: str, cpuinfo: str | None = None) -> str:
+    """Return the instruction set (``llmpq.profiler.device``) that ``--cpu_isa`` leaves."""
+    from llmpq.profiler.device import instruction_set  # noqa: PLC0415  as in restrict
+
+    return instruction_set(None if cpu_isa == NATIVE else cpu_isa, cpuinfo)
+
+
+def set_name(instruction_set: str) -> str:
+    """Return an instruction set as pages write it."""
+    from llmpq.spec.cluster import INSTRUCTION_SETS  # noqa: PLC0415  as in restrict
+
+    return INSTRUCTION_SETS[instruction_set]
 
 
 def unset_threading() -> dict[str, str]:
@@ -107,24 +165,36 @@ def run_rounds(
     cases: Sequence[Mapping[str, Any]],
     rounds: int,
     run: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    where: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
     """Run every case once a round, and return all runs: the fields of a case with what it gave.
+
+    Runs of another ``where``, which is a processor and ``cpu_isa``, neither count nor return.
 
     Args:
         kept: file of the runs, each added at once; what it has already is not run again.
         cases: fields that tell each from the others.
         rounds: runs of a case.
         run: of a case.
+        where: fields that are kept with every run.
     """
+    place = where or {}
     lines = kept.read_text().splitlines() if kept.exists() else []
     runs: list[dict[str, Any]] = [json.loads(line) for line in lines]
     for number in range(rounds):
         for case in cases:
-            if sum(case.items() <= one.items() for one in runs) <= number:
-                runs.append({**case, **run(case)})
+            wanted = {**place, **case}
+            if sum(wanted.items() <= one.items() for one in runs) <= number:
+                runs.append({**wanted, **run(case)})
                 with kept.open("a") as file:
                     file.write(json.dumps(runs[-1]) + "\n")
-    return runs
+    found = (one for one in runs if place.items() <= one.items())
+    return [{name: one[name] for name in one if name not in place} for one in found]
+
+
+def here(cpu_isa: str) -> dict[str, str]:
+    """Return the processor and ``cpu_isa``, by which results are kept."""
+    return {"processor": processor(), "cpu_isa": cpu_isa}
 
 
 def origin(topic: str, words: str, **versions: str) -> dict[str, Any]:
@@ -145,6 +215,31 @@ def origin(topic: str, words: str, **versions: str) -> dict[str, Any]:
     }
 
 
+def run_of(cpu_isa: str, words: str, **versions: str) -> dict[str, Any]:
+    """Return what an entry of ``runs`` begins with: the processor, and where figures come from."""
+    head = origin("", words, **versions)
+    return {
+        "processor": processor(),
+        "cpu_isa": cpu_isa,
+        "instruction_set": instruction_set_of(cpu_isa),
+        "cores": len(os.sched_getaffinity(0)),
+        **{name: head[name] for name in ("date", "command", "versions")},
+    }
+
+
+def keep_run(path: Path, topic: str, run: Mapping[str, Any]) -> None:
+    """Write a run into a result file, in place of that of the same processor and ``cpu_isa``."""
+    found = json.loads(path.read_text()) if path.exists() else {"topic": topic, "runs": []}
+    write_results(path, with_run(found, dict(run)))
+
+
+def keep_document(path: Path, document: Mapping[str, Any], cpu_isa: str = NATIVE) -> None:
+    """Write a result of this machine, as ``origin`` begins it, as a run of its processor."""
+    head = run_of(cpu_isa, document["command"])
+    rest = {name: value for name, value in document.items() if name not in ("topic", "machine")}
+    keep_run(path, document["topic"], {**head, **rest})
+
+
 def text_of(table: Mapping[str, Any]) -> str:
     """Return a table as Markdown."""
     columns = table["columns"]
@@ -163,8 +258,29 @@ def write_results(path: Path, document: Mapping[str, Any]) -> None:
 def cpu_name() -> str:
     """Return the processor's name."""
     found = subprocess.run(["lscpu"], capture_output=True, text=True, check=False).stdout
-    lines = [line for line in found.splitlines() if line.startswith("Model name:")]
-    return lines[0].partition(":")[2].strip() if lines else platform.machine()
+    return _lscpu(found).get("Model name") or platform.machine()
+
+
+def processor(lscpu: str | None = None, cpuinfo: str | None = None) -> str:
+    """Return the processor's name with its architecture and newest instruction set.
+
+    Virtual machines give many processors one name.
+    """
+    if lscpu is None:
+        lscpu = subprocess.run(["lscpu"], capture_output=True, text=True, check=False).stdout
+    fields, newest = _lscpu(lscpu), instruction_set_of(NATIVE, cpuinfo)
+    known = [set_name(newest)]
+    family = fields.get("CPU family", "")
+    if fields.get("Vendor ID") == "AuthenticAMD" and family.isdigit() and int(family) in ZEN:
+        has_more = family == "25" and newest.startswith("avx512")
+        known.insert(0, "Zen 4" if has_more else ZEN[int(family)])
+    name = re.sub(r"\((R|TM)\)", "", fields.get("Model name") or platform.machine())
+    return f"{' '.join(name.split())} ({', '.join(known)})"
+
+
+def _lscpu(text: str) -> dict[str, str]:
+    pairs = (line.partition(":") for line in text.splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def machine() -> str:

@@ -24,6 +24,7 @@ from llmpq.dist.io.generation import TokenOutput as TokenOutput
 from llmpq.dist.io.sampling_params import StructuredOutputsParams as StructuredOutputsParams
 from llmpq.dist.metrics.progress import RunProgress
 from llmpq.errors import SpecError
+from llmpq.profiler.device import host_cpu, with_host_cpu
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, cluster_of_lists, load_cluster
 from llmpq.spec.codec import from_json
@@ -95,7 +96,12 @@ def plan(  # noqa: PLR0913  what a plan is made from
     request = PlanRequest(
         model=spec,
         model_source=None if source is None else str(source),
-        cluster=_cluster(cluster, device_names, device_numbers),
+        cluster=_cluster(
+            cluster,
+            device_names,
+            device_numbers,
+            has_tables=options.get("profile_dir") is not None,
+        ),
         workload=Workload(batch=batch, prompt_tokens=prompt, new_tokens=new),
         dtype=number_format,
         kv_bits=8 if kv_bits == 8 else 8 * DTYPE_BYTES[number_format],
@@ -114,7 +120,18 @@ def load_plan(path: str | Path) -> Plan:
     return read_plan(path)
 
 
-def _cluster(cluster: ClusterLike | None, names: Sequence[str], numbers: Sequence[int]) -> Cluster:
+def _cluster(
+    cluster: ClusterLike | None, names: Sequence[str], numbers: Sequence[int], *, has_tables: bool
+) -> Cluster:
+    found = _read_cluster(cluster, names, numbers)
+    if isinstance(cluster, Cluster):
+        return found
+    return with_host_cpu(found, host_cpu(), has_tables=has_tables)
+
+
+def _read_cluster(
+    cluster: ClusterLike | None, names: Sequence[str], numbers: Sequence[int]
+) -> Cluster:
     if cluster is None:
         return cluster_of_lists(names, numbers)
     if names or numbers:

@@ -12,6 +12,7 @@ from llmpq.cli.common import print_json
 from llmpq.cli.options import with_described
 from llmpq.cli.render import aligned, format_text, memory_pair, plan_record
 from llmpq.errors import InfeasibleError, SpecError
+from llmpq.profiler.device import host_cpu, with_host_cpu
 from llmpq.spec import catalog
 from llmpq.spec.cluster import cluster_of_lists, load_cluster
 from llmpq.spec.precision import DTYPE_BYTES, Dtype
@@ -76,7 +77,7 @@ def _request(options: argparse.Namespace) -> PlanRequest:
     return PlanRequest(
         model=model,
         model_source=None if source is None else str(source),
-        cluster=with_described(cluster, options, where),
+        cluster=with_host_cpu(with_described(cluster, options, where), host_cpu()),
         workload=Workload(batch=options.global_bz, prompt_tokens=options.s, new_tokens=options.n),
         dtype=dtype,
         kv_bits=8 * DTYPE_BYTES[dtype],

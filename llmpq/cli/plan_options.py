@@ -19,6 +19,7 @@ from llmpq.assigner.request import DEFAULT_GAP
 from llmpq.assigner.schedules.plan import ScheduleRequest, schedule_plan
 from llmpq.cli.options import add_devices_option, with_described
 from llmpq.errors import SpecError
+from llmpq.profiler.device import host_cpu, with_host_cpu
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, cluster_of_lists, load_cluster
 from llmpq.spec.lengths import constant, load_lengths
@@ -254,10 +255,17 @@ def _model(options: argparse.Namespace) -> tuple[ModelSpec, str | None]:
 def _cluster(options: argparse.Namespace) -> Cluster:
     names, numbers = options.device_names, options.device_numbers
     if options.cluster is not None and names is None and numbers is None:
-        return with_described(load_cluster(options.cluster), options, options.cluster)
+        cluster = with_described(load_cluster(options.cluster), options, options.cluster)
+        return _of_host(cluster, options)
     if options.cluster is not None or names is None or numbers is None:
         raise SpecError("expected either --cluster, or both --device_names and --device_numbers")
-    return with_described(cluster_of_lists(names, numbers), options, "--device_names")
+    cluster = with_described(cluster_of_lists(names, numbers), options, "--device_names")
+    return _of_host(cluster, options)
+
+
+def _of_host(cluster: Cluster, options: argparse.Namespace) -> Cluster:
+    """Return a cluster whose ``cpu`` devices are this host's where they state nothing else."""
+    return with_host_cpu(cluster, host_cpu(), has_tables=options.profile is not None)
 
 
 def _workload(options: argparse.Namespace) -> Workload:

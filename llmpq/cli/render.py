@@ -11,6 +11,7 @@ from llmpq.assigner.explain.binding import binding_text
 from llmpq.assigner.explain.compare import Outcome
 from llmpq.assigner.explain.explanation import Alternative, Explanation
 from llmpq.spec import catalog
+from llmpq.spec.cluster import BF16_SETS, host_text, limited_set
 from llmpq.spec.codec import to_json
 from llmpq.spec.devices.formats import offered_kernels
 from llmpq.spec.model import ModelSpec
@@ -192,8 +193,8 @@ def _format(plan: Plan, cell: str) -> tuple[str, ...]:
 
 
 def format_text(plan: Plan) -> tuple[str, ...]:
-    """Return what a device cannot do: number formats it lacks, bitwidths without a fast kernel."""
-    lines = []
+    """Return what CPUs have, and what devices cannot do: formats they lack, slow bitwidths."""
+    lines = _cpu_text(plan)
     for stage in plan.stages:
         device = plan.device_of(stage)
         spec, form = catalog.device(device.type, plan.cluster), plan.dtype_of(stage)
@@ -209,6 +210,20 @@ def format_text(plan: Plan) -> tuple[str, ...]:
                 f"{' and '.join(map(str, slow))} bits: every call dequantizes the whole weight"
             )
     return tuple(lines)
+
+
+def _cpu_text(plan: Plan) -> list[str]:
+    """Return what each kind of CPU worker has, and what 16 bits mean on it."""
+    lines = []
+    for stage in plan.stages:
+        device = plan.device_of(stage)
+        used = limited_set(device.instruction_set, device.cpu_isa)
+        if used is not None:
+            what = f"cpu            {device.node}/{device.type}: {host_text(device)}"
+            if (form := plan.dtype_of(stage)) != "float32" and used not in BF16_SETS:
+                what += f"; 16 bits are {form} stored, float32 computed"
+            lines.append(what)
+    return list(dict.fromkeys(lines))
 
 
 def _memory_text(used: int, capacity: int) -> str:

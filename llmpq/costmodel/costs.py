@@ -21,7 +21,7 @@ from llmpq.costmodel.tables.profiles import (
 )
 from llmpq.errors import SpecError
 from llmpq.spec import catalog
-from llmpq.spec.cluster import Cluster, Device
+from llmpq.spec.cluster import Cluster, Device, limited_set
 from llmpq.spec.devices.figures import DeviceSpec, PrecisionCost
 from llmpq.spec.devices.formats import compute_format
 from llmpq.spec.model import ModelSpec
@@ -34,12 +34,16 @@ LatencySource = Literal["table", "fit", "roofline"]
 """How latency is predicted: by a table and a regression between its points, by the paper's fit of a
 table, or by the roofline alone, which reads no table."""
 
-_ISA_HALF_RATES = {
-    "sse4": {"bfloat16": 0.1, "float16": 0.1},
-    "avx2": {"bfloat16": 0.28, "float16": 0.27},
-    "avx512": {"bfloat16": 0.9, "float16": 0.27},
+_AVX2_RATES = {"bfloat16": 0.28, "float16": 0.27}
+_AVX512_RATES = {"bfloat16": 0.9, "float16": 0.27}
+_HALF_RATES = {
+    "baseline": {"bfloat16": 0.1, "float16": 0.1},
+    "avx2": _AVX2_RATES,
+    "avx2_vnni": _AVX2_RATES,
+    "avx512": _AVX512_RATES,
+    "avx512_vnni": _AVX512_RATES,
 }
-"""What 16-bit matrix products reach of float32's rate when the newest vector extensions are off.
+"""What 16-bit matrix products reach of float32's rate, by instruction set, without bf16 pairs.
 
 Measured: AMD EPYC, one thread, torch 2.13. float32 itself does not change: its library picks its
 own instructions.
@@ -333,7 +337,8 @@ def _figures(spec: DeviceSpec, device: Device, dtype: Dtype) -> DeviceSpec:
     if spec.kind != "cpu":
         return spec
     rates = dict(spec.flops)
-    for name, share in _ISA_HALF_RATES.get(device.cpu_isa or "", {}).items():
+    own_set = limited_set(device.instruction_set, device.cpu_isa) or ""
+    for name, share in _HALF_RATES.get(own_set, {}).items():
         if name in rates and "float32" in rates:
             rates[name] = min(rates[name], share * rates["float32"])
     if spec.precision_costs == catalog.device("cpu").precision_costs:
@@ -356,7 +361,8 @@ def _precision_costs(
     """
     full, own = rates.get("float32", 0.0), rates.get(dtype, 0.0)
     has_pairs = rates.get("bfloat16", 0.0) >= full
-    if dtype == "float32" or has_pairs or device.cpu_isa == "sse4":
+    is_oldest = limited_set(device.instruction_set, device.cpu_isa) == "baseline"
+    if dtype == "float32" or has_pairs or is_oldest:
         return _CPU_COSTS.get(dtype, spec.precision_costs)
     # The kernels take the same time in both 16-bit formats.
     return tuple(replace(cost, compute=cost.compute * own / full) for cost in _OLDER_CPU_COSTS)

@@ -1,13 +1,82 @@
-"""The cores and vector extensions of this machine, in the terms of a cluster file."""
+"""The cores, memory and vector extensions of this machine, in the terms of a cluster file."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
-from llmpq.spec.cluster import CPU_ISAS
+from llmpq.spec.cluster import CPU_ISAS, Cluster, DeviceGroup, Node, limited_set
+from llmpq.units import KIB
+
+T = TypeVar("T")
 
 CGROUPS = Path("/sys/fs/cgroup")
+_FLAGS = {
+    "amx": ("amx_tile", "amx_int8", "amx_bf16", "avx512_bf16", "avx512_vnni"),
+    "avx512_bf16": ("avx512_bf16", "avx512_vnni"),
+    "avx512_vnni": ("avx512_vnni",),
+    "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq"),
+    "avx2_vnni": ("avx_vnni", "avx2", "fma", "f16c"),
+    "avx2": ("avx2", "fma", "f16c"),
+    "baseline": (),
+}
+"""Flags of the processor that each of ``spec.cluster.INSTRUCTION_SETS`` needs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostCpu:
+    """What the CPU workers of this host share.
+
+    Attributes:
+        cores: that this process may use.
+        memory_bytes: of the host, or of the control group where that has less.
+        instruction_set: key of ``spec.cluster.INSTRUCTION_SETS``.
+    """
+
+    cores: int
+    memory_bytes: int
+    instruction_set: str
+
+
+def host_cpu() -> HostCpu:
+    """Return what this host has."""
+    return HostCpu(
+        cores=len(available_cores()),
+        memory_bytes=host_memory_bytes(),
+        instruction_set=instruction_set(),
+    )
+
+
+def with_host_cpu(cluster: Cluster, host: HostCpu, *, has_tables: bool = False) -> Cluster:
+    """Return a cluster whose ``cpu`` devices have what they do not state from this host.
+
+    The workers of a node share its cores and memory. Threads that tables were measured with, which
+    a group names or ``has_tables`` says, stay open.
+    """
+    if "cpu" in {entry.type for entry in cluster.device_types or ()}:
+        return cluster
+
+    def stated(node: Node, group: DeviceGroup) -> DeviceGroup:
+        if group.type != "cpu":
+            return group
+        workers = sum(one.count for one in node.devices if one.type == "cpu")
+        is_open = has_tables or group.profile is not None
+        own = max(1, (node.cores or host.cores) // workers)
+        return replace(
+            group,
+            threads=group.threads or (None if is_open else own),
+            memory_bytes=group.memory_bytes or host.memory_bytes // workers,
+            instruction_set=group.instruction_set or host.instruction_set,
+        )
+
+    nodes = (
+        replace(node, devices=tuple(stated(node, group) for group in node.devices))
+        for node in cluster.nodes
+    )
+    return replace(cluster, nodes=tuple(nodes))
 
 
 def available_cores() -> tuple[int, ...]:
@@ -24,26 +93,68 @@ def cpu_isas() -> tuple[str, ...]:
     return tuple(isa for isa in CPU_ISAS if needed[isa] in flags)
 
 
+def instruction_set(cpu_isa: str | None = None, cpuinfo: str | None = None) -> str:
+    """Return the key of ``spec.cluster.INSTRUCTION_SETS`` that a worker of this host computes with.
+
+    Args:
+        cpu_isa: that limits it (``spec.cluster.CPU_ISAS``), ``None`` for all that there is.
+        cpuinfo: text of ``/proc/cpuinfo``, by default this host's.
+    """
+    flags = set(_cpuinfo("flags", cpuinfo).split())
+    names = list(_FLAGS)
+    allowed = names[names.index(limited_set(None, cpu_isa) or names[0]) :]
+    return next(name for name in allowed if flags.issuperset(_FLAGS[name]))
+
+
+def host_memory_bytes(
+    meminfo: str | None = None, processes: Path = Path("/proc/self/cgroup")
+) -> int:
+    """Return the memory of this host, or the limit of its control group if that is less.
+
+    Args:
+        meminfo: text of ``/proc/meminfo``, by default this host's.
+        processes: file with the control groups of this process.
+    """
+    if meminfo is None:
+        file = Path("/proc/meminfo")
+        meminfo = file.read_text() if file.exists() else ""
+    lines = [line.split() for line in meminfo.splitlines() if line.startswith("MemTotal:")]
+    whole = (
+        KIB * int(lines[0][1])
+        if lines
+        else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    )
+    return min([whole, *_group_values(processes, "memory", _memory_limit)])
+
+
+def _memory_limit(group: Path) -> int | None:
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        try:
+            text = (group / name).read_text().strip()
+        except OSError:
+            continue  # another version, or not visible from here
+        return int(text) if text.isdigit() else None
+    return None
+
+
 def cpu_quota(processes: Path = Path("/proc/self/cgroup")) -> float | None:
     """Return the CPU quota of this process in cores, ``None`` for no limit.
 
     Containers and ``scripts/hetbox`` set such a quota (control groups, version 1 or 2).
     """
-    if not processes.exists():
-        return None
-    quotas = []
-    for line in processes.read_text().splitlines():
+    return min(_group_values(processes, "cpu", _quota), default=None)
+
+
+def _group_values(processes: Path, controller: str, read: Callable[[Path], T | None]) -> list[T]:
+    """Return what ``read`` finds in the control groups of this process and in their parents."""
+    found = []
+    for line in processes.read_text().splitlines() if processes.exists() else ():
         _, names, path = line.split(":", 2)
-        if names == "" or "cpu" in names.split(","):
-            quotas += [quota for quota in _quotas(names, path) if quota is not None]
-    return min(quotas, default=None)
-
-
-def _quotas(names: str, path: str) -> list[float | None]:
-    """Return the quotas of a control group and of its parents."""
-    root = CGROUPS if names == "" else CGROUPS / names
-    group = root / path.strip("/")
-    return [_quota(one) for one in (group, *group.parents) if one.is_relative_to(root)]
+        if names == "" or controller in names.split(","):
+            root = CGROUPS if names == "" else CGROUPS / names
+            group = root / path.strip("/")
+            found += [read(one) for one in (group, *group.parents) if one.is_relative_to(root)]
+    return [value for value in found if value is not None]
 
 
 def _quota(group: Path) -> float | None:
@@ -63,8 +174,10 @@ def cpu_name() -> str:
     return _cpuinfo("model name") or os.uname().machine
 
 
-def _cpuinfo(field: str) -> str:
+def _cpuinfo(field: str, text: str | None = None) -> str:
     """Return a field of the first processor, empty where it is not stated."""
     file = Path("/proc/cpuinfo")
-    lines = file.read_text().splitlines() if file.exists() else []
-    return next((one.partition(":")[2].strip() for one in lines if one.startswith(field)), "")
+    if text is None:
+        text = file.read_text() if file.exists() else ""
+    pairs = (line.partition(":") for line in text.splitlines())
+    return next((value.strip() for name, _, value in pairs if name.strip() == field), "")

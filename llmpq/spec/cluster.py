@@ -16,9 +16,36 @@ from llmpq.spec.codec import Rule, from_json
 from llmpq.spec.devices.figures import DeviceEntry, DeviceSpec, check_unique
 from llmpq.spec.fields import SCHEMA, Fields, read_json
 from llmpq.spec.precision import Dtype
+from llmpq.units import format_bytes
 
 CPU_ISAS = ("sse4", "avx2", "avx512")
 """Vector extensions a CPU worker can be limited to, oldest first."""
+
+INSTRUCTION_SETS = {
+    "amx": "AMX",
+    "avx512_bf16": "AVX512-BF16",
+    "avx512_vnni": "AVX512-VNNI",
+    "avx512": "AVX-512",
+    "avx2_vnni": "AVX-VNNI",
+    "avx2": "AVX2",
+    "baseline": "SSE",
+}
+"""What a CPU has, as ``llmpq.kernels.cpu.native`` names it, and its usual name; newest first."""
+BF16_SETS = ("amx", "avx512_bf16")
+"""Those that multiply pairs of bfloat16; on others numbers are widened to float32 first."""
+_NEWEST = {"avx512": "avx512", "avx2": "avx2", "sse4": "baseline"}
+"""Instruction set of a worker that is limited to a vector extension."""
+
+
+def limited_set(instruction_set: str | None, cpu_isa: str | None) -> str | None:
+    """Return what a CPU worker computes with: what its processor has, up to its limit.
+
+    ``None`` where neither is stated.
+    """
+    order = list(INSTRUCTION_SETS)
+    stated = [name for name in (instruction_set, _NEWEST.get(cpu_isa or "")) if name]
+    return max(stated, key=order.index, default=None)
+
 
 MIN_CPU_SHARE = 0.01
 MAX_DEVICES = 1024
@@ -36,6 +63,7 @@ class DeviceGroup:
             to the cluster file.
         threads: CPU threads of a worker on it.
         cpu_isa: newest vector extension that a CPU worker may use.
+        instruction_set: newest that its processor has; ``llmpq-algo`` states its own host's.
         cpu_share: share of its threads' time that a CPU worker gets, less than 1 under a quota.
         tensor_parallel: devices that share every layer of a stage; ``count`` then counts such
             teams, and ``memory_bytes`` is of one member. Planned and simulated, not run.
@@ -48,6 +76,7 @@ class DeviceGroup:
     profile: str | None = None
     threads: Annotated[int | None, Rule(minimum=1, maximum=4096)] = None
     cpu_isa: Annotated[str | None, Rule(choices=CPU_ISAS)] = None
+    instruction_set: Annotated[str | None, Rule(choices=tuple(INSTRUCTION_SETS))] = None
     cpu_share: Annotated[float | None, Rule(minimum=MIN_CPU_SHARE, maximum=1)] = None
     tensor_parallel: Annotated[int | None, Rule(minimum=2, maximum=MAX_MEMBERS)] = None
     dtype: Dtype | None = None
@@ -177,6 +206,17 @@ class Cluster:
             bytes_per_s=own.link_bytes_per_s,
             latency_s=own.link_latency_s,
         )
+
+
+def host_text(device: DeviceGroup) -> str:
+    """Return threads, instruction set and memory of a CPU worker, ``""`` where none is stated."""
+    used = limited_set(device.instruction_set, device.cpu_isa)
+    parts = [
+        None if device.threads is None else f"{device.threads} thread{'s' * (device.threads > 1)}",
+        None if used is None else INSTRUCTION_SETS[used],
+        None if device.memory_bytes is None else format_bytes(device.memory_bytes),
+    ]
+    return ", ".join(part for part in parts if part)
 
 
 def load_cluster(path: str | Path) -> Cluster:

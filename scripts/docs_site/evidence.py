@@ -3,6 +3,9 @@
 ``record`` turns the Markdown tables that a benchmark prints into such a file; ``write`` renews the
 tables of README.md. The pages of the site hold markers, ``<!-- evidence: TOPIC -->`` for all tables
 of a topic and ``<!-- evidence: TOPIC / TITLE -->`` for one, which are replaced when it is built.
+
+Measurements of speed are kept by processor and instruction set, in a list ``runs``, and shown side
+by side: a column for each, where a table says which of its columns are compared.
 """
 
 from __future__ import annotations
@@ -29,13 +32,22 @@ def load(topic: str) -> Result:
     """Read the results of a topic.
 
     A file has ``tables``, or lists of objects that become one table each. Command, date, machine
-    and versions stand at the top, under ``run``, or in each entry of ``runs``.
+    and versions stand at the top, under ``run``, or in each entry of ``runs``. Where ``runs`` is a
+    list, each has its tables, and those of the result are all of them.
 
     Raises:
         ValueError: the file is no result file.
     """
     file = RESULTS / f"{topic}.json"
     found = json.loads(file.read_text(encoding="utf-8"))
+    if isinstance(found.get("runs"), list):
+        found |= {
+            "tables": [item for run in found["runs"] for item in run["tables"]],
+            "machine": "; ".join(label(run) for run in found["runs"]),
+            **max(({key: run[key] for key in ("date", "command", "versions")}
+                   for run in found["runs"]), key=lambda run: str(run["date"])),
+        }  # fmt: skip
+        return dict(found)
     runs = [found.get("run", {}), *found.get("runs", {}).values()]
     result = {"topic": topic} | {key: value for run in reversed(runs) for key, value in run.items()}
     result |= found
@@ -62,8 +74,92 @@ def render(topic: str, title: str | None = None) -> str:
     tables = [item for item in result["tables"] if title in (None, item["title"])]
     if not tables:
         raise ValueError(f"{topic}: found no table {title!r}")
+    if isinstance(result.get("runs"), list):
+        return by_processor(result["runs"], list(dict.fromkeys(item["title"] for item in tables)))
     parts = [table(item, with_title=len(tables) > 1) for item in tables]
     return "\n\n".join([*parts, origin(result)])
+
+
+def label(run: Result) -> str:
+    """Return the processor of a run, and the vector extension it was held to."""
+    isa = run["cpu_isa"]
+    return str(run["processor"]) + ("" if isa == "native" else f", held to {isa.upper()}")
+
+
+def with_run(document: Result, run: Result) -> Result:
+    """Return a result file with a run in place of that of the same processor and ``cpu_isa``."""
+    same = ("processor", "cpu_isa")
+    others = [
+        one for one in document.get("runs", []) if any(one[name] != run[name] for name in same)
+    ]
+    runs = sorted([*others, run], key=lambda one: (one["processor"], one["cpu_isa"] != "native"))
+    return {**document, "runs": runs}
+
+
+def by_processor(runs: Sequence[Result], titles: Sequence[str]) -> str:
+    """Return tables with a column for each processor, or a table for each, and their origins."""
+    parts = []
+    for title in titles:
+        found = [(run, item) for run in runs for item in run["tables"] if item["title"] == title]
+        head = f"**{title}**\n\n" if len(titles) > 1 and title else ""
+        has_ranges = all("ranges" in item for _, item in found)
+        if has_ranges:
+            parts.append(head + ranges(found))
+            head = ""
+        if len(found) > 1 and all(item.get("beside") for _, item in found):
+            parts.append(head + side_by_side(found))
+            continue
+        many = len(found) > 1
+        parts += [
+            table({**item, "title": f"{title}: {label(run)}" if many else title},
+                  with_title=many or (len(titles) > 1 and not has_ranges))
+            for run, item in found
+        ]  # fmt: skip
+    used = [run for run in runs if {item["title"] for item in run["tables"]} & set(titles)]
+    return "\n\n".join(parts + [origin({**run, "machine": label(run)}) for run in used])
+
+
+def ranges(found: Sequence[tuple[Result, dict[str, Any]]]) -> str:
+    """Return a table of the least and the largest value of a column, by processor and case."""
+    of, by = (found[0][1]["ranges"][key] for key in ("of", "by"))
+    values: dict[Any, list[list[float]]] = {}
+    for number, (_, item) in enumerate(found):
+        at, case = item["columns"].index(of), item["columns"].index(by)
+        for row in item["rows"]:
+            kept = values.setdefault(row[case], [[] for _ in found])
+            kept[number] += [] if row[at] in (None, "", "-") else [float(row[at])]
+    rows = [
+        [case, *(f"{min(one):.2f} to {max(one):.2f}" if one else "-" for one in kept)]
+        for case, kept in sorted(values.items(), key=lambda one: (str(type(one[0])), one[0]))
+    ]
+    shown = {"title": f"{of}, least to most", "columns": [by, *(label(run) for run, _ in found)]}
+    return table({**shown, "rows": rows}, with_title=True)
+
+
+def side_by_side(found: Sequence[tuple[Result, dict[str, Any]]]) -> str:
+    """Return one table of several runs: a row for each case, the compared columns in one cell."""
+    first = found[0][1]
+    keys, beside = first["columns"][: first["keys"]], first["beside"]
+    cells: list[dict[tuple[str, ...], str]] = []
+    for _, item in found:
+        at = [item["columns"].index(name) for name in beside]
+        cells.append({
+            tuple(map(cell, row[: len(keys)])): "; ".join(short(row[column]) for column in at)
+            for row in item["rows"]
+        })  # fmt: skip
+    rows = [
+        [*key, *(one.get(key, "-") for one in cells)]
+        for key in dict.fromkeys(key for one in cells for key in one)
+    ]
+    columns = [*keys, *(label(run) for run, _ in found)]
+    notes = dict.fromkeys(item["note"] for _, item in found if item.get("note"))
+    shown = {"columns": columns, "rows": rows, "title": "", "note": "\n\n".join(notes)}
+    return f"A cell: {'; '.join(beside)}.\n\n{table(shown, with_title=False)}"
+
+
+def short(value: object) -> str:
+    """Return a value as text: three significant digits."""
+    return f"{value:.3g}" if isinstance(value, float) and abs(value) < 1e3 else cell(value)
 
 
 def table(item: dict[str, Any], *, with_title: bool) -> str:
@@ -94,7 +190,7 @@ def cell(value: object) -> str:
     if isinstance(value, dict):
         return f"{100 * value['mean']:.2f} / {100 * value['p95']:.1f} %"
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
     return str(value)
 
 
@@ -143,21 +239,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     record.add_argument("topic")
     record.add_argument("--command", required=True, help="how the figures were made")
     record.add_argument("--date", required=True)
-    record.add_argument("--machine", required=True)
+    where = record.add_mutually_exclusive_group(required=True)
+    where.add_argument("--machine")
+    where.add_argument("--processor", help="keep these results beside those of other processors")
+    record.add_argument("--cpu_isa", default="native", help="that the processor was held to")
     record.add_argument("--versions", nargs="*", default=[], metavar="NAME=VERSION")
     options = parser.parse_args(argv)
     if options.verb == "write":
         README.write_text(renewed(README.read_text(encoding="utf-8")), encoding="utf-8")
         return 0
-    result = {
-        "topic": options.topic,
+    result: Result = {
         "command": options.command,
         "date": options.date,
-        "machine": options.machine,
         "versions": dict(entry.split("=", 1) for entry in options.versions),
         "tables": tables_of(sys.stdin.read()),
     }
-    save(result)
+    if options.processor is None:
+        save({"topic": options.topic, "machine": options.machine, **result})
+        return 0
+    file = RESULTS / f"{options.topic}.json"
+    found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    kept = {"topic": options.topic, "runs": found.get("runs", [])}
+    save(with_run(kept, {"processor": options.processor, "cpu_isa": options.cpu_isa, **result}))
     return 0
 
 

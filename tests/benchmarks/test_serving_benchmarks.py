@@ -209,7 +209,7 @@ def test_profile_prices_the_plan_and_the_simulation(commands, tmp_path, profile,
     simulated = sim._parser().parse_args(simulation[1:])
     assert simulated.profile == profile
     assert (simulated.strategy, simulated.scheduler) == (parsed.output, "fcfs")
-    real, other = online.runs_of(online.path_of(options))
+    real, other = online.runs_of(online.path_of(options, options.case))
     assert real["preemptions"] == 0
     assert other["simulated"] == {"throughput_tokens_per_s": 5.0}
 

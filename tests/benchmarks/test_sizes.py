@@ -1,4 +1,4 @@
-"""Cost against size, one sequence and long contexts: what is computed from the runs."""
+"""Cost against size and long contexts: what is computed from the runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import long_contexts  # noqa: E402
-import one_sequence  # noqa: E402
 import rivals  # noqa: E402
 import sizes  # noqa: E402
 import workbench  # noqa: E402
@@ -120,23 +119,14 @@ def test_rounds_go_on_where_they_were(tmp_path):
     assert workbench.run_rounds(kept, cases, 2, run) == runs
 
 
-def test_decode_steps_compare_our_median_with_their_best(tiny_model):
-    model = tiny_model("llama")
-    case = {"model": model.name, "bits": "16", "threads": 1, "sequences": 4}
-    runs = [
-        {**case, "run": name, "seconds": 31e-3 * ms}
-        for name, times in (("llmpq", (2.0, 4.0, 2.5)), ("llama.cpp", (6.0, 5.0)))
-        for ms in times
-    ]
-    spec = sizes.load_model_dir(model)
-    read = 2 * (spec.parameters - spec.embedding_parameters - spec.final_parameters)
-    assert sizes.read_bytes(spec, 16) == read
-    (row,) = one_sequence.rows(model.parent, runs, {1: read / 5e-3})
-    assert row == [
-        model.name, "16", "1", "4", "2.50 (2.00-4.00)", "5.00", "0.50",
-        f"{read / 2.5e-3 / 1e9:.1f}", "200%",
-    ]  # fmt: skip
-    assert one_sequence.rows(model.parent, runs[:3], {}) == []
+def test_rounds_of_another_processor_do_not_count(tmp_path):
+    kept, cases = tmp_path / "runs.jsonl", [{"size": 1}]
+    for name, seconds in (("one", 1), ("other", 2)):
+        where = {"processor": name, "cpu_isa": "avx2"}
+        for _ in range(2):
+            found = workbench.run_rounds(kept, cases, 1, lambda _, s=seconds: {"s": s}, where)
+            assert found == [{"size": 1, "s": seconds}]
+    assert len(kept.read_text().splitlines()) == 2
 
 
 def test_long_contexts_compare_prompts_and_steps():
@@ -149,9 +139,9 @@ def test_long_contexts_compare_prompts_and_steps():
     runs.append({**case, "tokens": 32000, "run": "llmpq", "step_s": 0.1})
     found = long_contexts.table_of(runs)["rows"]
     assert found == [
-        ["prompt", "16", "16", "2,000", "2000", "500", "1000", "4.00", "2.00"],
-        ["decode", "16", "16", "2,000", "100", "50", "20", "2.00", "5.00"],
-        ["decode", "16", "16", "32,000", "10", "", "", "", ""],
+        ["prompt", 16, 16, 2000, 2000.0, 500.0, 1000.0, 4.0, 2.0],
+        ["decode", 16, 16, 2000, 100.0, 50.0, 20.0, 2.0, 5.0],
+        ["decode", 16, 16, 32000, 10.0, None, None, None, None],
     ]
 
 
@@ -163,14 +153,14 @@ def test_every_run_of_long_contexts_is_another():
     assert max(one["tokens"] for one in found if one["run"] == "llama.cpp") == 8192
 
 
-@pytest.mark.parametrize("bits", rivals.BITS)
+@pytest.mark.parametrize("bits", rivals.FORMATS)
 def test_models_of_llama_cpp_have_weights_of_one_deviation(tmp_path, bits):
     gguf = pytest.importorskip("gguf")
     rivals.write_gguf(tmp_path, "tiny", bits, "1", "256", "512", "4", "2", "300")
     tensors = {one.name: one for one in gguf.GGUFReader(tmp_path / f"tiny-{bits}.gguf").tensors}
     assert len(tensors) == 12
     down = tensors["blk.0.ffn_down.weight"]
-    assert down.tensor_type.name == rivals.BITS[bits]
+    assert down.tensor_type.name == rivals.FORMATS[bits]
     values = gguf.quants.dequantize(down.data, down.tensor_type)
     assert values.shape == (256, 512)
     assert values.std() == pytest.approx(0.02, rel=0.1)

@@ -16,13 +16,16 @@ from llmpq.cli.plots import draw_front
 from llmpq.cli.render import (
     compact_bits,
     comparison_table,
+    format_text,
     front_table,
     memory_pair,
     plan_record,
     plan_table,
 )
 from llmpq.errors import InfeasibleError
+from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 from llmpq.spec.lengths import constant
+from llmpq.spec.plan import read_plan, write_plan
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 MIB, GIB = 2**20, 2**30
@@ -52,6 +55,25 @@ def test_plan_table_shows_small_memory_in_mib() -> None:
     text = plan_table(plan, {})
     stage = plan.estimate.stages[0]
     assert f"{stage.memory.total / MIB:.0f} of {stage.capacity_bytes / MIB:.0f} MiB" in text
+
+
+@pytest.mark.parametrize(
+    ("has", "limit", "shown"),
+    [
+        ("avx2", None, "AVX2, 4.00 GiB; 16 bits are bfloat16 stored, float32 computed"),
+        ("amx", "avx2", "AVX2, 4.00 GiB; 16 bits are bfloat16 stored, float32 computed"),
+        ("amx", None, "AMX, 4.00 GiB"),
+    ],
+)
+def test_a_plan_states_the_cpu_and_what_16_bits_mean_on_it(tmp_path, has, limit, shown) -> None:
+    group = DeviceGroup(
+        type="cpu", count=1, threads=2, memory_bytes=4 * GIB, instruction_set=has, cpu_isa=limit
+    )
+    cluster = Cluster(name="c", nodes=(Node(name="desk", devices=(group,)),))
+    plan = make_plan(plan_request(cluster=cluster, dtype="bfloat16"), command="test")
+    assert f"cpu            desk/cpu: 2 threads, {shown}" in format_text(plan)
+    write_plan(tmp_path / "plan.json", plan)
+    assert read_plan(tmp_path / "plan.json").cluster == cluster
 
 
 def test_plan_table_shows_the_phase_of_split_stages() -> None:

@@ -241,6 +241,29 @@ def test_older_vector_extensions_slow_16_bit_products_and_not_float32():
         assert old >= new
 
 
+@pytest.mark.parametrize(
+    ("has", "limit", "like"),
+    [
+        ("avx2", None, "avx2"),
+        ("avx2_vnni", None, "avx2"),
+        ("avx512_vnni", None, "avx512"),
+        ("amx", "avx2", "avx2"),
+        ("baseline", "avx512", "sse4"),
+        ("amx", None, None),
+        ("avx512_bf16", None, None),
+    ],
+)
+def test_a_processor_costs_as_one_that_is_held_to_its_instructions(has, limit, like):
+    cluster = one_node(
+        DeviceGroup(type="cpu", count=1, instruction_set=has, cpu_isa=limit),
+        DeviceGroup(type="cpu", count=1, cpu_isa=like),
+    )
+    costs = build_costs(OPT, cluster, dtype="bfloat16", kv_bits=16)
+    for bits in (16, 8, 4):
+        own, other = (costs.layer_s(one, PREFILL, bits, 4, 256, 0) for one in cluster.devices)
+        assert own == other
+
+
 # benchmarks/kernel_times.py, an Intel Xeon held to AVX2: seconds of few bits over those of float32.
 OLDER_CPU_RATIOS = {
     (DECODE, 1): {8: 0.70, 4: 0.20, 3: 0.20},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 
 import pytest
@@ -48,6 +49,61 @@ def test_printed_tables_become_results():
 def test_rows_may_be_objects_with_numbers():
     item = {"title": "t", "rows": [{"what": "x", "seconds": 0.123456}]}
     assert "| x | 0.1235 |" in evidence.table(item, with_title=True)
+
+
+def run_on(name, isa, rows, **fields):
+    item = {"title": "T", "columns": ["bits", "ms", "ratio"], "keys": 1, "rows": rows, **fields}
+    return {
+        "processor": name, "cpu_isa": isa, "date": "2026-01-01", "command": f"run on {name}",
+        "versions": {}, "tables": [item],
+    }  # fmt: skip
+
+
+def test_runs_of_processors_stand_side_by_side():
+    fields = {"beside": ["ms", "ratio"], "ranges": {"of": "ratio", "by": "bits"}}
+    runs = [
+        run_on("A", "native", [[8, 1.5, 0.5], [4, 1.0, 0.25]], **fields),
+        run_on("B", "avx2", [[4, 2.0, 1.25], [3, 9.0, None]], **fields),
+    ]
+    lines = evidence.by_processor(runs, ["T"]).splitlines()
+    assert "| bits | A | B, held to AVX2 |" in lines
+    assert "| 4 | 0.25 to 0.25 | 1.25 to 1.25 |" in lines
+    assert "| 4 | 1; 0.25 | 2; 1.25 |" in lines
+    assert "| 8 | 1.5; 0.5 | - |" in lines
+    assert "| 3 | - | 9; - |" in lines
+    assert "*`run on A`, 2026-01-01, A.*" in lines
+    assert "*`run on B`, 2026-01-01, B, held to AVX2.*" in lines
+
+
+def test_runs_that_are_not_compared_have_a_table_each():
+    runs = [run_on(name, "native", [[8, 1.5, 0.5]]) for name in ("A", "B")]
+    lines = evidence.by_processor(runs, ["T"]).splitlines()
+    assert lines.count("| 8 | 1.5 | 0.5 |") == 2
+    assert {"**T: A**", "**T: B**"} <= set(lines)
+
+
+@pytest.mark.parametrize("topic", evidence.topics())
+def test_runs_name_their_processor_and_are_kept_once(topic):
+    runs = evidence.load(topic).get("runs", [])
+    names = [(run["processor"], run["cpu_isa"]) for run in runs]
+    assert len(set(names)) == len(names)
+    for run in runs:
+        shown = evidence.render(topic)
+        assert evidence.label(run) in shown
+        assert {"date", "command", "versions", "tables"} <= run.keys()
+
+
+def test_a_recorded_table_joins_those_of_other_processors(tmp_path, monkeypatch):
+    monkeypatch.setattr(evidence, "RESULTS", tmp_path)
+    for name, value in (("A", 1), ("B", 2), ("A", 3)):
+        monkeypatch.setattr("sys.stdin", io.StringIO(f"**T**\n\n| a |\n|---|\n| {value} |\n"))
+        words = ["record", "x", "--command", "c", "--date", "2026-01-01", "--processor", name]
+        assert evidence.main(words) == 0
+    runs = evidence.load("x")["runs"]
+    assert [(run["processor"], run["tables"][0]["rows"]) for run in runs] == [
+        ("A", [["3"]]),
+        ("B", [["2"]]),
+    ]
 
 
 def test_reference_of_the_commands_has_every_option():

@@ -15,7 +15,7 @@ import llmpq
 from llmpq.spec.runtime_constants import MAPPED_FROM_BYTES
 from llmpq.units import KIB
 
-_ISA_VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
+ISA_VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 _ISA_LIMITS = {
     "sse4": ("default", "SSE41", "SSE4_2"),
     "avx2": ("avx2", "AVX2", "AVX2"),
@@ -62,9 +62,16 @@ def cpu_environment(
     }
     if threads > 1 and has_own_cores:
         variables["GOMP_SPINCOUNT"] = _SPINS
-    if cpu_isa is not None:
-        variables.update(zip(_ISA_VARIABLES, _ISA_LIMITS[cpu_isa], strict=True))
-    return variables
+    return variables | isa_environment(cpu_isa)
+
+
+def isa_environment(cpu_isa: str | None) -> dict[str, str]:
+    """Return the variables that hold a process and its children to a vector extension.
+
+    They reach torch, oneDNN, MKL, and through torch the kernels of this package. ``None`` sets
+    none; a process that sets all of ``ISA_VARIABLES`` or none of them has one limit for all.
+    """
+    return {} if cpu_isa is None else dict(zip(ISA_VARIABLES, _ISA_LIMITS[cpu_isa], strict=True))
 
 
 def python_path(environ: Mapping[str, str]) -> str:
