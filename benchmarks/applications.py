@@ -31,7 +31,8 @@ from typing import Any
 from tokenizers import Tokenizer, models, pre_tokenizers
 from workbench import command, cpu_name, make_model
 
-from llmpq.profiler.device import available_cores, cpu_isas
+from llmpq.dist.launch.process_environment import cpu_isas
+from llmpq.profiler.device import available_cores
 
 Json = dict[str, Any]
 

@@ -74,7 +74,7 @@ def plan(  # noqa: PLR0913  what a plan is made from
         SpecError: an input cannot be accepted.
         InfeasibleError: no plan exists; the message says why.
 
-    Example:
+    Examples:
         >>> found = plan("facebook/opt-30b", device_names=["T4-16G", "V100-32G"],
         ...              device_numbers=[3, 1], batch=32, prompt=512, new=100)
         >>> found.workload.batch, len(found.bits)
@@ -200,7 +200,7 @@ class Pipeline:
         LlmpqError: ``SpecError`` when the plan is not for this model, ``CapacityError`` when memory
             runs out, ``StageError`` when a rank fails.
 
-    Example:
+    Examples:
         >>> with Pipeline(strategy, model=model_dir) as llm:
         ...     first = llm.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=4))
         ...     again = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))

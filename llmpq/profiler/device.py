@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from llmpq.spec.cluster import CPU_ISAS, Cluster, DeviceGroup, Node, limited_set
+from llmpq.dist.launch.process_environment import cpuinfo
+from llmpq.spec.cluster import Cluster, DeviceGroup, Node, limited_set
 from llmpq.units import KIB
 
 T = TypeVar("T")
@@ -86,21 +87,14 @@ def available_cores() -> tuple[int, ...]:
     return tuple(range(os.cpu_count() or 1))
 
 
-def cpu_isas() -> tuple[str, ...]:
-    """Return the vector extensions of this CPU that a worker can be limited to, oldest first."""
-    flags = set(_cpuinfo("flags").split())
-    needed = {"sse4": "sse4_1", "avx2": "avx2", "avx512": "avx512f"}
-    return tuple(isa for isa in CPU_ISAS if needed[isa] in flags)
-
-
-def instruction_set(cpu_isa: str | None = None, cpuinfo: str | None = None) -> str:
+def instruction_set(cpu_isa: str | None = None, text: str | None = None) -> str:
     """Return the key of ``spec.cluster.INSTRUCTION_SETS`` that a worker of this host computes with.
 
     Args:
         cpu_isa: that limits it (``spec.cluster.CPU_ISAS``), ``None`` for all that there is.
-        cpuinfo: text of ``/proc/cpuinfo``, by default this host's.
+        text: of ``/proc/cpuinfo``, by default this host's.
     """
-    flags = set(_cpuinfo("flags", cpuinfo).split())
+    flags = set(cpuinfo("flags", text).split())
     names = list(_FLAGS)
     allowed = names[names.index(limited_set(None, cpu_isa) or names[0]) :]
     return next(name for name in allowed if flags.issuperset(_FLAGS[name]))
@@ -171,13 +165,4 @@ def _quota(group: Path) -> float | None:
 
 def cpu_name() -> str:
     """Return the processor's name for provenance."""
-    return _cpuinfo("model name") or os.uname().machine
-
-
-def _cpuinfo(field: str, text: str | None = None) -> str:
-    """Return a field of the first processor, empty where it is not stated."""
-    file = Path("/proc/cpuinfo")
-    if text is None:
-        text = file.read_text() if file.exists() else ""
-    pairs = (line.partition(":") for line in text.splitlines())
-    return next((value.strip() for name, _, value in pairs if name.strip() == field), "")
+    return cpuinfo("model name") or os.uname().machine

@@ -9,6 +9,7 @@ import sys
 import time
 
 import pytest
+from helpers.clocks import PATIENCE_S
 from helpers.processes import At, is_running, wait_for, workers_of
 from helpers.ranks import make_plan
 
@@ -89,7 +90,7 @@ def test_a_script_that_ends_leaves_no_process_and_no_folder(tiny_model, tmp_path
         pids = workers_of(script.pid)
         assert sorted(pids) == [0, 1]
         script.send_signal(end)
-        script.wait(timeout=30)
+        script.wait(timeout=PATIENCE_S)
     finally:
         script.kill()
         script.communicate()

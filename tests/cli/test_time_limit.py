@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -42,7 +43,8 @@ def test_a_process_that_was_there_before_does_not_count(
     monkeypatch: pytest.MonkeyPatch, age_s: float, counted_s: float
 ) -> None:
     monkeypatch.setattr(common, "_process_age_s", lambda: age_s)
-    assert time.monotonic() - common.command_start_s(None) == pytest.approx(counted_s, abs=0.5)
+    monkeypatch.setattr(common, "time", SimpleNamespace(monotonic=lambda: 5000.0))
+    assert common.command_start_s(None) == 5000.0 - counted_s
 
 
 def test_where_the_system_does_not_tell_the_command_begins_now(

@@ -95,6 +95,6 @@ def test_it_is_back_after_a_restart(tiny_model):
             assert (engine.num_restarts, sorted(workers_of(os.getpid()))) == (1, [0, 1])
         finally:
             await engine.close()
-        wait_for(lambda: workers_of(os.getpid()), lambda left: not left, limit_s=5)
+        wait_for(lambda: workers_of(os.getpid()), lambda left: not left)
 
     asyncio.run(main())

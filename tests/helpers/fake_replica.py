@@ -79,6 +79,7 @@ class FakeReplica:
         self.writers = set()
         self.answer = self.complete
         self.released = asyncio.Event()
+        self.load_asked = asyncio.Event()
         self.load_released = asyncio.Event()
         self.load_released.set()
         self.closes_after_load = False
@@ -108,6 +109,7 @@ class FakeReplica:
                 body = await reader.readexactly(int(fields.get("content-length", 0)))
                 path = head.split()[1]
                 if path == "/load":
+                    self.load_asked.set()
                     await self.load_released.wait()
                     writer.write(self.load)
                     if self.closes_after_load:

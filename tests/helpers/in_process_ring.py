@@ -6,6 +6,8 @@ import contextlib
 import queue
 from collections.abc import Sequence
 
+from helpers.clocks import PATIENCE_S
+
 from llmpq.dist.transport.errors import peer_closed, peer_silent
 from llmpq.dist.transport.frames import (
     Frame,
@@ -73,7 +75,7 @@ class InProcessCommunicator:
 
 
 def in_process_ring(
-    num_ranks: int, limits: FrameLimits, timeout_s: float = 10.0
+    num_ranks: int, limits: FrameLimits, timeout_s: float = PATIENCE_S
 ) -> list[InProcessCommunicator]:
     """Return the communicators of ``num_ranks`` threads."""
     links: list[queue.SimpleQueue[tuple[bytes, Frame] | None]]

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from helpers.clocks import PATIENCE_S
+
 from llmpq.dist.metrics.progress import Event
 
 
@@ -61,7 +63,7 @@ def listening_addresses(pids: list[int]) -> set[str]:
     return found
 
 
-def wait_for(look, is_good, limit_s: float = 30.0):
+def wait_for(look, is_good, limit_s: float = PATIENCE_S):
     end = time.monotonic() + limit_s
     while not is_good(found := look()):
         assert time.monotonic() < end, f"still {found}"

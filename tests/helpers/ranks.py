@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from helpers.clocks import PATIENCE_S
 from helpers.in_process_ring import in_process_ring
 
 from llmpq.batching.speculation import SpeculativeConfig
@@ -146,7 +147,7 @@ def cpu_cluster(count: int) -> Cluster:
 
 
 def socket_junctions(
-    plan: Plan, limits: FrameLimits, timeout_s: float = 10.0
+    plan: Plan, limits: FrameLimits, timeout_s: float = PATIENCE_S
 ) -> list[RankChannels]:
     """The junctions of all ranks, over socket pairs."""
     topology = topology_of(plan, has_drafts=True)
@@ -237,7 +238,7 @@ def run_threads(
         measurement = run_master(contexts[0], requests, finish)
     finally:
         for thread in threads:
-            thread.join(timeout=20)
+            thread.join(timeout=PATIENCE_S)
             assert not thread.is_alive()
     assert not failures
     return answers, measurement

@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from helpers.clocks import PATIENCE_S
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -179,7 +180,7 @@ def test_a_machine_that_never_measured_does_not_wait_for_itself(tmp_path, monkey
     found = []
     measuring = threading.Thread(target=lambda: found.append(MEASURED()), daemon=True)
     measuring.start()
-    measuring.join(timeout=30)
+    measuring.join(timeout=PATIENCE_S)
     assert found
     assert found[0] in (None, 1, *TRIED_ROWS)
 

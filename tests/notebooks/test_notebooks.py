@@ -1,5 +1,6 @@
 """Every notebook runs from top to bottom, and is committed as it ran."""
 
+from helpers.clocks import PATIENCE_S
 import json
 import os
 import subprocess
@@ -37,7 +38,7 @@ def test_a_notebook_runs_from_top_to_bottom(path, tmp_path):
         },
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

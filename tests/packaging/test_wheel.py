@@ -16,10 +16,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 ALGO = "import sys; from llmpq.cli.commands.algo import main; sys.exit(main())"
-pytestmark = pytest.mark.skipif(
-    platform.machine() != "x86_64" or sys.platform != "linux" or shutil.which("cc") is None,
-    reason="wheels with compiled libraries are built on Linux on x86_64 with a C compiler",
-)
+pytestmark = [
+    pytest.mark.slow,  # compiles the libraries of every instruction set
+    pytest.mark.skipif(
+        platform.machine() != "x86_64" or sys.platform != "linux" or shutil.which("cc") is None,
+        reason="wheels with compiled libraries are built on Linux on x86_64 with a C compiler",
+    ),
+]
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.clocks import PATIENCE_S
 
 from llmpq.dist.launch.worker import NAME
 from llmpq.errors import SpecError
@@ -131,7 +132,7 @@ def boxes_left(pid):
 def test_a_command_that_fits_ends_as_it_would(tmp_path):
     code = "import os, sys; print(os.sched_getaffinity(0)); sys.exit(3)"
     with hetbox(tmp_path, code) as process:
-        output, said = process.communicate(timeout=60)
+        output, said = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 3
     assert len(output.strip("{}\n").split(",")) == 1
     assert "50% of core" in said
@@ -143,7 +144,7 @@ def test_a_command_that_fits_ends_as_it_would(tmp_path):
 def test_a_command_that_does_not_fit_is_ended(tmp_path):
     code = "import time; data = bytearray(200_000_000); time.sleep(60); print('alive')"
     with hetbox(tmp_path, code) as process:
-        output, said = process.communicate(timeout=60)
+        output, said = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 128 + signal.SIGKILL
     assert "alive" not in output
     assert "memory full" in said
@@ -154,7 +155,7 @@ def test_nothing_outlives_a_killed_box(tmp_path):
     with hetbox(tmp_path, "import os, time; print(os.getpid(), flush=True); time.sleep(60)") as box:
         child = int(box.stdout.readline())
         box.kill()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while (boxes_left(box.pid) or is_alive(child)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert boxes_left(box.pid) == []

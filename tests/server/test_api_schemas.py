@@ -18,6 +18,7 @@ import httpx
 import pytest
 import requests
 import schemathesis
+from helpers.clocks import PATIENCE_S
 from helpers.fake_engine import FakeEngine
 from helpers.served import Served, make_service, serving
 from hypothesis import HealthCheck, given, settings
@@ -102,7 +103,7 @@ def test_no_case_is_an_error_of_the_server(served, source, label):
         )
         @given(case=operation.as_strategy())
         def run(case):
-            answer = case.call(base_url=served.url, session=session, timeout=60)
+            answer = case.call(base_url=served.url, session=session, timeout=PATIENCE_S)
             seen.append(answer.status_code)
             is_json = answer.headers.get("content-type", [""])[0].startswith("application/json")
             checks = [not_a_server_error]

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
+from helpers.clocks import PATIENCE_S
 from helpers.fake_engine import FakeEngine
 from helpers.served import Served, demo_tokenizer, make_service, serving
 
@@ -441,7 +442,7 @@ def test_client_that_leaves_a_whole_answer_aborts_its_request():
     with (
         serving(service) as served,
         openai.OpenAI(
-            base_url=f"{served.url}/v1", api_key="x", max_retries=0, timeout=0.5
+            base_url=f"{served.url}/v1", api_key="x", max_retries=0, timeout=3.0
         ) as client,
         ThreadPoolExecutor(1) as pool,
     ):
@@ -455,7 +456,7 @@ def test_client_that_leaves_a_whole_answer_aborts_its_request():
         assert len(service.engine.aborted) == 1
 
 
-def wait_until(condition, timeout_s: float = 10.0) -> None:
+def wait_until(condition, timeout_s: float = PATIENCE_S) -> None:
     """Wait for another thread; the time is a limit, not a measurement."""
     end_s = time.monotonic() + timeout_s
     while not condition():

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import llmpq
+from llmpq.spec.cluster import CPU_ISAS
 from llmpq.spec.runtime_constants import MAPPED_FROM_BYTES
 from llmpq.units import KIB
 
@@ -21,6 +22,7 @@ _ISA_LIMITS = {
     "avx2": ("avx2", "AVX2", "AVX2"),
     "avx512": ("avx512", "AVX512_CORE", "AVX512"),
 }
+_ISA_FLAGS = {"sse4": "sse4_1", "avx2": "avx2", "avx512": "avx512f"}
 
 _MALLOC_TUNABLES = "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"
 """glibc cuts torch's blocks from larger ones. Its caches of small blocks keep the cut ends, so that
@@ -70,8 +72,37 @@ def isa_environment(cpu_isa: str | None) -> dict[str, str]:
 
     They reach torch, oneDNN, MKL, and through torch the kernels of this package. ``None`` sets
     none; a process that sets all of ``ISA_VARIABLES`` or none of them has one limit for all.
+    torch uses what its variable says, also on a processor without it: a limit that is newer than
+    this processor becomes that of the processor.
     """
-    return {} if cpu_isa is None else dict(zip(ISA_VARIABLES, _ISA_LIMITS[cpu_isa], strict=True))
+    if cpu_isa is None:
+        return {}
+    newest = CPU_ISAS.index(cpu_isa)
+    usable = [isa for isa in cpu_isas() if CPU_ISAS.index(isa) <= newest]
+    return dict(zip(ISA_VARIABLES, _ISA_LIMITS[usable[-1]], strict=True)) if usable else {}
+
+
+def cpu_isas() -> tuple[str, ...]:
+    """Return the vector extensions that a worker of this process can be limited to, oldest first.
+
+    They are those of the processor, without those that this process is itself kept from.
+    """
+    flags = set(cpuinfo("flags").split())
+    own = os.environ.get(ISA_VARIABLES[0])
+    limits = [isa for isa, names in _ISA_LIMITS.items() if names[0] == own]
+    newest = CPU_ISAS.index(limits[0] if limits else CPU_ISAS[-1])
+    return tuple(isa for isa in CPU_ISAS[: newest + 1] if _ISA_FLAGS[isa] in flags)
+
+
+def cpuinfo(key: str, text: str | None = None) -> str:
+    """Return the first value of ``key`` in ``/proc/cpuinfo``, or in ``text``; empty for none."""
+    if text is None:
+        try:
+            text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        except OSError:
+            return ""
+    values = (line.partition(":") for line in text.splitlines())
+    return next((value.strip() for name, _, value in values if name.strip() == key), "")
 
 
 def python_path(environ: Mapping[str, str]) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from exact_cases import Shape, best_value, random_space
 
-from llmpq.assigner.constraints.deadline import NEVER
+from llmpq.assigner.constraints.deadline import Deadline
 from llmpq.assigner.exact import search
 from llmpq.assigner.exact.search import PairProof, solve_exact
 from llmpq.assigner.problem import PairCosts, SearchSpace
@@ -105,7 +105,7 @@ def test_multipliers_of_a_noncontiguous_proof_attain_its_bound_by_plain_arithmet
 def test_at_the_time_limit_the_incumbent_has_a_valid_gap(seed: int) -> None:
     space = random_space(np.random.default_rng(seed), SHAPES[seed % 3])
     best = best_value(space, "types")
-    result = solve_exact(space, orders="types", deadline=NEVER.within(0.0))
+    result = solve_exact(space, orders="types", deadline=Deadline(0.0, lambda: 1.0))
     assert result.bound_s <= best * (1 + 1e-9)
     assert best <= result.value_s * (1 + 1e-9)
     assert any(proof.reason == "open" for proof in result.proofs)

@@ -8,9 +8,11 @@ from itertools import product
 import numpy as np
 import pytest
 from helpers.builders import cluster_of, model_spec, plan_request, uniform
+from helpers.clocks import CountingClock
 from helpers.fleets import partitions, plans_of
 
 from llmpq.assigner import PlanRequest, make_plan
+from llmpq.assigner.constraints.deadline import Deadline
 from llmpq.assigner.fleet import plan_fleet
 from llmpq.assigner.fleet.pricing import batches
 from llmpq.assigner.fleet.response_time import (
@@ -193,7 +195,8 @@ def test_a_large_cluster_gets_a_valid_bound():
         cluster=cluster_of(*((name, 16, 200) for name in ("A100-40G", "T4-16G", "L4"))),
         workload=Workload(batch=64, prompt_tokens=64, new_tokens=16),
         quality_budget=1.0,
-        time_limit_s=1.0,
+        deadline=Deadline(1000.0, CountingClock()),
+        time_limit_s=1000.0,
     )
     found = plan_fleet(request, rate=5.0)
     assert found.status == "feasible"

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from helpers.builders import cluster_of, model_spec, plan_request, sensitivity
 from helpers.certificate import certify_plan
+from helpers.clocks import CountingClock
 from helpers.fleets import partitions, plans_of
 
 from llmpq.assigner import PlanRequest, make_plan
+from llmpq.assigner.constraints.deadline import Deadline
 from llmpq.assigner.constraints.overrides import Overrides
 from llmpq.assigner.fleet import plan_fleet
 from llmpq.assigner.fleet.partition import Pools
@@ -188,7 +190,8 @@ def test_large_clusters_end_in_time_with_a_valid_bound():
         cluster=cluster_of(*((name, 16, 200) for name in ("A100-40G", "T4-16G", "L4"))),
         workload=Workload(batch=64, prompt_tokens=64, new_tokens=16),
         quality_budget=1.0,
-        time_limit_s=3.0,
+        deadline=Deadline(1000.0, CountingClock()),
+        time_limit_s=1000.0,
     )
     found = plan_fleet(request)
     assert 0 <= found.gap < 1

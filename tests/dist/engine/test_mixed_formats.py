@@ -27,6 +27,8 @@ CPU = torch.device("cpu")
 FORMATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8], [9, 10, 11, 50]]
 NEW_TOKENS = 6
+ROUNDOFF = torch.finfo(torch.bfloat16).eps / 2
+"""Of the coarsest format here."""
 CUTS = (0, 1, 2, 3)
 
 
@@ -47,8 +49,8 @@ def mixed_plan(formats, run="bfloat16", bits=(16, 8, 4)):
     return replace(plan, dtype=run, kv_bits=32 if run == "float32" else 16, stages=stages)
 
 
-def tokens_of_one_process(plan, model_dir, prompt):
-    """Greedy tokens of the same layers called one after the other, with a plain cast between."""
+def scores_of_one_process(plan, model_dir, prompt, made):
+    """Logits before each made token ``[N, V]``: the layers one after the other, casts between."""
     formats = [FORMATS[plan.dtype_of(stage)] for stage in plan.stages]
     master = load_master(model_dir, dtype=formats[0], device=CPU)
     layers, caches = [], []
@@ -61,18 +63,31 @@ def tokens_of_one_process(plan, model_dir, prompt):
                 shapes, first, num_blocks=blocks_of(64), dtype=dtype, kv_bits=8 * dtype.itemsize
             )
         )
-    tokens, start = list(prompt), 0
-    while len(tokens) < len(prompt) + NEW_TOKENS:
-        new = tokens[start:]
+    scores, start = [], 0
+    for end in range(len(prompt), len(prompt) + len(made)):
+        new = [*prompt, *made][start:end]
         batch = PackedBatch(
-            block_tables=[slot_blocks(0, 64, len(tokens))], starts=[start], counts=[len(new)]
+            block_tables=[slot_blocks(0, 64, end)], starts=[start], counts=[len(new)]
         )
         hidden = master.embed(torch.tensor([new]), batch.positions)
         for stage, cache, dtype in zip(layers, caches, formats, strict=True):
             hidden = stage(hidden.to(dtype), batch, cache)
-        start = len(tokens)
-        tokens.append(int(master.logits(hidden[0, -1:].to(formats[0])).argmax()))
-    return tokens[len(prompt) :]
+        start = end
+        scores.append(master.logits(hidden[0, -1:].to(formats[0]))[0].float())
+    return torch.stack(scores)
+
+
+def assert_best(made, scores):
+    """Every token has the highest score, or one that rounding in 16 bits cannot tell from it.
+
+    Libraries add up the rows of a batch in another order than one row: some 20 roundings of random
+    sign in three layers, four times their root between two scores, which spread over five times
+    their deviation.
+    """
+    near = 4 * (2 * 20) ** 0.5 / 5 * ROUNDOFF
+    gaps = (scores.max(dim=1).values[:, None] - scores) / (scores.amax() - scores.amin())
+    assert bool((gaps[torch.arange(len(made)), torch.tensor(made)] <= near).all())
+    return int(((gaps <= near).sum(dim=1) == 1).sum())
 
 
 @pytest.mark.parametrize("formats", list(itertools.permutations(FORMATS)), ids="-".join)
@@ -83,8 +98,12 @@ def test_tokens_are_those_of_one_process_that_casts_between_stages(formats, mode
         for number, prompt in enumerate(PROMPTS)
     ]
     answers, _ = run_threads(plan, model_dir, requests)
+    clear = 0
     for number, prompt in enumerate(PROMPTS):
-        assert list(answers[str(number)][0]) == tokens_of_one_process(plan, model_dir, prompt)
+        made = list(answers[str(number)][0])
+        assert len(made) == NEW_TOKENS
+        clear += assert_best(made, scores_of_one_process(plan, model_dir, prompt, made))
+    assert clear > len(PROMPTS) * NEW_TOKENS / 2  # tokens that rounding does not decide
 
 
 @pytest.mark.parametrize(
@@ -103,16 +122,15 @@ def test_tokens_are_about_the_best_of_transformers(formats, model_dir):
         made = list(answers[str(number)][0])
         with torch.inference_mode():
             scores = model(torch.tensor([[*prompt, *made]])).logits[0, len(prompt) - 1 : -1]
-        chosen = scores[torch.arange(len(made)), torch.tensor(made)]
-        spread = scores.max() - scores.min()
-        assert bool((scores.max(dim=1).values - chosen <= 0.02 * spread).all())
+        assert_best(made, scores)
 
 
 def test_one_stage_may_run_in_another_format_than_the_plan(model_dir):
     plan = mixed_plan(("float16",), bits=(16, 16, 16))
     request = Request(id="0", prompt_token_ids=tuple(PROMPTS[0]), max_new_tokens=NEW_TOKENS)
     answers, _ = run_threads(plan, model_dir, [request])
-    assert list(answers["0"][0]) == tokens_of_one_process(plan, model_dir, PROMPTS[0])
+    made = list(answers["0"][0])
+    assert_best(made, scores_of_one_process(plan, model_dir, PROMPTS[0], made))
 
 
 def test_a_state_too_large_for_float16_ends_the_run_with_its_reason(model_dir, monkeypatch):

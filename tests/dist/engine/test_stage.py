@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.clocks import PATIENCE_S
 from helpers.in_process_ring import in_process_ring
 from helpers.ranks import make_plan, run_threads
 
@@ -78,7 +79,7 @@ def test_a_worker_is_ready_computes_and_reports():
     assert answer.hidden is not None
     assert answer.hidden.shape == (1, 2, 3)
     (stats,) = shut_down(master)
-    thread.join(timeout=5)
+    thread.join(timeout=PATIENCE_S)
     assert (stats.rank, stats.prefill_s, stats.decode_s, stats.busy_s) == (1, 1.0, None, 1.0)
     assert stats.memory_bytes > 0
 

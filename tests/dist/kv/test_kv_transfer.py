@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.clocks import PATIENCE_S
 from helpers.ranks import make_split_plan
 from hypothesis import given
 from hypothesis import strategies as st
@@ -86,7 +87,7 @@ def held(kept: KVCache, layer: int, rows: list[Row]) -> torch.Tensor:
 class Pair:
     """A stage that prefills all layers and one that decodes them."""
 
-    def __init__(self, timeout_s: float = 5.0, kv_bits: int | None = None) -> None:
+    def __init__(self, timeout_s: float = PATIENCE_S, kv_bits: int | None = None) -> None:
         self.ends = socket.socketpair()
         handover = Handover(source=1, target=0, first_layer=0, end_layer=len(SHAPES))
         self.made = cache(0, 3, is_transient=True, kv_bits=kv_bits)
@@ -99,7 +100,7 @@ class Pair:
         self.sender: KVSender | None = None
         self.receiver = KVReceiver(self.held, receive_links=[receive_link], timeout_s=timeout_s)
 
-    def start(self, timeout_s: float = 5.0) -> KVSender:
+    def start(self, timeout_s: float = PATIENCE_S) -> KVSender:
         self.sender = KVSender(
             self.made, buffer_blocks=ROWS, send_links=[self.send_link], timeout_s=timeout_s
         )
@@ -167,7 +168,7 @@ def test_a_step_waits_for_its_own_blocks_and_for_no_others(pair):
     pair.receiver.acquire(step(first))  # the other row decodes on meanwhile
     sender.acquire(second)
     sender.release(second)
-    thread.join(timeout=5)
+    thread.join(timeout=PATIENCE_S)
     assert waited == [True]
 
 
@@ -183,7 +184,7 @@ def test_a_new_owner_of_a_block_does_not_read_old_values(pair):
     assert thread.is_alive(), "the same block and length, but another owner"
     sender.acquire(new)
     sender.release(new)
-    thread.join(timeout=5)
+    thread.join(timeout=PATIENCE_S)
     assert not thread.is_alive()
 
 
@@ -288,7 +289,7 @@ def test_a_frame_that_does_not_belong_on_a_link_is_an_error(frame):
         name="stage 1",
         reader=FrameReader(ends[1], limits(), 5.0),
     )
-    receiver = KVReceiver(made, receive_links=[receive_link], timeout_s=5.0)
+    receiver = KVReceiver(made, receive_links=[receive_link], timeout_s=PATIENCE_S)
     if frame.cached is not None:
         width = limits().kv_token_bytes[frame.layer]
         frame = replace(frame, cached=torch.zeros(5, width, dtype=torch.uint8))

@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from llmpq.dist.launch.process_environment import cpu_environment
+from llmpq.dist.launch import process_environment
+from llmpq.dist.launch.process_environment import cpu_environment, cpu_isas
 
 GROWTH = """
 import ctypes
@@ -48,3 +49,53 @@ def test_freed_blocks_are_reused_for_blocks_of_the_same_size():
     )
     # At most 7 MiB are allocated at a time; without the tunables glibc 2.36 takes 23.
     assert float(child.stdout) < 10
+
+
+@pytest.fixture
+def processor(monkeypatch):
+    """A processor with some extensions, and a process limited to one of them."""
+
+    def install(flags, own=None):
+        monkeypatch.setattr(process_environment, "cpuinfo", lambda _: flags)
+        if own is None:
+            monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+        else:
+            monkeypatch.setenv("ATEN_CPU_CAPABILITY", own)
+
+    return install
+
+
+FLAGS = "sse4_1 avx2 avx512f"
+
+
+@pytest.mark.parametrize(
+    ("flags", "own", "found"),
+    [
+        (FLAGS, None, ("sse4", "avx2", "avx512")),
+        (FLAGS, "avx2", ("sse4", "avx2")),
+        (FLAGS, "default", ("sse4",)),
+        ("sse4_1 avx2", None, ("sse4", "avx2")),
+        ("", None, ()),  # not x86-64
+    ],
+)
+def test_a_worker_can_be_limited_to_what_this_process_may_use(processor, flags, own, found):
+    processor(flags, own)
+    assert cpu_isas() == found
+
+
+@pytest.mark.parametrize(
+    ("flags", "own", "asked", "torchs"),
+    [
+        (FLAGS, None, "avx512", "avx512"),
+        (FLAGS, None, "avx2", "avx2"),
+        (FLAGS, "avx2", "avx512", "avx2"),
+        (FLAGS, "default", "avx2", "default"),
+        ("sse4_1 avx2", None, "avx512", "avx2"),
+        ("sse4_1", None, "avx512", "default"),
+        ("", None, "avx2", None),
+    ],
+)
+def test_a_limit_never_gives_more_than_the_processor_has(processor, flags, own, asked, torchs):
+    """torch would use AVX-512 where its variable says so, and end with an illegal instruction."""
+    processor(flags, own)
+    assert cpu_environment(1, asked).get("ATEN_CPU_CAPABILITY") == torchs

@@ -202,7 +202,7 @@ def running(folder: Path, model_dir: Path, address: str) -> Iterator[subprocess.
         text=True,
     ) as process:
         try:
-            wait_for(lambda: state_of(process, health), {"serving", "ended"}.__contains__, 90)
+            wait_for(lambda: state_of(process, health), {"serving", "ended"}.__contains__)
             yield process
         finally:
             process.kill()

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.clocks import PATIENCE_S
 from helpers.processes import At, is_running, wait_for, workers_of
 from helpers.ranks import make_plan, run_threads
 
@@ -101,7 +102,7 @@ def test_a_run_that_is_told_to_end_finishes_what_has_begun(tiny_model, tmp_path,
     launcher = start(files, tmp_path)
     wait_for(lambda: output.is_file() and output.read_text().count("\n"), bool)
     os.killpg(launcher.pid, end)  # as a terminal or a service manager does
-    _, told = launcher.communicate(timeout=60)
+    _, told = launcher.communicate(timeout=PATIENCE_S)
     results = {result.id: result.token_ids for result in read_results(output)}
     assert launcher.returncode == 130, told
     assert "--resume" in told
@@ -122,7 +123,7 @@ def test_told_twice_it_ends_now(tiny_model, tmp_path):
     launcher.send_signal(signal.SIGTERM)
     wait_for(lambda: '"draining"' in health.read_text(), bool)
     launcher.send_signal(signal.SIGTERM)
-    assert launcher.wait(timeout=10) == 130
+    assert launcher.wait(timeout=PATIENCE_S) == 130
     launcher.communicate()
     assert not any(is_running(pid) for pid in workers.values())
     assert not list((tmp_path / "private").glob("*/job.json"))

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.clocks import PATIENCE_S
 from helpers.ranks import make_plan
 
 import llmpq
@@ -114,7 +115,7 @@ def test_the_folder_of_a_killed_launcher_is_removed(tmp_path):
     launcher.kill()
     launcher.wait()
     launcher.stdout.close()
-    assert rank.wait(timeout=5) == -9
+    assert rank.wait(timeout=PATIENCE_S) == -9
     _wait_until_gone(folder)
 
 
@@ -126,7 +127,7 @@ def test_the_cleanup_of_a_finished_run_removes_nothing(tmp_path):
 
 
 def _wait_until_gone(folder: Path) -> None:
-    end = time.monotonic() + 5
+    end = time.monotonic() + PATIENCE_S
     while folder.exists():
         assert time.monotonic() < end
         time.sleep(0.02)

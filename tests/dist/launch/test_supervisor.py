@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from helpers.clocks import PATIENCE_S
 from helpers.ranks import make_plan
 
 from llmpq.dist.io.job import Job
@@ -223,7 +224,7 @@ def test_the_first_signal_asks_and_the_second_interrupts():
             assert stop.source == "SIGTERM"
             try:
                 os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(5)
+                time.sleep(PATIENCE_S)
             finally:
                 os.kill(os.getpid(), signal.SIGTERM)  # unwinding is not interrupted
 

@@ -6,6 +6,8 @@ import io
 import os
 import queue
 
+from helpers.clocks import PATIENCE_S
+
 from llmpq.dist.metrics.progress import (
     REPORT_S,
     BarProgress,
@@ -47,7 +49,7 @@ def test_a_pulse_beats_until_it_stops():
             events.put(event)
 
     pulse = Heartbeat(Collect(), 3, 0.001)
-    first, second = events.get(timeout=5), events.get(timeout=5)
+    first, second = events.get(timeout=PATIENCE_S), events.get(timeout=PATIENCE_S)
     pulse.stop()
     assert first == second == _event(0, "alive", rank=3, total=0)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.byte_tokenizer import TOKENS, write_byte_tokenizer
+from helpers.clocks import PATIENCE_S
 from helpers.processes import is_running, workers_of
 from helpers.ranks import cpu_cluster, make_plan
 from helpers.schedules import schedule_on
@@ -181,9 +182,9 @@ def test_killed_at_random_moments_every_request_is_answered_once(files, expected
         workers = list(workers_of(process.pid).values())
         process.kill()
         process.wait()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE_S
         while any(map(is_running, workers)):
             assert time.monotonic() < deadline
             time.sleep(0.05)
-    assert started(files, tmp_path).wait(timeout=240) == 0
+    assert started(files, tmp_path).wait(timeout=PATIENCE_S) == 0
     assert tokens_of(tmp_path) == expected

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import httpx
 import pytest
+from helpers.clocks import PATIENCE_S
 
 pytest.importorskip("aiohttp")
 
@@ -92,7 +93,7 @@ def test_replicas_start_answer_in_turn_and_end_with_the_router():
             names = {httpx.get(f"{url}/v1/models").json()["name"] for _ in range(2)}
             assert names == {"one", "two"}
             process.send_signal(signal.SIGTERM)
-            _, errors = process.communicate(timeout=20)
+            _, errors = process.communicate(timeout=PATIENCE_S)
         finally:
             process.kill()
     assert process.returncode == 0
@@ -105,7 +106,7 @@ def test_replicas_start_answer_in_turn_and_end_with_the_router():
 def test_a_replica_that_does_not_start_ends_the_others(tmp_path):
     ready = str(tmp_path / "ready")
     with started((REPLICA, "one", ready), (FAILS, ready)) as process:
-        out, errors = process.communicate(timeout=20)
+        out, errors = process.communicate(timeout=PATIENCE_S)
     assert "ready" not in out
     assert "replica 1 ended with status 3 before it was ready" in errors
     assert "replica 0: ended one" in errors
@@ -120,7 +121,7 @@ def test_replicas_end_when_the_command_is_killed_even_while_they_load(tmp_path):
         finally:
             process.kill()
     pids = [int(file.read_text()) for file in files]
-    wait_for(lambda: [pid for pid in pids if is_running(pid)], lambda left: not left, 5)
+    wait_for(lambda: [pid for pid in pids if is_running(pid)], lambda left: not left)
 
 
 @pytest.mark.parametrize(
@@ -165,9 +166,9 @@ def test_two_real_replicas_answer_as_one_server(tmp_path):
             url = process.stdout.readline().split()[1]
             body = {"model": "demo", "prompt": "The", "max_tokens": 4, "temperature": 0}
             texts = {
-                httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0][
-                    "text"
-                ]
+                httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S).json()[
+                    "choices"
+                ][0]["text"]
                 for _ in range(2)
             }
             assert len(texts) == 1

@@ -95,7 +95,7 @@ def test_a_router_goes_on_where_a_killed_one_was(replicas, router):
         assert all(isinstance(one.exception(10), httpx.HTTPError) for one in sent)
     for one in replicas:
         one.call(one.engine.starts.set)
-    wait_for(lambda: [one.engine.active for one in replicas], lambda left: not any(left), 10)
+    wait_for(lambda: [one.engine.active for one in replicas], lambda left: not any(left))
     with routing(replicas, urlsplit(url).port or 0) as (process, again):
         assert again == url
         assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200

@@ -7,6 +7,7 @@ import contextlib
 import json
 
 import pytest
+from helpers.clocks import PATIENCE_S
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,7 +25,7 @@ BODY = {"model": "m", "prompt": "a text", "max_tokens": 4}
 
 
 def run(scenario):
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 
 
 def post(client, **more):

@@ -8,6 +8,7 @@ import logging
 from collections import Counter
 
 import pytest
+from helpers.clocks import PATIENCE_S
 
 pytest.importorskip("aiohttp")
 
@@ -22,7 +23,7 @@ MALFORMED = 300
 
 
 def run(scenario):
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+    asyncio.run(asyncio.wait_for(scenario(), PATIENCE_S))
 
 
 def post(client, number):
@@ -96,7 +97,7 @@ def test_statistics_on_their_way_leave_out_what_was_routed_since():
             replica.load_released.clear()
             (one,) = router.backends
             poll = asyncio.create_task(one.poll())
-            await asyncio.sleep(0.01)  # the poll is sent
+            await replica.load_asked.wait()
             await post(client, 0)
             before = one.view()
             replica.load_released.set()
