@@ -124,8 +124,6 @@ def _cluster(
     cluster: ClusterLike | None, names: Sequence[str], numbers: Sequence[int], *, has_tables: bool
 ) -> Cluster:
     found = _read_cluster(cluster, names, numbers)
-    if isinstance(cluster, Cluster):
-        return found
     return with_host_cpu(found, host_cpu(), has_tables=has_tables)
 
 
