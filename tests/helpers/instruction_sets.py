@@ -11,6 +11,7 @@ from llmpq.kernels.cpu import compiled, dense, dispatch, norm, paged_attention, 
 from llmpq.kernels.cpu.native import (
     FLAGS,
     WITH_BF16,
+    WITH_VNNI,
     has_avx_vnni,
     instruction_set,
     library,
@@ -44,7 +45,7 @@ def using(name: str) -> Iterator[None]:
         "library": lambda: loaded,
         "instruction_set": lambda: name,
         "has_bf16_products": lambda: name in WITH_BF16,
-        "has_u8_matmul": lambda: name.endswith("_vnni") or name in WITH_BF16,
+        "has_u8_matmul": lambda: name in WITH_VNNI,
     }
     modules = (compiled, compiled_steps, dense, dispatch, norm, paged_attention, step, tiles)
     with ExitStack() as stack:

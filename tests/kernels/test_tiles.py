@@ -281,6 +281,20 @@ def test_llm_int8_gives_the_same_bits_on_every_processor(name, dtype, rows, colu
 
 
 @pytest.mark.parametrize("name", PIECES)
+@pytest.mark.parametrize("columns", [256, 4096])
+def test_llm_int8_is_an_exact_product_of_rounded_rows(name, columns):
+    packed = random_packed((80, columns), LLM_INT8, torch.float32)
+    weight, codes = for_llm_int8(packed), packed.signed_rows(slice(None)).to(torch.int64)
+    x = torch.randn(30, columns, generator=torch.Generator().manual_seed(5))
+    steps = x.abs().amax(1, keepdim=True) / 127
+    rounded = (x * (1 / steps)).round().clamp(-127, 127).to(torch.int64)
+    expected = (rounded @ codes.T).float() * steps * packed.scales.T
+    with using(name):
+        for count in (1, 2, 3, 4, 5, 6, 7, 8, 13, 16, 17, 24, 25, 30):
+            assert torch.equal(int8_product(x[:count], weight, None, 6.0), expected[:count])
+
+
+@pytest.mark.parametrize("name", PIECES)
 @pytest.mark.parametrize("columns", [256, 131072])
 @pytest.mark.parametrize("codes", [0, 255])
 def test_the_largest_sums_of_llm_int8_are_exact(name, columns, codes):

@@ -140,7 +140,8 @@ class CpuLlmInt8Backend(TileBackend):
         "a C compiler",
         stored="exactly linear_bytes",
         cost="a quarter of a bf16 matmul for one row, half of it for 32 to 512; with AVX2 alone "
-        "0.35 of a float32 product for one row, 0.8 for 128; rounds activations except outliers",
+        "0.3 and 0.15 of it, 0.8 of a float32 matmul for 512; rounds activations to 8 bits except "
+        "outliers",
     )
 
     def __init__(self, threshold: float = OUTLIER_THRESHOLD) -> None:

@@ -50,6 +50,8 @@ FLAGS: dict[str, tuple[str, ...]] = {
 
 WITH_BF16 = ("amx", "avx512_bf16")
 """Instruction sets that multiply bf16 pairs, in 512-bit registers."""
+WITH_VNNI = (*WITH_BF16, "avx512_vnni", "avx2_vnni")
+"""Those that multiply bytes; others multiply 8-bit weights by activations stored as int16."""
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """Numbers of the element types in ``csrc/kernels.h``."""
 

@@ -22,10 +22,12 @@ from llmpq.kernels.cpu.dense import DENSE_BACKEND, few_dense_rows, multiplies_pa
 from llmpq.kernels.cpu.dispatch import OUTLIER_THRESHOLD
 from llmpq.kernels.cpu.native import (
     TYPES,
+    WITH_VNNI,
     Attention,
     Norm,
     Product,
     Weight,
+    instruction_set,
     library,
 )
 from llmpq.kernels.cpu.paged_attention import STORED_TYPES, PagedHeads, PagedTokens
@@ -423,8 +425,9 @@ class StepProgram:
             x=x.data_ptr(), columns=columns, block=kernel.block, type=TYPES[self.dtype]
         )
         if kernel.number == _LLM_INT8:
+            has_vnni = instruction_set() in WITH_VNNI
             prepared.threshold = OUTLIER_THRESHOLD
-            prepared.codes = place("codes", torch.int16)  # bytes with VNNI
+            prepared.codes = place("codes", torch.int8 if has_vnni else torch.int16)
             prepared.column = place("outlier columns", torch.int32)
             prepared.value = place("outlier values", torch.float32)
             of_rows = torch.empty(5, rows, dtype=torch.int64)

@@ -22,11 +22,7 @@
 
 /* Tiles side by side, and rows of x, of which the registers hold the sums. FEW rows take one tile
  * after the other, as they lie in memory. */
-#ifdef __AVX512VNNI__
-enum { GROUP = 4, STRIP = 6, FEW = 3 };
-#else
-enum { GROUP = 1, STRIP = 6, FEW = 24 };
-#endif
+enum { GROUP = LANES == 16 && HAS_VNNI ? 4 : 1, STRIP = 6, FEW = GROUP > 1 ? 3 : 24 };
 enum { WIDE = PANEL / TILE_ROWS, PARTS = TILE_ROWS / LANES, DEPTH = 256, AHEAD = 4096 };
 enum { WORTH_THREADS = 1 << 15 }; /* numbers of x whose reading takes longer than waking a thread */
 
@@ -145,7 +141,11 @@ INLINE vi dot(vi sum, vu piece, vi word) {
 #if HAS_VNNI
     return dot_bytes(sum, piece, word);
 #else
-    return dot_halves(sum, (vi)piece, word);
+    sum = dot_halves(sum, (vi)piece, word);
+#ifndef __AVX512F__
+    __asm__("" : "+x"(sum)); /* else GCC keeps more products than there are registers before it adds */
+#endif
+    return sum;
 #endif
 }
 
@@ -162,34 +162,41 @@ INLINE vi word_of(const int8_t *from) {
     return (vi){0} + word;
 }
 
-/* Adds to the sums of `strip` rows of x by `group` tiles side by side. VNNI's sums wait for themselves,
- * so that there are several of each where they are few. */
-INLINE void add_up(const Job *job, int64_t first, int64_t row, int64_t from, int64_t end,
-                   int32_t *total, const int strip, const int group) {
-    const Weight *w = job->product->weight;
-    const int64_t across = w->columns * CODE_BYTES, down = w->columns * TILE_ROWS;
+/* Some columns of a strip of rows of x and of a group of tiles. */
+typedef struct {
+    const int8_t *x;
+    const uint8_t *codes;
+    const uint8_t *ahead; /* codes to be fetched meanwhile */
+    int32_t *total;       /* [strip, PANEL], to which products are added */
+    int64_t columns;
+    int64_t across, down; /* bytes from a row of x, and from a row of tiles, to the next */
+    int64_t pace;         /* bytes of `ahead` every four columns */
+} Block;
+
+/* VNNI's sums wait for themselves, so that there are several of each where they are few. */
+INLINE void add_up(const Block *b, const int strip, const int group) {
     const int wide = group * PARTS;
     const int chains = !HAS_VNNI || strip * wide > 6 ? 1 : strip * wide > 3 ? 2 : 4;
-    const int8_t *x = job->rows.codes + first * across + from * CODE_BYTES;
-    const uint8_t *tile = tile_at(w, row, from);
+    const int8_t *x = b->x;
+    const uint8_t *codes = b->codes, *ahead = b->ahead;
     vi sum[STRIP * GROUP * PARTS * 4];
     for (int i = 0; i < strip * wide * chains; i++) sum[i] = (vi){0};
-    for (int64_t k = from; k < end; k += 4 * chains)
+    for (int64_t k = 0; k < b->columns; k += 4 * chains)
 #pragma GCC unroll 4
-        for (int c = 0; c < chains; c++, tile += 64, x += 4 * CODE_BYTES) {
+        for (int c = 0; c < chains; c++, codes += 64, ahead += b->pace, x += 4 * CODE_BYTES) {
 #pragma GCC unroll 4
-            for (int n = 0; n < group; n++) __builtin_prefetch(tile + n * down + AHEAD, 0, ONCE);
+            for (int n = 0; n < group; n++) __builtin_prefetch(ahead + n * b->down, 0, ONCE);
 #pragma GCC unroll 2
             for (int i = 0; i < CODE_BYTES; i++) {
                 vu piece[GROUP * PARTS];
 #pragma GCC unroll 4
                 for (int n = 0; n < wide; n++) {
-                    const uint8_t *at = tile + n / PARTS * down + n % PARTS * VECTOR_BYTES;
+                    const uint8_t *at = codes + n / PARTS * b->down + n % PARTS * VECTOR_BYTES;
                     piece[n] = piece_of(load_codes(at), i);
                 }
 #pragma GCC unroll 6
                 for (int m = 0; m < strip; m++) {
-                    vi word = word_of(x + m * across + 4 * i), *to = sum + (c * strip + m) * wide;
+                    vi word = word_of(x + m * b->across + 4 * i), *to = sum + (c * strip + m) * wide;
 #pragma GCC unroll 4
                     for (int n = 0; n < wide; n++) to[n] = dot(to[n], piece[n], word);
                 }
@@ -197,7 +204,7 @@ INLINE void add_up(const Job *job, int64_t first, int64_t row, int64_t from, int
         }
     for (int m = 0; m < strip; m++)
         for (int n = 0; n < wide; n++) {
-            int32_t *to = total + m * PANEL + n * LANES;
+            int32_t *to = b->total + m * PANEL + n * LANES;
             vu all;
             memcpy(&all, to, sizeof all);
             for (int c = 0; c < chains; c++) all += (vu)sum[(c * strip + m) * wide + n];
@@ -206,21 +213,23 @@ INLINE void add_up(const Job *job, int64_t first, int64_t row, int64_t from, int
 }
 
 /* Functions of their own, as the sums take all registers but a few. */
-typedef void (*AddUp)(const Job *, int64_t, int64_t, int64_t, int64_t, int32_t *);
+typedef void (*AddUp)(const Block *);
 #define ADD_UP(STRIP_, GROUP_)                                                                   \
-    static __attribute__((noinline)) void add_up_##STRIP_##_##GROUP_(                            \
-        const Job *job, int64_t first, int64_t row, int64_t from, int64_t end, int32_t *total) { \
-        add_up(job, first, row, from, end, total, STRIP_, GROUP_);                               \
+    static __attribute__((noinline)) void add_up_##STRIP_##_by_##GROUP_(const Block *b) {        \
+        add_up(b, STRIP_, GROUP_);                                                               \
     }
-#define EACH_STRIP(DO, GROUP_) DO(1, GROUP_) DO(2, GROUP_) DO(3, GROUP_) DO(4, GROUP_) DO(5, GROUP_) DO(6, GROUP_)
-#define NAME(STRIP_, GROUP_) add_up_##STRIP_##_##GROUP_,
-EACH_STRIP(ADD_UP, 1)
-static const AddUp one_tile[STRIP + 1] = {0, EACH_STRIP(NAME, 1)};
+#define ADD_UPS(NAME, GROUP_)                                                                    \
+    ADD_UP(1, GROUP_) ADD_UP(2, GROUP_) ADD_UP(3, GROUP_)                                        \
+    ADD_UP(4, GROUP_) ADD_UP(5, GROUP_) ADD_UP(6, GROUP_)                                        \
+    static const AddUp NAME[STRIP + 1] = {                                                       \
+        0, add_up_1_by_##GROUP_, add_up_2_by_##GROUP_, add_up_3_by_##GROUP_,                     \
+        add_up_4_by_##GROUP_, add_up_5_by_##GROUP_, add_up_6_by_##GROUP_,                        \
+    };
+ADD_UPS(by_tile, 1)
 #ifdef __AVX512VNNI__
-EACH_STRIP(ADD_UP, 4)
-static const AddUp four_tiles[STRIP + 1] = {0, EACH_STRIP(NAME, 4)};
+ADD_UPS(by_group, 4)
 #else
-static const AddUp *const four_tiles = 0;
+#define by_group by_tile
 #endif
 
 #ifdef __AMX_INT8__
@@ -299,11 +308,29 @@ INLINE int64_t strip_of(int64_t left) {
     return left <= STRIP ? left : left < 2 * STRIP ? (left + 1) / 2 : STRIP;
 }
 
+/* Rows [m, count) by a group of tiles. Each strip fetches a part of the columns after these: what the
+ * first alone fetched, it would wait for. */
+INLINE void strips(const Job *job, int64_t row, int64_t first, int64_t m, int64_t count, int64_t from,
+                   int64_t end, int32_t *total, const int group) {
+    const Weight *w = job->product->weight;
+    const int64_t passes = (count - m + STRIP - 1) / STRIP;
+    const AddUp *add_ups = group > 1 ? by_group : by_tile;
+    Block b = {.codes = tile_at(w, row, from), .columns = end - from, .down = w->columns * TILE_ROWS};
+    b.across = w->columns * CODE_BYTES;
+    for (int64_t strip, pass = 0; m < count; m += strip, pass++) {
+        strip = strip_of(count - m);
+        b.x = job->rows.codes + (first + m) * b.across + from * CODE_BYTES;
+        b.ahead = b.codes + AHEAD + b.columns * TILE_ROWS * pass / passes;
+        b.pace = 64 / passes;
+        b.total = total + m * PANEL;
+        add_ups[strip](&b);
+    }
+}
+
 /* `groups` groups of tiles by some rows of x. */
 INLINE void panel_rows(const Job *job, int64_t row, int64_t first, int64_t count, int groups,
                        const int group) {
     int32_t total[ROW_BLOCK * PANEL] __attribute__((aligned(64)));
-    const AddUp *add_ups = group > 1 ? four_tiles : one_tile;
     int64_t columns = job->product->weight->columns;
     int64_t depth = count <= STRIP ? columns : DEPTH; /* beyond one strip, codes are read again */
     memset(total, 0, (size_t)count * PANEL * sizeof *total);
@@ -319,14 +346,8 @@ INLINE void panel_rows(const Job *job, int64_t row, int64_t first, int64_t count
         for (; on_tiles && m + AMX_ROWS <= count; m += AMX_ROWS)
             multiply_amx(job, first + m, row, k, end, total + m * PANEL, 1, group);
 #endif
-        while (m < count) {
-            int64_t strip = strip_of(count - m);
-            for (int g = 0; g < groups; g++) {
-                int64_t side = TILE_ROWS * group * g;
-                add_ups[strip](job, first + m, row + side, k, end, total + m * PANEL + side);
-            }
-            m += strip;
-        }
+        for (int n = 0; n < groups * group; n += group)
+            strips(job, row + TILE_ROWS * n, first, m, count, k, end, total + TILE_ROWS * n, group);
     }
 #ifdef __AMX_INT8__
     if (on_tiles) clear_tiles();

@@ -114,17 +114,13 @@ INLINE uint32_t signs_of(vi v) {
 #endif
 }
 
-/* Adds the products of two 16-bit numbers of either in every lane. The compiler would move many products
- * ahead of their sums, in more registers than there are. */
+/* Adds the products of two 16-bit numbers of either in every lane. */
 INLINE vi dot_halves(vi sum, vi a, vi b) {
 #ifdef __AVX512F__
-    sum = (vi)_mm512_add_epi32((__m512i)sum, _mm512_madd_epi16((__m512i)a, (__m512i)b));
-    __asm__ volatile("" : "+v"(sum));
+    return (vi)_mm512_add_epi32((__m512i)sum, _mm512_madd_epi16((__m512i)a, (__m512i)b));
 #else
-    sum = (vi)_mm256_add_epi32((__m256i)sum, _mm256_madd_epi16((__m256i)a, (__m256i)b));
-    __asm__ volatile("" : "+x"(sum));
+    return (vi)_mm256_add_epi32((__m256i)sum, _mm256_madd_epi16((__m256i)a, (__m256i)b));
 #endif
-    return sum;
 }
 #endif
 
