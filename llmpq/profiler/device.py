@@ -1,11 +1,11 @@
-"""The cores of this machine, in the terms of a cluster file."""
+"""The cores and vector extensions of this machine, in the terms of a cluster file."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from llmpq.dist.launch.process_environment import cpuinfo
+from llmpq.spec.cluster import CPU_ISAS
 
 CGROUPS = Path("/sys/fs/cgroup")
 
@@ -15,6 +15,13 @@ def available_cores() -> tuple[int, ...]:
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
+
+
+def cpu_isas() -> tuple[str, ...]:
+    """Return the vector extensions of this CPU that a worker can be limited to, oldest first."""
+    flags = set(_cpuinfo("flags").split())
+    needed = {"sse4": "sse4_1", "avx2": "avx2", "avx512": "avx512f"}
+    return tuple(isa for isa in CPU_ISAS if needed[isa] in flags)
 
 
 def cpu_quota(processes: Path = Path("/proc/self/cgroup")) -> float | None:
@@ -53,4 +60,11 @@ def _quota(group: Path) -> float | None:
 
 def cpu_name() -> str:
     """Return the processor's name for provenance."""
-    return cpuinfo("model name") or os.uname().machine
+    return _cpuinfo("model name") or os.uname().machine
+
+
+def _cpuinfo(field: str) -> str:
+    """Return a field of the first processor, empty where it is not stated."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    return next((one.partition(":")[2].strip() for one in lines if one.startswith(field)), "")

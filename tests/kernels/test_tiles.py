@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.instruction_sets import OWN, RUNNABLE, using
+from helpers.instruction_sets import OWN, RUNNABLE, those, using
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,8 +38,9 @@ torch.set_num_threads(1)
 pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler")
 
 needs_bf16 = pytest.mark.skipif(not has_bf16_products(), reason="no bf16 products")
-PIECES = [name for name in RUNNABLE if has_packed_int8(name)]
-OLDER = [name for name in PIECES if name != OWN]
+WITH_PIECES = [name for name in RUNNABLE if has_packed_int8(name)]
+PIECES = those(WITH_PIECES, "kernel of 8-bit activations: it needs AVX2 and a C compiler")
+OLDER = those([name for name in WITH_PIECES if name != OWN], "older processor with that kernel")
 
 precisions = st.builds(
     Precision,
@@ -251,7 +252,7 @@ def test_8_bit_blocks_do_not_hide_what_is_not_finite(name, dtype, wrong):
     assert y[[0, 2]].isfinite().all()
 
 
-@pytest.mark.skipif(OWN not in WITH_BF16, reason="no other set has both")
+@pytest.mark.skipif(OWN not in WITH_BF16, reason="only sets with bf16 products have both kernels")
 @pytest.mark.parametrize("name", WITH_BYTES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("count", "columns"), [(1, 256), (13, 256), (53, 320), (245, 288)])

@@ -69,36 +69,36 @@ def cpu_environment(
     return variables
 
 
-def cpu_isas() -> tuple[str, ...]:
-    """Return the vector extensions that a worker of this process can be limited to, oldest first.
+def allowed_isa(environ: Mapping[str, str]) -> str | None:
+    """Return the newest vector extension that these variables allow, ``None`` for all."""
+    limit = environ.get(_ISA_VARIABLES[0])
+    return next((isa for isa, values in _ISA_LIMITS.items() if values[0] == limit), None)
 
-    They are those of the processor, without those that this process is itself kept from.
-    """
-    flags = set(cpuinfo("flags").split())
-    own = os.environ.get(_ISA_VARIABLES[0])
-    limits = [isa for isa, names in _ISA_LIMITS.items() if names[0] == own]
-    newest = CPU_ISAS.index(limits[0] if limits else CPU_ISAS[-1])
+
+def usable_isas(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the vector extensions of this processor that the variables allow, oldest first."""
+    newest = CPU_ISAS.index(allowed_isa(environ) or CPU_ISAS[-1])
+    flags = _cpu_flags()
     return tuple(isa for isa in CPU_ISAS[: newest + 1] if _ISA_FLAGS[isa] in flags)
 
 
-def cpuinfo(key: str) -> str:
-    """Return the first value of ``key`` in ``/proc/cpuinfo``, empty where there is none."""
+def _cpu_flags() -> frozenset[str]:
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
-        return ""
-    values = (line.partition(":") for line in lines)
-    return next((value.strip() for name, _, value in values if name.strip() == key), "")
+        return frozenset()
+    lines = (line.partition(":") for line in text.splitlines())
+    return frozenset(next((text for name, _, text in lines if name.strip() == "flags"), "").split())
 
 
 def _isa_variables(cpu_isa: str) -> dict[str, str]:
     """Return the variables of a limit.
 
     torch uses what its variable says, also on a processor without it: a limit that is newer than
-    this processor becomes that of the processor.
+    the processor, or than this process's own limit, becomes theirs.
     """
     newest = CPU_ISAS.index(cpu_isa)
-    usable = [isa for isa in cpu_isas() if CPU_ISAS.index(isa) <= newest]
+    usable = [isa for isa in usable_isas(os.environ) if CPU_ISAS.index(isa) <= newest]
     return dict(zip(_ISA_VARIABLES, _ISA_LIMITS[usable[-1]], strict=True)) if usable else {}
 
 
