@@ -31,8 +31,7 @@ from typing import Any
 from tokenizers import Tokenizer, models, pre_tokenizers
 from workbench import command, cpu_name, make_model
 
-from llmpq.dist.launch.process_environment import cpu_isas
-from llmpq.profiler.device import available_cores
+from llmpq.profiler.device import available_cores, cpu_isas
 
 Json = dict[str, Any]
 

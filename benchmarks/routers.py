@@ -48,7 +48,7 @@ from llmpq.batching.queue_order import queue_order
 from llmpq.costmodel import build_costs
 from llmpq.dist.engine.policy import engine_limits
 from llmpq.dist.io.job import EngineOptions
-from llmpq.dist.launch.process_environment import cpu_isas
+from llmpq.profiler.device import cpu_isas
 from llmpq.routing import BALANCERS, load_balancer
 from llmpq.sim.engine_costs import PlanEngineCosts
 from llmpq.sim.fleet import FleetReplica, simulate_fleet

@@ -21,9 +21,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from llmpq.costmodel import ClusterCosts, build_costs
-from llmpq.dist.launch.process_environment import cpu_isas
 from llmpq.errors import LlmpqError
-from llmpq.profiler.device import available_cores, cpu_name
+from llmpq.profiler.device import available_cores, cpu_isas, cpu_name
 from llmpq.spec.catalog import resolve_model
 from llmpq.spec.cluster import Cluster, Device, load_cluster
 from llmpq.spec.fields import SCHEMA, dump_json, write_text

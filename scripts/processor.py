@@ -7,9 +7,10 @@ python -m scripts.processor avx2     # the variables of a process that is held t
 
 from __future__ import annotations
 
+import os
 import sys
 
-from llmpq.dist.launch.process_environment import cpu_environment, cpu_isas
+from llmpq.dist.launch.process_environment import cpu_environment, usable_isas
 from llmpq.kernels.cpu.native import instruction_set
 from llmpq.profiler.device import available_cores, cpu_name
 
@@ -21,7 +22,7 @@ def described() -> str:
 
 def older() -> tuple[str, ...]:
     """Return the vector extensions that are older than the newest of this process."""
-    return cpu_isas()[:-1]
+    return usable_isas(os.environ)[:-1]
 
 
 if __name__ == "__main__":

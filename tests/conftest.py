@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,9 +11,18 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from llmpq.dist.launch.process_environment import usable_isas
+from llmpq.profiler.device import cpu_name
+
 # Time is never tested: the machines are shared, and a slow example is not a wrong one.
 settings.register_profile("llmpq", parent=settings(), deadline=None)
 settings.load_profile("llmpq")
+
+
+def pytest_report_header() -> str:
+    """State what the results hold for: the processor and the newest extension of this process."""
+    newest = usable_isas(os.environ)[-1:]
+    return f"processor: {cpu_name()}, up to {', '.join(newest) or 'unknown extensions'}"
 
 
 @pytest.fixture(scope="session", autouse=True)

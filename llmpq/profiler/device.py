@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from llmpq.dist.launch.process_environment import cpuinfo
+from llmpq.dist.launch.process_environment import cpuinfo, usable_isas
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node, limited_set
 from llmpq.units import KIB
 
@@ -85,6 +85,11 @@ def available_cores() -> tuple[int, ...]:
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
+
+
+def cpu_isas() -> tuple[str, ...]:
+    """Return the vector extensions of this CPU that a worker can be limited to, oldest first."""
+    return usable_isas({})
 
 
 def instruction_set(cpu_isa: str | None = None, text: str | None = None) -> str:
@@ -165,4 +170,11 @@ def _quota(group: Path) -> float | None:
 
 def cpu_name() -> str:
     """Return the processor's name for provenance."""
-    return cpuinfo("model name") or os.uname().machine
+    return _cpuinfo("model name") or os.uname().machine
+
+
+def _cpuinfo(field: str) -> str:
+    """Return a field of the first processor, empty where it is not stated."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    return next((one.partition(":")[2].strip() for one in lines if one.startswith(field)), "")

@@ -1,10 +1,12 @@
 """The compiled kernels of every instruction set that this machine can run."""
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from unittest import mock
+
+import pytest
 
 from llmpq.dist.engine import compiled_steps
 from llmpq.kernels.cpu import compiled, dense, dispatch, norm, paged_attention, step, tiles
@@ -27,6 +29,12 @@ RUNNABLE = [
     if library() is not None and (name != "avx2_vnni" or has_avx_vnni())
 ]
 """The newest first; none without a compiler."""
+
+
+def those(names: Iterable[str], what: str) -> list[object]:
+    """Return instruction sets to parametrize a test with, or one skip that says what is missing."""
+    found = list(names)
+    return found or [pytest.param(None, marks=pytest.mark.skip(reason=f"found no {what}"))]
 
 
 @cache

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.instruction_sets import OWN, RUNNABLE, using
+from helpers.instruction_sets import OWN, RUNNABLE, those, using
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,8 +36,9 @@ torch.set_num_threads(1)
 pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler")
 
 needs_bf16 = pytest.mark.skipif(not has_bf16_products(), reason="no bf16 products")
-PIECES = [name for name in RUNNABLE if has_int8(name)]
-OLDER = [name for name in PIECES if name != OWN]
+WITH_PIECES = [name for name in RUNNABLE if has_int8(name)]
+PIECES = those(WITH_PIECES, "kernel of 8-bit activations: it needs AVX2 and a C compiler")
+OLDER = those([name for name in WITH_PIECES if name != OWN], "older processor with that kernel")
 
 precisions = st.builds(
     Precision,

@@ -10,6 +10,7 @@ from llmpq.profiler import device
 from llmpq.profiler.device import (
     HostCpu,
     available_cores,
+    cpu_isas,
     cpu_name,
     cpu_quota,
     host_cpu,
@@ -19,6 +20,7 @@ from llmpq.profiler.device import (
 )
 from llmpq.spec.cluster import (
     BF16_SETS,
+    CPU_ISAS,
     INSTRUCTION_SETS,
     Cluster,
     DeviceGroup,
@@ -32,7 +34,9 @@ def test_available_cores_are_those_of_this_process():
     assert set(available_cores()) == set(os.sched_getaffinity(0))
 
 
-def test_a_processor_has_a_name():
+def test_cpu_isas_are_known_and_in_order():
+    found = cpu_isas()
+    assert [isa for isa in CPU_ISAS if isa in found] == list(found)
     assert cpu_name()
 
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from llmpq.cli.common import check_least, print_points, progress_bar
 from llmpq.cli.render import table_summary
-from llmpq.dist.launch.process_environment import cpu_environment, cpu_isas
+from llmpq.dist.launch.process_environment import cpu_environment
 from llmpq.errors import SpecError
-from llmpq.profiler.device import available_cores, cpu_name, cpu_quota
+from llmpq.profiler.device import available_cores, cpu_isas, cpu_name, cpu_quota
 from llmpq.profiler.grid import GridLimits, Shape, planned_grid, product_grid
 from llmpq.spec.catalog import resolve_model
 from llmpq.spec.cluster import CPU_ISAS, MIN_CPU_SHARE

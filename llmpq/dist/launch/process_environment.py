@@ -73,24 +73,25 @@ def isa_environment(cpu_isa: str | None) -> dict[str, str]:
     They reach torch, oneDNN, MKL, and through torch the kernels of this package. ``None`` sets
     none; a process that sets all of ``ISA_VARIABLES`` or none of them has one limit for all.
     torch uses what its variable says, also on a processor without it: a limit that is newer than
-    this processor becomes that of the processor.
+    the processor, or than this process's own limit, becomes theirs.
     """
     if cpu_isa is None:
         return {}
     newest = CPU_ISAS.index(cpu_isa)
-    usable = [isa for isa in cpu_isas() if CPU_ISAS.index(isa) <= newest]
+    usable = [isa for isa in usable_isas(os.environ) if CPU_ISAS.index(isa) <= newest]
     return dict(zip(ISA_VARIABLES, _ISA_LIMITS[usable[-1]], strict=True)) if usable else {}
 
 
-def cpu_isas() -> tuple[str, ...]:
-    """Return the vector extensions that a worker of this process can be limited to, oldest first.
+def allowed_isa(environ: Mapping[str, str]) -> str | None:
+    """Return the newest vector extension that these variables allow, ``None`` for all."""
+    limit = environ.get(ISA_VARIABLES[0])
+    return next((isa for isa, values in _ISA_LIMITS.items() if values[0] == limit), None)
 
-    They are those of the processor, without those that this process is itself kept from.
-    """
+
+def usable_isas(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the vector extensions of this processor that the variables allow, oldest first."""
+    newest = CPU_ISAS.index(allowed_isa(environ) or CPU_ISAS[-1])
     flags = set(cpuinfo("flags").split())
-    own = os.environ.get(ISA_VARIABLES[0])
-    limits = [isa for isa, names in _ISA_LIMITS.items() if names[0] == own]
-    newest = CPU_ISAS.index(limits[0] if limits else CPU_ISAS[-1])
     return tuple(isa for isa in CPU_ISAS[: newest + 1] if _ISA_FLAGS[isa] in flags)
 
 

@@ -14,7 +14,7 @@ from helpers.decode_steps import (
     generate,
     random_prompts,
 )
-from helpers.instruction_sets import OWN, RUNNABLE, using
+from helpers.instruction_sets import OWN, RUNNABLE, those, using
 from helpers.tiny_models import generate_alone, load_reference
 
 from llmpq.dist.engine.compiled_steps import step_runner_of
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(not HAS_STEPS, reason="needs AVX2 and a C compil
 
 SHAPE = {"layers": 2, "hidden": 128, "intermediate": 96, "heads": 4, "kv_heads": 2}
 MANY = {"num_experts": 44, "num_experts_per_tok": 5}
-OLDER = [name for name in RUNNABLE if name not in (OWN, "baseline")]
+OLDER = those([name for name in RUNNABLE if name not in (OWN, "baseline")], "older processor")
 LENGTHS = (3, 21, 1, 16, 9, 2)
 
 

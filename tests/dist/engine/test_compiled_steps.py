@@ -15,7 +15,7 @@ from helpers.decode_steps import (
     generate,
     random_prompts,
 )
-from helpers.instruction_sets import OWN, RUNNABLE, using
+from helpers.instruction_sets import OWN, RUNNABLE, those, using
 from helpers.tiny_models import generate_alone, load_reference
 
 from llmpq.costmodel.layer_tensors import Step
@@ -43,7 +43,7 @@ FAMILIES = {
     "qwen2": {},
     "qwen3": {},
 }
-OLDER = [name for name in RUNNABLE if name not in (OWN, "baseline")]
+OLDER = those([name for name in RUNNABLE if name not in (OWN, "baseline")], "older processor")
 ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "relu")
 LENGTHS = (3, 21, 1, 16, 9)
 

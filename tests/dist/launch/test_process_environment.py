@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from llmpq.dist.launch import process_environment
-from llmpq.dist.launch.process_environment import cpu_environment, cpu_isas
+from llmpq.dist.launch.process_environment import cpu_environment, usable_isas
 
 GROWTH = """
 import ctypes
@@ -56,7 +56,7 @@ def processor(monkeypatch):
     """A processor with some extensions, and a process limited to one of them."""
 
     def install(flags, own=None):
-        monkeypatch.setattr(process_environment, "cpuinfo", lambda _: flags)
+        monkeypatch.setattr(process_environment, "_cpu_flags", lambda: frozenset(flags.split()))
         if own is None:
             monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
         else:
@@ -80,7 +80,7 @@ FLAGS = "sse4_1 avx2 avx512f"
 )
 def test_a_worker_can_be_limited_to_what_this_process_may_use(processor, flags, own, found):
     processor(flags, own)
-    assert cpu_isas() == found
+    assert usable_isas(os.environ) == found
 
 
 @pytest.mark.parametrize(
