@@ -1,9 +1,10 @@
 """The whole path on this machine: measure, plan, look, run, compare.
 
-Two workers on two cores become two different devices: one uses the whole processor, the other is
-held to an older vector extension, and each gets a memory cap so small that neither holds the model
-and both together do not hold it unquantized. Only public commands are used; they are printed as
-they run, so that they can be typed again.
+Two workers on two cores become two different devices. Each gets a memory cap so small that neither
+holds the model and both together do not hold it unquantized, the second a smaller one; where the
+processor has AVX-512, the second is also held to AVX2. Only public commands are used; they are
+printed as they run, so that they can be typed again. Seconds are compared only if other programs
+left the processor to the demo.
 """
 
 from __future__ import annotations
@@ -11,28 +12,40 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
+import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from llmpq.costmodel import ClusterCosts, build_costs
+from llmpq.dist.launch.process_environment import allowed_isa
+from llmpq.dist.metrics.core_time import busy_text, is_busy, share_in
 from llmpq.errors import LlmpqError
 from llmpq.profiler.device import available_cores, cpu_isas, cpu_name
 from llmpq.spec.catalog import resolve_model
-from llmpq.spec.cluster import Cluster, Device, load_cluster
-from llmpq.spec.fields import SCHEMA, dump_json, write_text
+from llmpq.spec.cluster import CPU_ISAS, Cluster, Device, load_cluster
+from llmpq.spec.fields import SCHEMA, dump_json, read_json, write_text
 from llmpq.spec.plan import MicroBatching
+from llmpq.spec.precision import Phase
+from llmpq.spec.tables import LatencyTable, read_latency_table
 from llmpq.spec.workload import Workload
+from llmpq.units import format_bytes, format_seconds
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "models" / "demo"
 NODE = "here"
+DEVICES = (f"{NODE}/cpu#0", f"{NODE}/cpu#1")
+"""As plans name them."""
 BATCH, PROMPT_TOKENS, NEW_TOKENS = 16, 32, 48
+SHOWN_ANSWERS = 4
+WIDTH = 96
+SENTENCE = re.compile(r"(?:^|(?<=[.?!] ))[A-Z][\w ,;'()-]+\.(?= |$)", re.M)
 NEXT_COMMANDS = (
     "llmpq-check {strategy}  # what limits this plan, and the smallest changes that would help",
     "llmpq-algo --model facebook/opt-30b --device_names T4-16G V100-32G --device_numbers 3 1 "
@@ -42,7 +55,12 @@ NEXT_COMMANDS = (
 )
 # Shares of the unquantized layers that each device may hold. Together 0.29 of them: too little
 # for 8 bits everywhere, so the plan mixes bitwidths.
-FAST_SHARE, SLOW_SHARE = 0.18, 0.11
+CAP_SHARES = (0.18, 0.11)
+# Points of the tables that are printed, of layers at 8 bits: batch and tokens.
+SHOWN_POINTS = {Phase.PREFILL: (1, 64), Phase.DECODE: (16, 64)}
+
+Shares = Mapping[str, float | None]
+"""Share of the CPU time of a device's thread that other programs took, by the device's name."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--budget", type=float, default=15.0, help="seconds of measuring")
     options = parser.parse_args(argv)
-    demo = Demo(options.output, quiet=options.json)
+    isa = second_isa(cpu_isas(), allowed_isa(os.environ))
+    demo = Demo(options.output, isa, quiet=options.json)
     try:
         summary = demo.run(options.budget)
     except subprocess.CalledProcessError as error:
@@ -67,46 +86,70 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def second_isa(isas: Sequence[str], allowed: str | None) -> str | None:
+    """Return the vector extension that the second device is held to, ``None`` to let it use all.
+
+    Without AVX2 neither this package's kernels nor torch's products of bfloat16 are fast, so a
+    processor whose newest extension is AVX2 makes devices that differ in memory alone. ``allowed``
+    is the newest extension that the environment allows, ``None`` for all.
+    """
+    newest = CPU_ISAS.index(allowed or CPU_ISAS[-1])
+    return "avx2" if "avx512" in isas and newest > CPU_ISAS.index("avx2") else None
+
+
 class Demo:
     """One run of the demo; everything it makes lies in one folder."""
 
-    def __init__(self, folder: Path, *, quiet: bool) -> None:
+    def __init__(self, folder: Path, isa: str | None, *, quiet: bool) -> None:
         self.folder = folder
+        self.isas = (None, isa)
         self.quiet = quiet
         self.cluster_file = folder / "cluster.json"
         self.strategy = folder / "strategy.json"
         self.picture = folder / "strategy.png"
         self.prompts = folder / "prompts.jsonl"
-        self.chosen, self.workload = choose_prompts()
         self.answers = folder / "answers.jsonl"
+        self.report = folder / "report.json"
+        self.texts, self.workload = choose_prompts()
 
     def run(self, budget_s: float) -> dict[str, Any]:
         """Do all steps and return the summary."""
         start = time.monotonic()
         self.folder.mkdir(parents=True, exist_ok=True)
-        isas = cpu_isas()
-        older = isas[-2] if len(isas) > 1 else None
         self.say(f"This machine: {cpu_name()}, {len(available_cores())} cores.")
-        self.say(f"Device 1 uses all of it; device 2 is held to {older or 'the same'}.\n")
-        self.measure(older, budget_s)
-        self.write_cluster(older)
-        planned = self.plan()
+        held = "" if self.isas[1] is None else f"is held to {self.isas[1].upper()} and "
+        self.say(f"Device {DEVICES[0]} is one core of it, {DEVICES[1]} another one.")
+        self.say(f"The second {held}may use less memory.\n")
+        measuring = self.measure(budget_s)
+        self.write_cluster()
+        planned = self.plan(measuring)
         ran = self.answer()
+        running = {stage["device"]: stage.get("cpu_taken") for stage in ran["stages"]}
+        for line in comparison(ran, measuring, running):
+            self.say(f"   {line}".rstrip())
+        self.show_answers()
         elapsed = time.monotonic() - start
         self.say(f"\nPicture of the plan: {show(self.picture)}")
         self.say(f"Everything: {show(self.folder)}  ({elapsed:.0f} s in all)")
         self.say("\nTry next:")
         for command in NEXT_COMMANDS:
             self.say("   $ " + command.format(strategy=show(self.strategy)))
-        return {"plan": planned, "run": ran, "elapsed_s": elapsed, "folder": str(self.folder)}
+        return {
+            "plan": planned,
+            "run": ran,
+            "cpu_taken": {"measuring": measuring, "running": running},
+            "is_comparable": not any(map(is_busy, [*measuring.values(), *running.values()])),
+            "elapsed_s": elapsed,
+            "folder": str(self.folder),
+        }
 
-    def measure(self, older_isa: str | None, budget_s: float) -> None:
-        """Profile both devices at the same time, as they will run."""
+    def measure(self, budget_s: float) -> Shares:
+        """Profile both devices at the same time, as they will run; return what others took."""
         self.say("1. Measure one decoder layer at 3, 4, 8 and 16 bits on both devices\n")
         shapes = ["--batches", "1", "4", "16", "--prompt_tokens", "16", "64", "128"]
-        shapes += ["--context_tokens", "32", "64", "128", "--budget", str(budget_s)]
+        shapes += ["--context_tokens", "32", "64", "128", "--budget", f"{budget_s:g}"]
         jobs = []
-        for index, isa in enumerate((None, older_isa)):
+        for index, isa in enumerate(self.isas):
             command = ["llmpq-profile", "layer", "--model", show(MODEL), "--device", "cpu"]
             command += ["--threads", "1", "--core", str(core(index)), "--bits", "3", "4", "8", "16"]
             command += [*shapes, "--output", show(self.table(index))]
@@ -117,26 +160,39 @@ class Demo:
             jobs.append(self.start(command, subprocess.DEVNULL, stderr))
         for job in jobs:
             finish(job)
+        tables = [read_latency_table(self.table(index)) for index in range(len(self.isas))]
+        self.say("")
+        for line in measured_lines(tables):
+            self.say(f"   {line}")
+        return {
+            name: share_in(dict(table.provenance))
+            for name, table in zip(DEVICES, tables, strict=True)
+        }
 
-    def write_cluster(self, older_isa: str | None) -> None:
+    def write_cluster(self) -> None:
         """Write the cluster file, its memory caps computed from the model's own sizes."""
-        write_text(self.cluster_file, dump_json(cluster_json(None, older_isa)))
+        write_text(self.cluster_file, dump_json(cluster_json(None, self.isas)))
         spec, _ = resolve_model(str(MODEL))
         cluster = load_cluster(self.cluster_file)
         costs = build_costs(spec, cluster, dtype=spec.dtype, kv_bits=16)
-        caps = memory_caps(costs, cluster, self.workload)
-        write_text(self.cluster_file, dump_json(cluster_json(caps, older_isa)))
+        layers = layers_bytes(costs, cluster.devices[0], self.workload)
+        caps = memory_caps(costs, cluster, self.workload, layers)
+        write_text(self.cluster_file, dump_json(cluster_json(caps, self.isas)))
+        rooms = " and ".join(format_bytes(round(share * layers)) for share in CAP_SHARES)
+        self.say(
+            f"\n   Layers, keys and values need {format_bytes(layers)} unquantized; "
+            f"the devices are left {rooms}."
+        )
 
-    def plan(self) -> dict[str, Any]:
+    def plan(self, measuring: Shares) -> dict[str, Any]:
         """Make the strategy and draw it."""
         self.say("\n2. Plan: every split, order, bitwidth and micro-batch pair; proven best\n")
+        if any(map(is_busy, measuring.values())):
+            self.say(f"   {busy_text(measuring, 'while measuring')}:")
+            self.say("   the seconds below are no forecast.\n")
         command = ["llmpq-algo", "--model", show(MODEL), "--cluster", show(self.cluster_file)]
-        command += [
-            "--global_bz",
-            str(self.workload.batch),
-            "--s",
-            str(self.workload.prompt_tokens),
-        ]
+        command += ["--global_bz", str(self.workload.batch)]
+        command += ["--s", str(self.workload.prompt_tokens)]
         command += ["--n", str(self.workload.new_tokens), "--output", show(self.strategy)]
         planned = self.call(command)
         check = ["llmpq-check", show(self.strategy), "--plot", show(self.picture)]
@@ -144,27 +200,29 @@ class Demo:
         return planned
 
     def answer(self) -> dict[str, Any]:
-        """Run the strategy on the shipped prompts."""
+        """Run the strategy on sentences of the shipped text; return the report."""
         self.say("\n3. Run it: two processes, weights quantized while they load\n")
         self.answers.unlink(missing_ok=True)
         length = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-        prompts = [
-            {"id": line["id"], "prompt_token_ids": line["prompt_token_ids"], **length}
-            for line in self.chosen
-        ]
+        prompts = [{"id": name, "prompt": text, **length} for name, text in self.texts.items()]
         write_text(self.prompts, "".join(json.dumps(line) + "\n" for line in prompts))
         command = ["llmpq-dist", "--strat_file_name", show(self.strategy)]
         command += ["--prompts", show(self.prompts), "--output", show(self.answers)]
-        ran = self.call(command)
-        texts = {line["id"]: line["text"] for line in self.chosen}
-        for line in read_lines(self.answers)[:4]:
-            self.say(f"\n  > {texts[line['id']]}")
-            self.say(f"    ...{' '.join(line['text'].split())[:240]}")
-        return ran
+        command += ["--report", show(self.report)]
+        finish(self.start(command, subprocess.DEVNULL))
+        return read_json(self.report)
+
+    def show_answers(self) -> None:
+        """Print some prompts and what the model made of them."""
+        self.say(f"\n   {SHOWN_ANSWERS} of {len(self.texts)} prompts, and how the model goes on:")
+        for line in read_lines(self.answers)[:SHOWN_ANSWERS]:
+            self.say("")
+            self.say(paragraph(self.texts[line["id"]], first="   > ", other="     "))
+            self.say(paragraph(line["text"], first="     ... ", other="         "))
 
     def table(self, index: int) -> Path:
         """Return where the latency table of a device lies."""
-        return self.folder / f"device{index + 1}.csv"
+        return self.folder / table_name(index)
 
     def say(self, text: str) -> None:
         """Print for a person; with ``--json`` standard output is for the object alone."""
@@ -196,27 +254,94 @@ def finish(job: subprocess.Popen[str]) -> str:
     return text or ""
 
 
-def choose_prompts() -> tuple[list[dict[str, Any]], Workload]:
-    """Return prompts made from the shipped ones, and the workload they make.
+def choose_prompts() -> tuple[dict[str, str], Workload]:
+    """Return sentences of the held-out text by id, and the workload they make.
 
     All prompts and all answers have one length, so that the measured batch is the predicted one:
-    longer prompts are cut, shorter ones follow the end of the one before (the first, of the last).
+    the sentences are those of exactly so many tokens, from all over the text.
     """
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
-    lines = read_lines(MODEL / "prompts.jsonl")
-    encoded = [tokenizer.encode(line["prompt"]).ids for line in lines]
-    chosen = []
-    for number, (line, ids) in enumerate(zip(lines, encoded, strict=True)):
-        missing = max(0, PROMPT_TOKENS - len(ids))
-        filling = [token for other in encoded[number - 1 :: -1] for token in reversed(other)]
-        whole = [*reversed(filling[:missing]), *ids][:PROMPT_TOKENS]
-        if len(whole) == PROMPT_TOKENS:
-            chosen.append({"id": line["id"], "prompt_token_ids": whole})
-    chosen = [
-        line | {"text": tokenizer.decode(line["prompt_token_ids"])} for line in chosen[:BATCH]
+    text = (MODEL / "heldout.txt").read_text(encoding="utf-8")
+    fitting = [one for one in sentences(text) if len(tokenizer.encode(one).ids) == PROMPT_TOKENS]
+    step = len(fitting) / BATCH
+    chosen = {f"sentence-{n + 1:02}": fitting[int(n * step)] for n in range(BATCH)}
+    return chosen, Workload(batch=BATCH, prompt_tokens=PROMPT_TOKENS, new_tokens=NEW_TOKENS)
+
+
+def sentences(text: str) -> Iterator[str]:
+    """Return the whole sentences of a text that are of words alone."""
+    for found in SENTENCE.finditer(text):
+        sentence = found.group()
+        if sentence.count("(") == sentence.count(")"):
+            yield sentence
+
+
+def paragraph(text: str, *, first: str, other: str) -> str:
+    """Return text in lines of a terminal's width."""
+    words = " ".join(text.split())
+    return textwrap.fill(words, WIDTH, initial_indent=first, subsequent_indent=other)
+
+
+def measured_lines(tables: Sequence[LatencyTable]) -> list[str]:
+    """Return what was measured of one layer at 8 bits, on each device."""
+    lines = [f"one layer at 8 bits on {' and '.join(DEVICES)}:"]
+    for phase, what in (
+        (Phase.PREFILL, "a prompt of {tokens} tokens"),
+        (Phase.DECODE, "a decode step of {batch} sequences of {tokens} tokens"),
+    ):
+        batch, tokens = SHOWN_POINTS[phase]
+        seconds = [
+            format_seconds(sample.seconds)
+            for table in tables
+            for sample in table.samples
+            if (sample.phase, sample.bits) == (phase, 8)
+            and (sample.batch, sample.tokens) == (batch, tokens)
+        ]
+        lines.append(f"  {what.format(batch=batch, tokens=tokens)}: {' and '.join(seconds)}")
+    return lines
+
+
+def comparison(ran: Mapping[str, Any], measuring: Shares, running: Shares) -> list[str]:
+    """Return the comparison of forecast and run, without the forecast's seconds if it is void."""
+    busy = any(map(is_busy, [*measuring.values(), *running.values()]))
+    rows = [("", "predicted", "measured", "difference")]
+    for name, pair in ran["phases"].items():
+        predicted, measured = pair["predicted"], pair["measured"]
+        cells = (format_seconds(predicted), format_seconds(measured))
+        off = f"{predicted / measured - 1:+.0%}"
+        rows.append((name, "withheld", cells[1], "") if busy else (name, *cells, off))
+    for stage in ran["stages"]:
+        predicted, measured = stage["memory_bytes"].values()
+        cells = (format_bytes(predicted), format_bytes(measured))
+        rows.append((f"memory of {stage['device']}", *cells, f"{predicted / measured - 1:+.0%}"))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    lines = [
+        f"{ran['requests']} answers of {NEW_TOKENS} tokens in {format_seconds(ran['elapsed_s'])}: "
+        f"{ran['throughput_tokens_per_s']:,.0f} tokens/s",
+        "",
+        *(
+            row[0].ljust(widths[0])
+            + "".join(
+                "  " + cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)
+            )
+            for row in rows
+        ),
+        "",
+        busy_text(measuring, "while measuring"),
+        busy_text(running, "while running"),
     ]
-    workload = Workload(batch=len(chosen), prompt_tokens=PROMPT_TOKENS, new_tokens=NEW_TOKENS)
-    return chosen, workload
+    if busy:
+        lines += [
+            "",
+            "Other programs took so much that the forecast cannot hold: its seconds are withheld.",
+            "Close them, or wait until they end, and run scripts/demo again.",
+        ]
+    return lines
+
+
+def table_name(index: int) -> str:
+    """Return the name of the file of a device's latency table."""
+    return f"cpu{index}.csv"
 
 
 def core(index: int) -> int:
@@ -225,12 +350,14 @@ def core(index: int) -> int:
     return cores[index % len(cores)]
 
 
-def cluster_json(caps: tuple[int, int] | None, older_isa: str | None) -> dict[str, Any]:
+def cluster_json(
+    caps: tuple[int, int] | None, isas: tuple[str | None, str | None]
+) -> dict[str, Any]:
     """Return the cluster file: two CPU workers on this host, each with its own measured table."""
     devices: list[dict[str, Any]] = []
-    for index, isa in enumerate((None, older_isa)):
+    for index, isa in enumerate(isas):
         device: dict[str, Any] = {"type": "cpu", "count": 1, "threads": 1}
-        device["profile"] = f"device{index + 1}.csv"
+        device["profile"] = table_name(index)
         if isa is not None:
             device["cpu_isa"] = isa
         if caps is not None:
@@ -240,13 +367,17 @@ def cluster_json(caps: tuple[int, int] | None, older_isa: str | None) -> dict[st
     return {"schema": SCHEMA, "name": "two-different-cpus", "nodes": nodes, "links": []}
 
 
-def memory_caps(costs: ClusterCosts, cluster: Cluster, workload: Workload) -> tuple[int, int]:
-    """Return caps under which the unquantized model fits neither device, nor both."""
-    fast, slow = cluster.devices
-    layers = layers_bytes(costs, fast, workload)
+def memory_caps(
+    costs: ClusterCosts, cluster: Cluster, workload: Workload, layers: int
+) -> tuple[int, int]:
+    """Return caps under which the unquantized model fits neither device, nor both.
+
+    ``layers`` are the bytes of its layers.
+    """
+    first, second = cluster.devices
     return (
-        fixed_bytes(costs, fast, workload, is_master=True) + round(FAST_SHARE * layers),
-        fixed_bytes(costs, slow, workload, is_master=False) + round(SLOW_SHARE * layers),
+        fixed_bytes(costs, first, workload, is_master=True) + round(CAP_SHARES[0] * layers),
+        fixed_bytes(costs, second, workload, is_master=False) + round(CAP_SHARES[1] * layers),
     )
 
 
@@ -274,8 +405,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def show(path: Path) -> str:
-    """Return a path as one would type it from the project's folder."""
-    return os.path.relpath(path, ROOT)
+    """Return a path as one would type it in the project's folder."""
+    whole = path.resolve()
+    return str(whole.relative_to(ROOT) if whole.is_relative_to(ROOT) else whole)
 
 
 if __name__ == "__main__":

@@ -25,12 +25,14 @@ BIT_COLOURS = {16: "#1f4e79", 8: "#2e9c8f", 4: "#f2a541", 3: "#d1495b"}
 """Dark and cool for many bits, warm for few; distinct in greyscale too."""
 
 MEMORY_COLOURS = {
+    "runtime": "#9aa5b1",
     "weights": "#1f4e79",
     "kv": "#2e9c8f",
     "master": "#8d6cab",
     "temporary": "#f2a541",
-    "runtime": "#9aa5b1",
 }
+RUNTIME_SHARE = 0.8
+"""Share of every capacity from which the runtime would hide all other parts: the axis leaves it."""
 MEMORY_NAMES = {"kv": "KV cache", "master": "embeddings, head, logits", "runtime": "runtime"}
 BATCH_COLOURS = (*BIT_COLOURS.values(), "#8d6cab", "#6b8f3c", "#5fa8d3", "#b5651d")
 INK = "#22303c"
@@ -72,7 +74,7 @@ def draw_plan(plan: Plan, path: str | Path) -> None:
     estimate = plan.estimate
     result = (
         f"{estimate.latency_s:.4g} s, {plan.throughput_tokens_per_s:.4g} tokens/s, "
-        f"quality lost {estimate.quality:.3g}"
+        f"quality lost {estimate.quality:.3g} (1 = every layer at 4 bits)"
     )
     with new_figure(path, 12, 3.9 + ROW_INCHES * sum(heights)) as figure:
         axes = figure.subplots(4, 1, gridspec_kw={"height_ratios": ratios})
@@ -144,8 +146,12 @@ def _draw_memory(axis: Any, plan: Plan) -> None:
         text = f"  {memory_pair(stage.memory.total, stage.capacity_bytes)} ({share:.0%})"
         axis.text(max(capacity, left), row, text, va="center")
     _name_rows(axis, _labels(plan, dropped=False), "Memory")
-    axis.set_xlim(0, 1.2 * largest / unit_bytes)
-    axis.set_xlabel(unit)
+    runtime = min(item.memory.runtime for item in plan.estimate.stages)
+    # Rounded to tens, so that the axis begins at a number that can be read.
+    begin = 10 * (runtime // unit_bytes // 10) if runtime > RUNTIME_SHARE * largest else 0
+    end = largest / unit_bytes
+    axis.set_xlim(begin, end + 0.2 * (end - begin))
+    axis.set_xlabel(f"{unit}; the axis begins at {begin}, within the runtime" if begin else unit)
     entries = [(MEMORY_NAMES.get(part, part), colour) for part, colour in MEMORY_COLOURS.items()]
     _legend(axis, [*entries, ("capacity", CAPACITY_COLOUR)])
 

@@ -10,7 +10,7 @@ Shapes: ``[1, N, H]`` tokens of all rows (sequences), hidden size.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -49,6 +49,8 @@ BURST = 3
 """Timed runs of a short trial after one that warms the caches, as in a busy pipeline; their median
 counts. How much longer the first one takes is part of a stage's overhead: a pipeline's step follows
 a wait or the master's work."""
+LONG_S = 0.05
+"""Seconds of a run from which the state of the caches hardly matters: it makes no burst."""
 FEW_ROWS = 256
 """Rows up to which a prefill is timed with more layers too; beyond, the overhead of a stage is
 small against the spread of one layer."""
@@ -76,6 +78,11 @@ def is_short(trial: Trial) -> bool:
     )
 
 
+def runs_of_timing(trial: Trial, run_s: float) -> int:
+    """Return how often layers run to be timed once, if a run takes so long."""
+    return 1 + BURST if is_short(trial) and run_s < LONG_S else 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
     """Seconds of a trial."""
@@ -93,7 +100,7 @@ class LayerJob:
         dtype: number format of activations and unquantized weights.
         head_bits: bits below 16 at which the head is timed, too.
         layers: most decoder layers timed in a row; a third of them (at most 2) is timed too.
-        budget_s: seconds to spend on timing; every point is timed at least three times.
+        budget_s: seconds to spend on timing; every point is timed at least once.
         seed: order of the points.
     """
 
@@ -124,26 +131,28 @@ class _OtherMemory(StageRunner):
 
     other: Tensor
     spent_s: list[float]
+    now: Callable[[], float]
 
     def run(self, hidden: Tensor, rows: Sequence[Row], only: Sequence[int] | None = None) -> Tensor:
         synchronize(self.device)
-        start = time.perf_counter()
+        start = self.now()
         torch.mv(self.other, self.other[0])
         synchronize(self.device)
-        self.spent_s.append(time.perf_counter() - start)
+        self.spent_s.append(self.now() - start)
         return StageRunner.run(self, hidden, rows, only)
 
 
 class Bench:
     """One short stage per bitwidth, the master, and KV blocks.
 
-    ``first_run_s`` holds by phase the extra seconds of the first run of each burst of few layers.
+    ``first_run_s`` holds by phase the extra seconds of the first run of each burst of few layers;
+    ``now`` is the clock, in seconds.
 
     Raises:
         SpecError: the grid does not fit the model's positions.
     """
 
-    def __init__(self, job: LayerJob) -> None:
+    def __init__(self, job: LayerJob, now: Callable[[], float] = time.perf_counter) -> None:
         config = load_config(job.model_dir)
         limit = getattr(config, "max_position_embeddings", None)
         if limit is not None and job.max_tokens > limit:
@@ -152,6 +161,7 @@ class Bench:
                 f"expected at most the model's {limit} positions"
             )
         self.job = job
+        self.now = now
         self.depth: int = min(job.layers, config.num_hidden_layers)
         self.few: int = max(1, min(2, self.depth // 3))
         self.first_run_s: dict[Phase, list[float]] = {phase: [] for phase in Phase}
@@ -215,14 +225,23 @@ class Bench:
         return [few, Trial(shape=shape, bits=bits, layers=self.depth)]
 
     @torch.inference_mode()
+    def prepare(self, trial: Trial) -> None:
+        """Run a trial once without timing it: first runs allocate, compile and choose kernels."""
+        if trial.is_master:
+            self._run_master(trial.shape, trial.bits)
+        else:
+            self._run_once(trial)
+
+    @torch.inference_mode()
     def run(self, trial: Trial) -> list[Timing]:
         """Time a trial once; a trial of the master also times decode steps of its batch."""
         if trial.is_master:
             return self._run_master(trial.shape, trial.bits)
-        if not is_short(trial):
-            return [Timing(trial=trial, seconds=self._run_once(trial))]
-        first_s, *seconds = [self._run_once(trial) for _ in range(1 + BURST)]
-        seconds_s = median(seconds)
+        first_s = self._run_once(trial)
+        more = runs_of_timing(trial, first_s) - 1
+        if not more:
+            return [Timing(trial=trial, seconds=first_s)]
+        seconds_s = median(self._run_once(trial) for _ in range(more))
         if trial.layers == self.few:
             self.first_run_s[trial.shape.phase].append(first_s - seconds_s)
         return [Timing(trial=trial, seconds=seconds_s)]
@@ -239,10 +258,10 @@ class Bench:
         if isinstance(runner.steps, DecodeGraphs) and new == 1:
             runner.run(hidden, rows)  # captures the shape unless it is captured
         synchronize(self.job.device)
-        start = time.perf_counter()
+        start = self.now()
         runner.run(hidden, rows)
         synchronize(self.job.device)
-        return time.perf_counter() - start
+        return self.now() - start
 
     def _runner(self, stage: DecoderStage) -> StageRunner:
         """Return a runner as a rank has it, with graphs for a batch of any size."""
@@ -262,7 +281,7 @@ class Bench:
         sizes = MicroBatching(prefill=shape.batch, decode=shape.batch)
         runner = _OtherMemory(
             layers=None, cache=None, device=self.job.device, is_last=True,
-            other=self._other, spent_s=[],
+            other=self._other, spent_s=[], now=self.now,
         )  # fmt: skip
         engine = MasterEngine(
             master=self._masters[bits],
@@ -282,8 +301,8 @@ class Bench:
             )
             for number in range(shape.batch)
         ]
-        step_ends_s = [time.perf_counter()]
-        engine.run(requests, _forget, lambda _: step_ends_s.append(time.perf_counter()))
+        step_ends_s = [self.now()]
+        engine.run(requests, _forget, lambda _: step_ends_s.append(self.now()))
         spans = [
             after - before - spent_s
             for (before, after), spent_s in zip(pairwise(step_ends_s), runner.spent_s, strict=True)

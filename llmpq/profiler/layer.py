@@ -2,7 +2,8 @@
 
 The trials of all bitwidths are interleaved in a seeded random order and repeated in rounds, so that
 a slow period of the host is spread over all points and no stage finds its weights in the cache. A
-point is finished once the standard error of its median is small.
+point is finished once the standard error of its median is small. Slow points are timed less often,
+so that the time is that of the budget.
 """
 
 from __future__ import annotations
@@ -11,22 +12,34 @@ import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, zip_longest
 from statistics import median, quantiles
 
 import torch
 
 from llmpq import __version__
+from llmpq.dist.metrics.core_time import (
+    CoreTime,
+    TakenShare,
+    busy_text,
+    core_time,
+    is_busy,
+    provenance_line,
+)
 from llmpq.logging import get_logger
-from llmpq.profiler.bench import Bench, LayerJob, Trial, is_short
+from llmpq.profiler.bench import LONG_S, Bench, LayerJob, Trial, is_short, runs_of_timing
 from llmpq.profiler.journal import Journal
 from llmpq.spec.precision import Phase
 from llmpq.spec.tables import LatencySample, LatencyTable
 
-MIN_ROUNDS = 3
+SPREAD_ROUNDS = 3
+"""Timings of a point from which their spread counts."""
 FINISHED_ROUNDS = 7
 FINISHED_ERROR = 0.004
 """A median whose relative standard error is below this needs no further timing."""
+DEEP_SHARE = 0.25
+"""Share of the budget that starting the trials of many layers may take."""
 REPEATS = 2
 """Runs of a short trial in each round: it varies more and costs little."""
 NOISY_SPREAD = 0.1
@@ -41,29 +54,47 @@ logger = get_logger(__name__)
 
 
 def profile_layer(
-    job: LayerJob, progress: Progress | None = None, journal: Journal | None = None
+    job: LayerJob,
+    progress: Progress | None = None,
+    journal: Journal | None = None,
+    now: Callable[[], float] = time.perf_counter,
+    read_core: Callable[[int], CoreTime | None] = core_time,
 ) -> LatencyTable:
     """Measure the first decoder layers and the master's work; return medians.
 
-    Records every timing in ``journal``, which may hold those of an interrupted run. Logs a warning
-    if the timings vary by more than ``NOISY_SPREAD``.
+    Records every timing in ``journal``, which may hold those of an interrupted run. ``now`` is the
+    clock, in seconds; ``read_core`` returns the CPU time of a thread. Logs a warning if other
+    programs took the CPU, if the timings vary by more than ``NOISY_SPREAD``, or if timing every
+    point once takes more than the budget.
 
     Raises:
         SpecError: the grid does not fit the model's positions.
     """
-    bench = Bench(job)
-    times = _Rounds(bench, progress, journal).run()
+    bench = Bench(job, now)
+    taken = TakenShare(read_core)
+    rounds = _Rounds(bench, progress, journal)
+    times = rounds.run()
+    share = taken.share()
     layers_apart_s = {phase: _stage_s(times, phase) for phase in Phase}
     # A step that follows a wait or other work takes longer.
     stage_s = {
         phase: layers_apart_s[phase] + max(0.0, median(bench.first_run_s[phase] or [0.0]))
         for phase in Phase
     }
-    noise = median(spread_of(values) for values in times.values())
-    warn_if_noisy(noise)
+    several = [values for values in times.values() if len(values) >= SPREAD_ROUNDS]
+    noise = median(spread_of(values) for values in several) if several else 0.0
+    warn_if_noisy(noise, share)
+    if rounds.first_s > job.budget_s and not is_busy(share):
+        logger.warning(
+            "timing every point once took %.3g s, more than the budget of %.3g s; measure fewer "
+            "shapes or bitwidths",
+            rounds.first_s,
+            job.budget_s,
+        )
+    origin = _provenance(times, job, bench.depth, stage_s, noise)
     return LatencyTable(
         samples=_samples(times, layers_apart_s),
-        provenance=_provenance(times, job, bench.depth, stage_s, noise),
+        provenance=origin if share is None else (*origin, provenance_line(share)),
     )
 
 
@@ -91,62 +122,109 @@ def spread_line(noise: float) -> tuple[str, str]:
     return "noise", f"{noise:.1%} median interquartile range over median"
 
 
-def warn_if_noisy(noise: float) -> None:
-    """Log a warning if a median spread is above ``NOISY_SPREAD``."""
-    if noise > NOISY_SPREAD:
+def warn_if_noisy(noise: float, taken: float | None = None) -> None:
+    """Log a warning if others took CPU time, or if a median spread is above ``NOISY_SPREAD``."""
+    again = "close other programs and measure again, with a larger --budget"
+    if is_busy(taken):
+        logger.warning("%s; %s", busy_text({"": taken}), again)
+    elif noise > NOISY_SPREAD:
         logger.warning(
             "noisy host: the timings of a point vary by %.0f%% (interquartile range over median), "
-            "expected at most %.0f%%; close other programs and measure again, with a larger "
-            "--budget",
+            "expected at most %.0f%%; %s",
             100 * noise,
             100 * NOISY_SPREAD,
+            again,
         )
 
 
 class _Rounds:
-    """Repeats all trials until they are finished or the time is spent."""
+    """Repeats all trials until they are finished or the time is spent.
+
+    Every trial is first run once and timed once. Those of many layers are left out, the slowest
+    first, where all of them would take more than ``DEEP_SHARE`` of the budget: few layers then give
+    the time of a layer. In the rounds that follow, slow trials are left out when they do not fit.
+    """
 
     def __init__(self, bench: Bench, progress: Progress | None, journal: Journal | None) -> None:
         self.bench = bench
         self.progress = progress
         self.journal = journal
-        self.reported = 0.0
+        self.begin = bench.now()
+        self.first_s = 0.0
         self.groups = bench.trials()
         wanted = set(chain.from_iterable(self.groups))
+        self.cost_s: dict[Trial, float] = {}
         self.times: dict[Trial, list[float]] = {}
         for one in () if journal is None else journal.timings:
             if one.trial in wanted or one.trial.is_master:
                 self.times.setdefault(one.trial, []).append(one.seconds)
 
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds of the budget that are spent."""
+        return self.bench.now() - self.begin
+
     def run(self) -> Times:
-        for trial in chain.from_iterable(self.groups):
-            self.bench.run(trial)  # first calls allocate, compile and choose kernels
-            if self.progress is not None:
-                self.progress(0.0)
-        for first in self.bench.first_run_s.values():
-            first.clear()
+        budget_s = self.bench.job.budget_s
         shuffle = random.Random(self.bench.job.seed + sum(map(len, self.times.values())))
-        start = time.perf_counter()
-        # A resumed run that lacks nothing makes one round, which times first runs.
-        left = self._left(0.0) or self.groups
-        while left:
-            order = _interleaved([_repeated(group) for group in left], shuffle)
-            for number, trial in enumerate(order, start=1):
+        shallow = [[one for one in group if not self._is_deep(one)] for group in self.groups]
+        for trial in _interleaved(shallow, shuffle):
+            self._start(trial)
+        deep = self._affordable([one for group in self.groups for one in group])
+        self.groups = [
+            [one for one in group if one in deep or not self._is_deep(one)] for group in self.groups
+        ]
+        for trial in shuffle.sample(deep, len(deep)):
+            self._start(trial)
+        self.first_s = self.elapsed_s
+        while left := self._left():
+            for trial in _interleaved(left, shuffle):
                 self._time(trial)
-                self._report(time.perf_counter() - start, number / len(order))
-            left = self._left(time.perf_counter() - start)
+                if self.elapsed_s >= budget_s:
+                    break
         return self.times
 
-    def _left(self, elapsed_s: float) -> list[list[Trial]]:
+    def _is_deep(self, trial: Trial) -> bool:
+        return trial.layers > self.bench.few
+
+    def _affordable(self, trials: Sequence[Trial]) -> list[Trial]:
+        """Return the deep trials whose preparation and first timing fit, cheapest first."""
+        depth = self.bench.depth
+        run_s = {
+            replace(one, layers=depth): median(self.times[one]) * depth / one.layers
+            for one in trials
+            if one.layers == self.bench.few
+        }
+        kept: list[Trial] = []
+        phases: set[Phase] = set()
+        left_s = DEEP_SHARE * self.bench.job.budget_s
+        for trial in sorted(filter(self._is_deep, trials), key=run_s.__getitem__):
+            left_s -= run_s[trial] * (1 + runs_of_timing(trial, run_s[trial]))
+            # The overhead of a stage needs one.
+            if left_s >= 0.0 or trial.shape.phase not in phases:
+                kept.append(trial)
+                phases.add(trial.shape.phase)
+        return kept
+
+    def _left(self) -> list[list[Trial]]:
         """Return the trials of another round, one list per bitwidth; none when it is enough."""
+        left_s = self.bench.job.budget_s - self.elapsed_s
+        kept: set[Trial] = set()
+        for trial in sorted(chain.from_iterable(self.groups), key=self.cost_s.__getitem__):
+            if self._is_finished(trial):
+                continue
+            left_s -= self.cost_s[trial] * self._repeats(trial)
+            if left_s <= 0.0:
+                break
+            kept.add(trial)
+        groups = [
+            [one for one in group if one in kept for _ in range(self._repeats(one))]
+            for group in self.groups
+        ]
+        return [group for group in groups if group]
 
-        def is_wanted(trial: Trial) -> bool:
-            if elapsed_s < self.bench.job.budget_s:
-                return not self._is_finished(trial)
-            return len(self.times.get(trial, ())) < MIN_ROUNDS
-
-        kept = [[trial for trial in group if is_wanted(trial)] for group in self.groups]
-        return [group for group in kept if group]
+    def _repeats(self, trial: Trial) -> int:
+        return REPEATS if is_short(trial) and self.cost_s[trial] < LONG_S else 1
 
     def _is_finished(self, trial: Trial) -> bool:
         values = self.times.get(trial, ())
@@ -155,32 +233,30 @@ class _Rounds:
         # Of a normal law: the median's error is 1.25 sigma / sqrt(n), the quartiles 1.35 sigma.
         return spread_of(values) / math.sqrt(len(values)) < FINISHED_ERROR
 
+    def _start(self, trial: Trial) -> None:
+        """Run a trial for the first time, then time it; compiling is not counted as spent."""
+        before_s = self.bench.now()
+        self.bench.prepare(trial)
+        first_s = self.bench.now() - before_s
+        self._time(trial)
+        self.begin += max(0.0, first_s - self.cost_s[trial])
+
     def _time(self, trial: Trial) -> None:
+        before_s = self.bench.now()
         timings = self.bench.run(trial)
+        self.cost_s[trial] = self.bench.now() - before_s
         for one in timings:
             self.times.setdefault(one.trial, []).append(one.seconds)
         if self.journal is not None:
             self.journal.add(timings)
-
-    def _report(self, elapsed_s: float, share_of_round: float) -> None:
-        if self.progress is None:
-            return
-        rounds = min((len(values) for values in self.times.values()), default=0)
-        least = (min(rounds, MIN_ROUNDS) + share_of_round) / (MIN_ROUNDS + 1)
-        share = min(1.0, elapsed_s / self.bench.job.budget_s, least)
-        self.reported = max(self.reported, share)
-        self.progress(self.reported)
+        if self.progress is not None:
+            self.progress(min(1.0, self.elapsed_s / self.bench.job.budget_s))
 
 
 def _interleaved(groups: Sequence[Sequence[Trial]], shuffle: random.Random) -> list[Trial]:
     decks = [shuffle.sample(group, len(group)) for group in groups]
     shuffle.shuffle(decks)
     return [trial for hand in zip_longest(*decks) for trial in hand if trial is not None]
-
-
-def _repeated(group: Sequence[Trial]) -> list[Trial]:
-    """Return the trials of a bitwidth as often as they run in one round."""
-    return [trial for trial in group for _ in range(REPEATS if is_short(trial) else 1)]
 
 
 def _stage_s(times: Times, phase: Phase) -> float:

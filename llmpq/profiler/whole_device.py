@@ -23,11 +23,13 @@ from llmpq.dist.engine.compiled_steps import step_runner_of
 from llmpq.dist.engine.stage import StageRunner
 from llmpq.dist.kv.blocks import blocks_of, slot_blocks
 from llmpq.dist.kv.cache import KVCache
+from llmpq.dist.metrics.core_time import TakenShare
 from llmpq.dist.metrics.stats import synchronize
 from llmpq.dist.transport.frames import Row
 from llmpq.models import DecoderStage, kv_shapes
 from llmpq.models.adapter import Skeleton
 from llmpq.profiler.grid import Shape
+from llmpq.profiler.layer import warn_if_noisy
 from llmpq.quant.modules.layer import quantize_layer_
 from llmpq.quant.modules.norms import fuse_norms_
 from llmpq.spec.devices.timings import LAYER_MATRICES, DeviceTimings, LayerTiming
@@ -48,7 +50,6 @@ SHORT_TOKENS, LONG_TOKENS = 32, 512
 """Tokens of a prompt with next to no attention, and of a prompt or context with much."""
 OVERHEAD_DEPTHS = (2, 6)
 HEAD_DIM = 64
-LEAST_ROUNDS = 3
 MAX_ROUNDS = 25
 LINK_BYTES = 64 * 2**20
 SMALL_LINK_BYTES = 16 * 2**10
@@ -102,7 +103,10 @@ class _LayerTrial:
 def measure_device(
     job: DeviceJob, progress: Callable[[float], None] = lambda _: None
 ) -> DeviceTimings:
-    """Measure a device; ``progress`` is called with the share of the budget that is spent."""
+    """Measure a device; ``progress`` is called with the share of the budget that is spent.
+
+    Logs a warning if other programs took the CPU meanwhile.
+    """
     device = job.device
     known = [name for name, dtype in FORMATS.items() if computes(device, dtype)]
     probed_s = {name: _probe_s(job, FORMATS[name]) for name in known}
@@ -112,7 +116,9 @@ def measure_device(
         *(_many_tokens(job, name) for name in known if name != main),
     ]
     others = _other_trials(job)
+    taken = TakenShare()
     _run([*(one.trial for one in layers), *others.values()], job, progress)
+    warn_if_noisy(0.0, taken.share())
     few, many = (others[f"layers {depth}"].median_s for depth in OVERHEAD_DEPTHS)
     overhead_s = max(0.0, many - few) / (OVERHEAD_DEPTHS[1] - OVERHEAD_DEPTHS[0])
     host = {}
@@ -278,19 +284,29 @@ def _trials(
         )
 
 
-def _run(trials: list[_Trial], job: DeviceJob, progress: Callable[[float], None]) -> None:
+def _run(
+    trials: Sequence[_Trial],
+    job: DeviceJob,
+    progress: Callable[[float], None],
+    now: Callable[[], float] = time.perf_counter,
+) -> None:
+    """Time the trials in rounds until the budget is spent: each once, slow ones less often."""
     for trial in trials:
         trial.call()  # compiles and allocates
-    start_s = time.perf_counter()
+    start_s = now()
     for number in range(MAX_ROUNDS):
+        is_spent = True
         for trial in trials:
+            left_s = job.budget_s - (now() - start_s)
+            if trial.seconds and 2.0 * trial.seconds[-1] > left_s:
+                continue
+            is_spent = False
             trial.call()
             synchronize(job.device)
-            before_s = time.perf_counter()
+            before_s = now()
             trial.call()
             synchronize(job.device)
-            trial.seconds.append(time.perf_counter() - before_s)
-        spent = (time.perf_counter() - start_s) / job.budget_s
-        progress(min(1.0, max(spent, (number + 1) / MAX_ROUNDS)))
-        if spent >= 1.0 and number + 1 >= LEAST_ROUNDS:
+            trial.seconds.append(now() - before_s)
+        if is_spent:
             return
+        progress(min(1.0, max((now() - start_s) / job.budget_s, (number + 1) / MAX_ROUNDS)))

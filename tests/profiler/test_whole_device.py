@@ -1,5 +1,7 @@
 """Devices are measured with steps as ranks run them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -31,3 +33,35 @@ def test_decode_steps_are_compiled_as_in_a_rank(bits, monkeypatch):
         found.trial.call()
     (step,) = steps
     assert isinstance(step, CompiledSteps)
+
+
+def test_the_budget_holds_although_one_trial_is_slow():
+    now_s = [0.0]
+
+    def taking(seconds):
+        def call():
+            now_s[0] += seconds
+
+        return whole_device._Trial(call)
+
+    slow, *quick = trials = [taking(3.0), *(taking(0.001) for _ in range(20))]
+    job = replace(JOB, budget_s=10.0)
+    shares = []
+    whole_device._run(trials, job, shares.append, lambda: now_s[0])
+    prepared_s = 3.0 + 20 * 0.001
+    assert now_s[0] - prepared_s <= 10.0
+    assert len(slow.seconds) == 1
+    assert {len(trial.seconds) for trial in quick} == {whole_device.MAX_ROUNDS}
+    assert slow.median_s == pytest.approx(3.0)
+    assert shares == sorted(shares)
+
+
+def test_every_trial_is_timed_once_whatever_the_budget():
+    now_s = [0.0]
+
+    def call():
+        now_s[0] += 1.0
+
+    trials = [whole_device._Trial(call) for _ in range(3)]
+    whole_device._run(trials, replace(JOB, budget_s=0.5), lambda _: None, lambda: now_s[0])
+    assert [len(trial.seconds) for trial in trials] == [1, 1, 1]

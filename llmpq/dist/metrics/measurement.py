@@ -67,6 +67,7 @@ class StageStats:
         work: its work by kind, longest first.
         wait_s: waiting for micro-batches, from its first one on.
         send_s: sending micro-batches to the next rank.
+        cpu_taken: share of its thread's CPU time that other programs took, ``None`` if unknown.
     """
 
     rank: int
@@ -79,6 +80,7 @@ class StageStats:
     work: tuple[WorkSample, ...] = ()
     wait_s: float = 0.0
     send_s: float = 0.0
+    cpu_taken: float | None = None
 
     def busy_in(self, phase: Phase) -> float:
         """Return the seconds of all micro-batches of a phase, the master's own work included."""

@@ -26,6 +26,7 @@ from llmpq.batching.workload_shift import (
     make_length_monitor,
 )
 from llmpq.dist.io.job import DriftHandling
+from llmpq.dist.metrics.core_time import busy_text, is_busy
 from llmpq.dist.metrics.measurement import Measurement, StageStats, seconds_of
 from llmpq.logging import get_logger
 from llmpq.spec.codec import to_json
@@ -124,8 +125,12 @@ def format_report(plan: Plan, report: dict[str, Any]) -> str:
     lines += _columns(
         [(*head, "busy", "waiting"), *(_table_row(stage) for stage in report["stages"])]
     )
+    taken = {f"rank {stage['rank']}": stage.get("cpu_taken") for stage in report["stages"]}
+    busy = any(is_busy(share) for share in taken.values())
     if "phases" in report:
-        lines += ["", *_columns(_phase_rows(report))]
+        lines += ["", *_columns(_phase_rows(report, is_valid=not busy))]
+    if busy:
+        lines += ["", f"{busy_text(taken)}; predicted and measured seconds are not comparable"]
     return "\n".join(lines)
 
 
@@ -144,8 +149,11 @@ def _fault_lines(faults: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _phase_rows(report: dict[str, Any]) -> Sequence[tuple[str, ...]]:
-    """Return the comparison phase by phase: of the whole run, then every stage's busy time."""
+def _phase_rows(report: dict[str, Any], *, is_valid: bool) -> Sequence[tuple[str, ...]]:
+    """Return the comparison phase by phase: of the whole run, then every stage's busy time.
+
+    Errors are left out where it is not valid.
+    """
     rows = [("", "prefill", "measured", "error", "decode", "measured", "error")]
     everything = [("all", *(report["phases"][phase.value] for phase in Phase))]
     everything += [
@@ -154,13 +162,13 @@ def _phase_rows(report: dict[str, Any]) -> Sequence[tuple[str, ...]]:
         if "prefill_busy_s" in stage
     ]
     for name, prefill, decode in everything:
-        rows.append((name, *_compared(prefill), *_compared(decode)))
+        rows.append((name, *_compared(prefill, is_valid), *_compared(decode, is_valid)))
     return rows
 
 
-def _compared(pair: dict[str, float]) -> tuple[str, str, str]:
+def _compared(pair: dict[str, float], is_valid: bool) -> tuple[str, str, str]:
     predicted, measured = pair["predicted"], pair["measured"]
-    error = f"{predicted / measured - 1:+.1%}" if measured > 0 else "-"
+    error = f"{predicted / measured - 1:+.1%}" if is_valid and measured > 0 else "-"
     return format_seconds(predicted), format_seconds(measured), error
 
 
@@ -214,6 +222,8 @@ def _stage_report(plan: Plan, stats: StageStats, latency_s: float) -> dict[str, 
             found[f"{phase.value}_busy_s"] = pair
     if stats.work:
         found["work"] = [to_json(one) for one in stats.work]
+    if stats.cpu_taken is not None:
+        found["cpu_taken"] = stats.cpu_taken
     share = 1.0 / latency_s if latency_s > 0 else 0.0
     busy = min(1.0, stats.busy_s * share)
     return found | {

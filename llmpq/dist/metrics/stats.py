@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from llmpq.dist.metrics.core_time import CoreTime, TakenShare, core_time
 from llmpq.dist.metrics.measurement import HeldBytes, StageStats, WorkSample
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import Phase
@@ -38,16 +39,19 @@ class StageClock:
     Attributes:
         micro_batching: sizes of a full micro-batch.
         now, sleep: the clock, in seconds.
+        read_core: returns the CPU time of a thread.
     """
 
     micro_batching: MicroBatching
     now: Callable[[], float] = time.perf_counter
     sleep: Callable[[float], None] = time.sleep
+    read_core: Callable[[int], CoreTime | None] = core_time
     load_s: float = 0.0
     held: HeldBytes | None = None
     wait_s: float = 0.0
     send_s: float = 0.0
     _busy_s: float = 0.0
+    _taken: TakenShare | None = None
     _steps: deque[_Step] = field(default_factory=lambda: deque(maxlen=MAX_STEPS))
 
     def record(
@@ -55,8 +59,11 @@ class StageClock:
     ) -> None:
         """Add the work on one micro-batch of so many rows and :func:`tokens_read`.
 
-        ``seconds`` include ``master_s``, the master's own work.
+        ``seconds`` include ``master_s``, the master's own work. Called by the thread that computes:
+        from the first call on, what others take of its CPU time is measured.
         """
+        if self._taken is None:
+            self._taken = TakenShare(self.read_core)
         self._busy_s += seconds
         self._steps.append(_Step(phase, rows, seconds, tokens, master_s))
 
@@ -73,6 +80,7 @@ class StageClock:
             wait_s=self.wait_s,
             send_s=self.send_s,
             work=self._longest_work(),
+            cpu_taken=None if self._taken is None else self._taken.share(),
         )
 
     def _longest_work(self) -> tuple[WorkSample, ...]:

@@ -6,11 +6,13 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 from helpers.draft_plans import with_draft
 from helpers.ranks import make_plan
 
 from llmpq.batching import RequestRecord
 from llmpq.cli.plots import draw_run, run_groups
+from llmpq.dist.metrics.core_time import CoreTime
 from llmpq.dist.metrics.measurement import (
     Measurement,
     StageStats,
@@ -18,6 +20,7 @@ from llmpq.dist.metrics.measurement import (
     WorkSample,
 )
 from llmpq.dist.metrics.report import build_report, format_report
+from llmpq.dist.metrics.stats import StageClock
 from llmpq.spec.codec import from_json, to_json
 from llmpq.spec.fields import Fields
 from llmpq.spec.plan import PlanForecast, StageForecast
@@ -172,6 +175,26 @@ def test_a_plan_with_a_forecast_is_compared_phase_by_phase_and_stage_by_stage():
     assert "-20.0%" in text  # prefill of the whole run: 1.0 s predicted, 1.25 s measured
     value = json.loads(json.dumps(to_json(ran)))
     assert from_json(Measurement, Fields(value, "here")) == ran
+
+
+def test_seconds_are_not_compared_when_other_programs_took_the_cpu():
+    plan = replace(PLAN, estimate=replace(PLAN.estimate, forecast=FORECAST))
+    for share, is_compared in ((0.02, True), (0.54, False)):
+        stages = (_played(0), replace(_played(1), cpu_taken=share))
+        report = build_report(plan, replace(MEASUREMENT, stages=stages, prefill_s=1.25))
+        assert [stage.get("cpu_taken") for stage in report["stages"]] == [None, share]
+        text = format_report(plan, report)
+        assert ("-20.0%" in text) == is_compared
+        assert ("CPU busy with other programs: rank 1 54%" in text) != is_compared
+
+
+def test_a_rank_reports_what_others_took_since_its_first_micro_batch():
+    times = [CoreTime(ran_s=1.0, taken_s=5.0), CoreTime(ran_s=2.0, taken_s=5.25)]
+    clock = StageClock(micro_batching=PLAN.micro_batching, read_core=lambda _: times.pop(0))
+    assert clock.stats(0, torch.device("cpu")).cpu_taken is None
+    clock.record(Phase.PREFILL, 1, 0.5)
+    clock.record(Phase.DECODE, 1, 0.5)
+    assert clock.stats(0, torch.device("cpu")).cpu_taken == pytest.approx(0.2)
 
 
 def test_drafts_are_counted_where_there_are_some():
