@@ -56,7 +56,7 @@ def processor(monkeypatch):
     """A processor with some extensions, and a process limited to one of them."""
 
     def install(flags, own=None):
-        monkeypatch.setattr(process_environment, "_cpu_flags", lambda: frozenset(flags.split()))
+        monkeypatch.setattr(process_environment, "cpuinfo", lambda _: flags)
         if own is None:
             monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
         else:
