@@ -106,12 +106,6 @@ def cpuinfo(key: str, text: str | None = None) -> str:
     return next((value.strip() for name, _, value in values if name.strip() == key), "")
 
 
-def allowed_isa(environ: Mapping[str, str]) -> str | None:
-    """Return the newest vector extension that these variables allow, ``None`` for all."""
-    limit = environ.get(_ISA_VARIABLES[0])
-    return next((isa for isa, values in _ISA_LIMITS.items() if values[0] == limit), None)
-
-
 def python_path(environ: Mapping[str, str]) -> str:
     """Return ``PYTHONPATH`` for a process that imports this package from where it is now."""
     package_parent = str(Path(llmpq.__file__).resolve().parents[1])
