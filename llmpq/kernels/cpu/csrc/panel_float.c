@@ -25,8 +25,9 @@ enum { WIDE = 1, STRIP = 6, FEW_STRIP = 6, COLUMNS = 128 };
 enum { WIDE = 1, STRIP = 2, FEW_STRIP = 2, COLUMNS = 128 };
 #endif
 enum { PARTS = 16 / LANES }; /* registers that 16 rows of the weight fill */
-enum { FEW = 24 }; /* rows of x that meet 16-bit weights without a panel, FEW_STRIP at a time */
-enum { FEW_COLUMNS = 512, AHEAD = 128 }; /* their columns widened at a time, and fetched ahead */
+/* Rows of x that meet 16-bit weights without a panel, FEW_STRIP at a time; their numbers that are widened
+ * at a time; and columns that are fetched ahead. */
+enum { FEW = 36, FEW_NUMBERS = 24 * 512, AHEAD = 128 };
 
 typedef struct {
     const Product *product;
@@ -231,29 +232,41 @@ INLINE void block_rows(const Job *job, const float *x, int64_t stride, int64_t c
 
 /* ---- few rows by 16-bit weights --------------------------------------------------------------- */
 
-/* Adds the columns [from, end) of 16 rows of the weight times `strip` widened rows of x. */
-INLINE void stream(const Weight *w, const uint8_t *panel, const float *x, int64_t from, int64_t end,
-                   int64_t block, float *total, const int strip, const int type) {
-    for (int64_t first = from; first < end; first += block) {
+/* 16 rows of a weight on their way through the registers. */
+typedef struct {
+    const Weight *weight;
+    const uint8_t *panel;
+    const uint8_t *ahead; /* what is fetched meanwhile, `ahead_step` bytes for every two columns */
+    int64_t ahead_step;
+    int64_t from, end, block; /* columns, and how many of them have one sum */
+    const float *x;           /* rows of numbers from column `from` on, `stride` apart */
+    int64_t stride;
+} Streamed;
+
+/* Adds these columns times `strip` rows of x. */
+INLINE void stream(const Streamed *s, float *total, const int strip, const int type) {
+    const uint8_t *ahead = s->ahead;
+    for (int64_t first = s->from; first < s->end; first += s->block) {
         vf sum[FEW_STRIP * PARTS];
+        const float *x = s->x + first - s->from;
 #pragma GCC unroll 24
         for (int i = 0; i < strip * PARTS; i++) sum[i] = (vf){0};
-        for (int64_t k = first; k < first + block; k += 2) {
+        for (int64_t k = 0; k < s->block; k += 2, ahead += s->ahead_step) {
             vf even[PARTS], odd[PARTS];
-            __builtin_prefetch(panel + (k + AHEAD) * w->panel * 2, 0, ONCE);
+            __builtin_prefetch(ahead, 0, ONCE);
 #pragma GCC unroll 4
             for (int part = 0; part < PARTS; part++)
-                widen_pair(w, panel, k, part, even + part, odd + part, type);
+                widen_pair(s->weight, s->panel, first + k, part, even + part, odd + part, type);
 #pragma GCC unroll 12
             for (int m = 0; m < strip; m++)
 #pragma GCC unroll 4
                 for (int part = 0; part < PARTS; part++)
-                    sum[m * PARTS + part] += x[m * FEW_COLUMNS + k - from] * even[part];
+                    sum[m * PARTS + part] += x[m * s->stride + k] * even[part];
 #pragma GCC unroll 12
             for (int m = 0; m < strip; m++)
 #pragma GCC unroll 4
                 for (int part = 0; part < PARTS; part++)
-                    sum[m * PARTS + part] += x[m * FEW_COLUMNS + k + 1 - from] * odd[part];
+                    sum[m * PARTS + part] += x[m * s->stride + k + 1] * odd[part];
         }
 #pragma GCC unroll 24
         for (int i = 0; i < strip * PARTS; i++) {
@@ -265,11 +278,9 @@ INLINE void stream(const Weight *w, const uint8_t *panel, const float *x, int64_
 }
 
 #define STREAM(COUNT)                                                                             \
-    static __attribute__((noinline)) void stream_##COUNT(const Weight *w, const uint8_t *panel,    \
-                                                         const float *x, int64_t from, int64_t end, \
-                                                         int64_t block, float *total) {            \
-        if (w->scale_type == TYPE_F16) stream(w, panel, x, from, end, block, total, COUNT, TYPE_F16); \
-        else stream(w, panel, x, from, end, block, total, COUNT, TYPE_BF16);                       \
+    static __attribute__((noinline)) void stream_##COUNT(const Streamed *s, float *total) {        \
+        if (s->weight->scale_type == TYPE_F16) stream(s, total, COUNT, TYPE_F16);                  \
+        else stream(s, total, COUNT, TYPE_BF16);                                                   \
     }
 STREAM(1) STREAM(2)
 #if defined(__AVX2__)
@@ -280,8 +291,7 @@ STREAM(7) STREAM(8) STREAM(9) STREAM(10) STREAM(11) STREAM(12)
 #endif
 #undef STREAM
 
-typedef void (*Stream)(const Weight *, const uint8_t *, const float *, int64_t, int64_t, int64_t,
-                       float *);
+typedef void (*Stream)(const Streamed *, float *);
 static const Stream streams[FEW_STRIP + 1] = {
     0, stream_1, stream_2,
 #if defined(__AVX2__)
@@ -297,26 +307,44 @@ INLINE int is_few(const Product *p) {
     return p->weight->bits == 16 && p->count <= FEW;
 }
 
+/* 16 rows of the weight by all rows of x. One strip of these fetches what it reads next; several fetch
+ * `next`, which all of them read later, a share each. */
+static void stream_strips(Streamed *s, int64_t count, const uint8_t *next, float *total) {
+    int64_t strips = (count + FEW_STRIP - 1) / FEW_STRIP, line = s->weight->panel * 4;
+    const float *x = s->x;
+    s->ahead = s->panel + (s->from + AHEAD) * (line / 2);
+    s->ahead_step = strips > 1 ? line / strips : line;
+    for (int64_t i = 0; i < strips; i++) {
+        int64_t m = i * count / strips, rows = (i + 1) * count / strips - m; /* even strips */
+        s->x = x + m * s->stride;
+        if (strips > 1) s->ahead = next + i * ((s->end - s->from) / 2 * line / strips);
+        streams[rows](s, total + m * PANEL);
+    }
+    s->x = x;
+}
+
 static void few_rows(const Job *job, int64_t row, int64_t end) {
     const Product *p = job->product;
     const Weight *w = p->weight;
     float total[FEW * PANEL] __attribute__((aligned(64)));
-    float x[FEW * FEW_COLUMNS] __attribute__((aligned(64)));
-    int64_t strips = (p->count + FEW_STRIP - 1) / FEW_STRIP;
+    float x[FEW_NUMBERS] __attribute__((aligned(64)));
+    int64_t most = FEW_NUMBERS / p->count / COLUMNS * COLUMNS;
+    int64_t width = w->columns < most ? w->columns : most;
     memset(total, 0, (size_t)p->count * PANEL * sizeof *total);
-    for (int64_t from = 0; from < w->columns; from += FEW_COLUMNS) {
-        int64_t to = from + FEW_COLUMNS < w->columns ? from + FEW_COLUMNS : w->columns;
+    Streamed s = {.weight = w, .block = job->block, .x = x, .stride = width};
+    for (s.from = 0; s.from < w->columns; s.from = s.end) {
+        s.end = s.from + width < w->columns ? s.from + width : w->columns;
         for (int64_t m = 0; m < p->count; m++)
-            for (int64_t k = from; k < to; k += LANES) {
+            for (int64_t k = s.from; k < s.end; k += LANES) {
                 vf wide = load_any(p->x, m * w->columns + k, job->type);
-                memcpy(x + m * FEW_COLUMNS + k - from, &wide, sizeof wide);
+                memcpy(x + m * width + k - s.from, &wide, sizeof wide);
             }
-        for (int64_t r = row; r < end; r += 16)
-            for (int64_t i = 0; i < strips; i++) { /* even ones */
-                int64_t m = i * p->count / strips, count = (i + 1) * p->count / strips - m;
-                streams[count](w, panel_at(w, r), x + m * FEW_COLUMNS, from, to, job->block,
-                               total + m * PANEL + r - row);
-            }
+        for (int64_t r = row; r < end; r += 16) {
+            s.panel = panel_at(w, r);
+            int64_t at = r + 16 < end ? s.from : s.end < w->columns ? s.end : 0;
+            int64_t next = r + 16 < w->rows && (r + 16 < end || !at) ? r + 16 : row;
+            stream_strips(&s, p->count, panel_at(w, next) + at * w->panel * 2, total + r - row);
+        }
     }
     for (int64_t m = 0; m < p->count; m++) put_row(job, total + m * PANEL, m, row, end - row);
 }
