@@ -142,7 +142,7 @@ def test_a_command_that_fits_ends_as_it_would(tmp_path):
 
 @needs_groups
 def test_a_command_that_does_not_fit_is_ended(tmp_path):
-    code = "import time; data = bytearray(200_000_000); time.sleep(60); print('alive')"
+    code = "import time; data = bytearray(200_000_000); time.sleep(600); print('alive')"
     with hetbox(tmp_path, code) as process:
         output, said = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 128 + signal.SIGKILL
@@ -152,7 +152,9 @@ def test_a_command_that_does_not_fit_is_ended(tmp_path):
 
 @needs_groups
 def test_nothing_outlives_a_killed_box(tmp_path):
-    with hetbox(tmp_path, "import os, time; print(os.getpid(), flush=True); time.sleep(60)") as box:
+    with hetbox(
+        tmp_path, "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    ) as box:
         child = int(box.stdout.readline())
         box.kill()
     deadline = time.monotonic() + PATIENCE_S

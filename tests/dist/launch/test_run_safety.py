@@ -98,12 +98,12 @@ def test_the_folder_of_a_killed_launcher_is_removed(tmp_path):
     (folder / "job.json").write_text("{}")
     # A rank that still imports its libraries and has not yet asked to end with its launcher.
     rank = subprocess.Popen(
-        [sys.executable, "-c", "import time; time.sleep(60)", str(folder / "job.json")]
+        [sys.executable, "-c", "import time; time.sleep(600)", str(folder / "job.json")]
     )
     code = (
         "import sys, time; from pathlib import Path\n"
         "from llmpq.dist.launch.orphan_cleanup import clean_up_if_killed\n"
-        "with clean_up_if_killed(Path(sys.argv[1])): print('ready', flush=True); time.sleep(60)"
+        "with clean_up_if_killed(Path(sys.argv[1])): print('ready', flush=True); time.sleep(600)"
     )
     launcher = subprocess.Popen(
         [sys.executable, "-c", code, str(folder)],

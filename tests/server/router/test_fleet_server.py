@@ -59,7 +59,7 @@ import os, sys, time
 with open(sys.argv[1] + ".new", "w") as file:
     file.write(str(os.getpid()))
 os.rename(sys.argv[1] + ".new", sys.argv[1])
-time.sleep(60)
+time.sleep(600)
 """
 PARENT = """
 import sys
