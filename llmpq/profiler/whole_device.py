@@ -30,6 +30,7 @@ from llmpq.models import DecoderStage, kv_shapes
 from llmpq.models.adapter import Skeleton
 from llmpq.profiler.grid import Shape
 from llmpq.profiler.layer import warn_if_noisy
+from llmpq.quant.loading.huge_pages import use_huge_pages
 from llmpq.quant.modules.layer import quantize_layer_
 from llmpq.quant.modules.norms import fuse_norms_
 from llmpq.spec.devices.timings import LAYER_MATRICES, DeviceTimings, LayerTiming
@@ -239,6 +240,7 @@ def _layers(job: DeviceJob, dtype: Dtype, bits: int, depth: int) -> list[nn.Modu
         quantize_layer_(layer, bits, FORMATS[dtype])
         fuse_norms_(layer)  # as loading does: compiled steps take no other norms
         layers.append(layer)
+    use_huge_pages(nn.ModuleList(layers))
     return layers
 
 

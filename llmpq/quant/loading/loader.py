@@ -28,6 +28,7 @@ from llmpq.quant.loading.head import (
     install_stored_head_,
     order_head_,
 )
+from llmpq.quant.loading.huge_pages import use_huge_pages
 from llmpq.quant.loading.layer_reader import (
     Item,
     LayerEnd,
@@ -110,7 +111,9 @@ def load_stage(  # noqa: PLR0913  the stage, and where it goes; a worker has all
             builder.add(item)
             del item
     stage = DecoderStage(checkpoint.config, builder.layers, first_layer, checkpoint.skeleton)
-    return stage.to(device)
+    stage.to(device)
+    use_huge_pages(stage)
+    return stage
 
 
 def load_master(
@@ -164,7 +167,9 @@ def load_master(
     fuse_norms_(master)
     order_head_(master)
     prepack_(master)
-    return master.to(device)
+    master.to(device)
+    use_huge_pages(master)
+    return master
 
 
 def _stored_head(
