@@ -11,12 +11,14 @@ import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, zip_longest
 from statistics import median, quantiles
 
 import torch
 
 from llmpq import __version__
+from llmpq.kernels.gpu.device import open_device
 from llmpq.logging import get_logger
 from llmpq.profiler.bench import Bench, LayerJob, Trial, is_short
 from llmpq.profiler.journal import Journal
@@ -51,6 +53,7 @@ def profile_layer(
     Raises:
         SpecError: the grid does not fit the model's positions.
     """
+    job = replace(job, device=open_device(job.device))
     bench = Bench(job)
     times = _Rounds(bench, progress, journal).run()
     layers_apart_s = {phase: _stage_s(times, phase) for phase in Phase}

@@ -25,6 +25,7 @@ from llmpq.dist.kv.blocks import blocks_of, slot_blocks
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.metrics.stats import synchronize
 from llmpq.dist.transport.frames import Row
+from llmpq.kernels.gpu.device import open_device
 from llmpq.models import DecoderStage, kv_shapes
 from llmpq.models.adapter import Skeleton
 from llmpq.profiler.grid import Shape
@@ -103,7 +104,8 @@ def measure_device(
     job: DeviceJob, progress: Callable[[float], None] = lambda _: None
 ) -> DeviceTimings:
     """Measure a device; ``progress`` is called with the share of the budget that is spent."""
-    device = job.device
+    device = open_device(job.device)
+    job = replace(job, device=device)
     known = [name for name, dtype in FORMATS.items() if computes(device, dtype)]
     probed_s = {name: _probe_s(job, FORMATS[name]) for name in known}
     main = next(name for name in known if probed_s[name] <= MOST_SLOWER * min(probed_s.values()))

@@ -60,6 +60,7 @@ from llmpq.dist.transport.communicator import (
 from llmpq.dist.transport.errors import stage_name
 from llmpq.dist.transport.frames import FrameLimits
 from llmpq.errors import SpecError, StageError
+from llmpq.kernels.gpu.device import open_device
 from llmpq.models import Master, kv_shapes, load_config
 from llmpq.models.config import kv_sources
 from llmpq.models.token_layout import message_features
@@ -187,11 +188,7 @@ def torch_device(plan: Plan, rank: int) -> torch.device:
             f"{stage_name(plan, rank)}: found {here} {kind.upper()} devices on this host, "
             f"expected at least {index + 1}"
         )
-    if kind == "cuda":
-        torch.cuda.set_device(index)
-    elif kind == "xpu":
-        torch.xpu.set_device(index)
-    return torch.device(kind, index)
+    return open_device(torch.device(kind, index))
 
 
 def accelerators(kind: DeviceKind) -> int:
