@@ -20,6 +20,7 @@ from torch import nn
 from transformers import LlamaConfig
 
 from llmpq.dist.engine.compiled_steps import step_runner_of
+from llmpq.dist.engine.cuda_graphs import DecodeGraphs, StepShape
 from llmpq.dist.engine.stage import StageRunner
 from llmpq.dist.kv.blocks import blocks_of, slot_blocks
 from llmpq.dist.kv.cache import KVCache
@@ -259,9 +260,12 @@ def _trials(
         num_blocks=max(shape.batch * blocks_of(shape.tokens) for shape in shapes),
         dtype=FORMATS[dtype], device=job.device,
     )  # fmt: skip
+    steps = step_runner_of(stage, cache)
+    if isinstance(steps, DecodeGraphs):
+        decode = [shape for shape in shapes if shape.phase is Phase.DECODE]
+        steps.capture({StepShape.of(shape.batch, shape.tokens) for shape in decode})
     runner = StageRunner(
-        layers=stage, cache=cache, device=job.device, is_last=False,
-        steps=step_runner_of(stage, cache, full_rows=1),
+        layers=stage, cache=cache, device=job.device, is_last=False, steps=steps
     )  # fmt: skip
     for shape in shapes:
         new = shape.tokens if shape.phase is Phase.PREFILL else 1
