@@ -50,8 +50,7 @@ def _gpu_attention(step: Step, layer: LayerSpec) -> int:
     value_bytes = DTYPE_BYTES[step.dtype]
     query, key = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
     is_written_out = step.model.family in (*SCORES_ATTENTION, *BIASED_ATTENTION)
-    # Gathered, then repeated; without grouped heads the values are gathered beside both copies.
-    picked = 2 * (key + query) if key < query else 3 * key
+    picked = 2 * (key + (query if key < query else 0))  # gathered, then repeated for grouped heads
     values = step.rows * (2 * (query + key) + key + query)
     values += step.batch * step.context * picked + step.rows * step.context
     scores = step.rows * layer.num_heads * step.context if is_written_out else 0

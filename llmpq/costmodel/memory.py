@@ -94,14 +94,14 @@ def temporary_bytes(  # noqa: PLR0913  what a step is, and where it runs
             + v V (e + 2 * 4)              on the master: logits, in float32, and their sorted copy
 
         attention    = R (2 (q + k) d + k d + q d) e         q and k, rotated too, v, and the output
-                     + v C x d e                             keys and values gathered from blocks
+                     + 2 v C (k + x) d e                     keys and values gathered from blocks
                      + v T C e                               mask of T query and C context tokens
                      + v q T C (2 e + 8)                     scores, where they are written out
         feed-forward = R a (p + c f) e                       outputs of its operators, activated
         rows         = R a ((in + out) e + w in + 4 out)     8-bit rows and their 32-bit sums
 
-    ``x`` is ``2 (k + q)`` where heads are grouped, which are then repeated, else ``3 k`` (keys, and
-    values in two copies); ``a`` experts a token; ``p`` the sum and ``f`` the largest of the feed-forward operators'
+    ``x`` is ``q`` where heads are grouped, which are repeated in prefill and decode alike, else 0;
+    ``a`` experts a token; ``p`` the sum and ``f`` the largest of the feed-forward operators'
     outputs; ``c`` results of the activation alive at once; ``w`` bytes of a value on its way to 8
     bits, 1 (float32 runs widen instead).
     What quantized layers need is always counted.

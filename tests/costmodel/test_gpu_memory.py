@@ -16,7 +16,7 @@ from llmpq.models.attention import ScoreOptions
 from llmpq.models.packed_attention import DecodeAttention
 from llmpq.spec import catalog
 
-MODELS = ("meta-llama/Llama-3.1-8B", "Qwen/Qwen2.5-7B", "meta-llama/Llama-2-7b-hf")
+MODELS = ("meta-llama/Llama-3.1-8B", "Qwen/Qwen2.5-7B", "meta-llama/Llama-2-70b-hf")
 
 
 class Peak(TorchDispatchMode):
