@@ -97,9 +97,7 @@ def decode_graphs(setting: Setting) -> Iterator[Row]:
     Heads have 128 features, as in models that people run, so that torch chooses the attention that
     it chooses there. On a CPU nothing is captured; the same steps at fixed places are called again.
     """
-    shape = {"layers": 4, "hidden": 256, "intermediate": 512, "heads": 4, "kv_heads": 2}
-    if not setting.is_quick:
-        shape |= {"hidden": 2048, "intermediate": 5632, "heads": 16, "kv_heads": 4}
+    shape = _graph_config(setting)
     rows: list[Row] = []
     for family in GRAPH_FAMILIES[: 1 if setting.is_quick else None]:
         is_main = family == "llama"
@@ -114,11 +112,15 @@ def decode_graphs(setting: Setting) -> Iterator[Row]:
     _check_replays(setting, rows)
 
 
+def _graph_config(setting: Setting) -> dict[str, int]:
+    if setting.is_quick:
+        return {"layers": 4, "hidden": 256, "intermediate": 512, "heads": 4, "kv_heads": 2}
+    return {"layers": 4, "hidden": 2048, "intermediate": 5632, "heads": 16, "kv_heads": 4}
+
+
 def kv8(setting: Setting) -> Iterator[Row]:
     """Graphs of 8-bit keys and values: short ones replayed after longer ones and after prompts."""
-    shape = {"layers": 4, "hidden": 256, "intermediate": 512, "heads": 4, "kv_heads": 2}
-    if not setting.is_quick:
-        shape |= {"hidden": 2048, "intermediate": 5632, "heads": 16, "kv_heads": 4}
+    shape = _graph_config(setting)
     model_dir = _model(setting, "llama", **shape)
     stage = load_stage(model_dir, 0, 4, [16] * 4, dtype=torch.bfloat16, device=setting.device)
     rows: list[Row] = []
