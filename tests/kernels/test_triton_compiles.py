@@ -5,12 +5,15 @@ they make of each is in ``benchmarks/results/gpu-kernels.json``.
 """
 
 import json
+import sys
 from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.gpu_checks import compiled
 

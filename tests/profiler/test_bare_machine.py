@@ -59,7 +59,11 @@ def _requires(name: str) -> list[str]:
 def run_without(modules: list[str], code: str) -> subprocess.CompletedProcess[str]:
     blocked = f"import sys; sys.modules.update(dict.fromkeys({modules!r}))\n"
     return subprocess.run(
-        [sys.executable, "-c", blocked + code], capture_output=True, text=True, check=False
+        [sys.executable, "-c", blocked + code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
