@@ -21,6 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
@@ -280,7 +281,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     found = compile_all(options.only)
     document = {
+        "topic": OUTPUT.stem,
         "command": "python -m scripts.gpu_checks.compiled",
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": "none: compiled without a GPU",
         "versions": {"triton": version("triton")},
         "kernels": [recorded(made) for made in found],
     }
