@@ -79,7 +79,7 @@ def _kernels_of(work: Callable[[], object]) -> Iterator[Row]:
         work()
         torch.cuda.synchronize()
     kernels = [
-        one for one in profile.key_averages() if one.device_type is torch.autograd.DeviceType.CUDA
+        one for one in profile.key_averages() if one.device_type == torch.autograd.DeviceType.CUDA
     ]
     count = sum(one.count for one in kernels)
     total_us = sum(one.self_device_time_total for one in kernels)

@@ -213,9 +213,8 @@ class DecodeGraphs:
     def _captured(self, shape: StepShape) -> _Graph | None:
         """Return the graph of a shape, ``None`` if the capture failed."""
         assert self._capture is not None
-        like = next(self._layers.parameters())
         size = self._layers.config.hidden_size
-        hidden = torch.zeros(1, 1, size, dtype=self._cache.dtype, device=like.device)
+        hidden = torch.zeros(1, 1, size, dtype=self._cache.dtype, device=self._cache.device)
         try:
             graph = _Graph(self._layers, self._cache, shape, hidden)
             if self._waits is None:
