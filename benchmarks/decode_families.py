@@ -120,7 +120,7 @@ def step_ms(
         for _ in range(2)
     ]
     start = time.perf_counter()
-    steps = step_runner_of(stage, caches[0], full_rows=1)
+    steps = step_runner_of(stage, caches[0])
     check_s = time.perf_counter() - start
     if steps is None:
         raise SystemExit(f"{model_dir}: found no compiled steps at {bits} bits")

@@ -114,7 +114,7 @@ def steps(model_dir: Path, rounds: int) -> dict[tuple[int, int], list[float]]:
         stage = load_stage(model_dir, 0, count, [bits] * count, dtype=torch.bfloat16, device="cpu")
         runners[bits] = StageRunner(
             layers=stage, cache=cache, device=torch.device("cpu"), is_last=True,
-            steps=step_runner_of(stage, cache, full_rows=1),
+            steps=step_runner_of(stage, cache),
         )  # fmt: skip
     masters = {
         bits: load_master(model_dir, dtype=torch.bfloat16, device="cpu", head_bits=bits)

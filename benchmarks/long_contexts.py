@@ -150,7 +150,7 @@ def ours(model_dir: Path, bits: int, kv_bits: int, tokens: int) -> dict[str, flo
     cache = KVCache(shapes, 0, dtype=dtype, num_blocks=blocks_of(most), kv_bits=kv_bits)
     runner = StageRunner(
         layers=stage, cache=cache, device=torch.device("cpu"), is_last=True,
-        steps=step_runner_of(stage, cache, full_rows=1),
+        steps=step_runner_of(stage, cache),
     )  # fmt: skip
 
     def step(ids: torch.Tensor, first: int) -> None:

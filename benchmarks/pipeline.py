@@ -260,7 +260,7 @@ def decode_seconds(model_dir: Path, bits: int, head_bits: int, ids: torch.Tensor
         layers=stage,
         cache=cache,
         device=torch.device("cpu"),
-        steps=step_runner_of(stage, cache, full_rows=rows),
+        steps=step_runner_of(stage, cache),
         is_last=True,
     )
     sampler, states = Sampler(), [SamplingState() for _ in range(rows)]

@@ -116,7 +116,7 @@ def _runner(model: Path, bits: int) -> StageRunner:
     layers = int(json.loads((model / "config.json").read_text())["num_hidden_layers"])
     stage = load_stage(model, 0, layers, [bits] * layers, dtype=DTYPE, device="cpu")
     cache = KVCache(kv_shapes(stage.config, 0, layers), 0, num_blocks=BLOCKS, dtype=DTYPE)
-    steps = step_runner_of(stage, cache, 1)
+    steps = step_runner_of(stage, cache)
     return StageRunner(
         layers=stage, cache=cache, device=CPU, is_last=True, steps=steps, dtype=DTYPE
     )

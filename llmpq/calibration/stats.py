@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from llmpq.kernels.gpu.device import exact_dtype
+
 
 class Collector(Protocol):
     """Collects statistics of the inputs of one operator."""
@@ -35,14 +37,14 @@ class Moments:
 
     def __init__(self, in_features: int, device: torch.device | str = "cpu") -> None:
         self.tokens = 0
-        self._sum = torch.zeros(in_features, dtype=torch.float64, device=device)
+        self._sum = torch.zeros(in_features, dtype=exact_dtype(torch.device(device)), device=device)
         self._squares = torch.zeros_like(self._sum)
 
     def add(self, inputs: Tensor) -> None:
         """Add inputs ``[T, K]``."""
         self.tokens += inputs.shape[0]
-        self._sum += inputs.sum(0, dtype=torch.float64)
-        self._squares += inputs.float().square().sum(0, dtype=torch.float64)
+        self._sum += inputs.sum(0, dtype=self._sum.dtype)
+        self._squares += inputs.float().square().sum(0, dtype=self._sum.dtype)
 
     @property
     def mean(self) -> float:

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from llmpq.calibration.data import CalibrationSet
 from llmpq.calibration.stats import Collector
 from llmpq.errors import SpecError
+from llmpq.kernels.gpu.device import open_device
 from llmpq.models import Checkpoint, DecoderStage, Master, build_layer
 from llmpq.quant.modules.layer import expert_keys, expert_views, experts_of, quantizable_names
 
@@ -232,7 +233,7 @@ class LayerWalk:
         self.config = self.checkpoint.config
         self.calibration = calibration
         self.dtype = dtype
-        self.device = torch.device(device)
+        self.device = open_device(torch.device(device))
         self.hidden: list[Tensor] = []
         self._batch_tokens = batch_tokens
         self._progress = progress

@@ -50,10 +50,9 @@ def _gpu_attention(step: Step, layer: LayerSpec) -> int:
     value_bytes = DTYPE_BYTES[step.dtype]
     query, key = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
     is_written_out = step.model.family in (*SCORES_ATTENTION, *BIASED_ATTENTION)
-    is_repeated = key < query and (step.tokens > 1 or is_written_out)
-    picked = key + (query if is_repeated else 0)
+    picked = 2 * (key + (query if key < query else 0))  # gathered, then repeated for grouped heads
     values = step.rows * (2 * (query + key) + key + query)
-    values += 2 * step.batch * step.context * picked + step.rows * step.context
+    values += step.batch * step.context * picked + step.rows * step.context
     scores = step.rows * layer.num_heads * step.context if is_written_out else 0
     return values * value_bytes + scores * (2 * value_bytes + 8)
 

@@ -96,8 +96,8 @@ def temporary_bytes(  # noqa: PLR0913  what a step is, and where it runs
         feed-forward = R a (p + c f) e                       outputs of its operators, activated
         rows         = R a ((in + out) e + w in + 4 out)     8-bit rows and their 32-bit sums
 
-    ``x`` is ``q`` where heads are grouped and repeated (a masked prefill, written-out scores), else
-    0; ``a`` experts a token; ``p`` the sum and ``f`` the largest of the feed-forward operators'
+    ``x`` is ``q`` where heads are grouped, which are repeated in prefill and decode alike, else 0;
+    ``a`` experts a token; ``p`` the sum and ``f`` the largest of the feed-forward operators'
     outputs; ``c`` results of the activation alive at once; ``w`` bytes of a value on its way to 8
     bits, 1 (float32 runs widen instead).
     What quantized layers need is always counted.

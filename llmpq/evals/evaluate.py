@@ -17,6 +17,7 @@ from llmpq.evals.pipeline import pipeline_hidden
 from llmpq.evals.score import Quality, perplexity_and_kl
 from llmpq.evals.stream import LayerSource, stream_hidden
 from llmpq.evals.windows import Windows, read_windows
+from llmpq.kernels.gpu.device import open_device
 from llmpq.models import Checkpoint, Master
 from llmpq.quant.checkpoint.reader import GptqCheckpoint
 from llmpq.quant.loading.loader import load_master
@@ -82,7 +83,7 @@ def evaluate(task: EvalTask, bars: Bars, progress: RunProgress) -> dict[str, Any
     )
     is_auto = task.dtype == "auto"
     dtype = Checkpoint(task.model_dir).dtype if is_auto else getattr(torch, task.dtype)
-    device = torch.device(task.device)
+    device = open_device(torch.device(task.device))
     master = load_master(task.model_dir, dtype=dtype, device=device)
     run = _Run(task=task, windows=windows, dtype=dtype, device=device, bars=bars)
     reference = run.stream(

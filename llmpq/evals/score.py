@@ -19,6 +19,7 @@ from torch import Tensor
 
 from llmpq.errors import LlmpqError, SpecError
 from llmpq.evals.windows import Windows
+from llmpq.kernels.gpu.device import exact_dtype
 from llmpq.models import Master
 
 K = TypeVar("K", bound=Hashable)
@@ -64,12 +65,13 @@ class Tally:
             reference: log-probabilities of the reference ``[C, V]``.
         """
         chosen = scores.gather(1, targets[:, None])
-        self.loss -= float(chosen.sum(dtype=torch.float64))
+        exact = exact_dtype(scores.device)
+        self.loss -= float(chosen.sum(dtype=exact))
         self.tokens += targets.numel()
         if reference is not None:
             ratio = (reference - scores).mul_(reference.exp()).sum(dim=1)  # [C]
             # Rounding can make the divergence of two nearly equal rows negative.
-            near = float(ratio.clamp_(min=0).sum(dtype=torch.float64))
+            near = float(ratio.clamp_(min=0).sum(dtype=exact))
             self.divergence = near + (self.divergence or 0.0)
 
     def quality(self) -> Quality:

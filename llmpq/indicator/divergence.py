@@ -24,6 +24,7 @@ from torch import Tensor
 from llmpq.calibration import CalibrationSet
 from llmpq.calibration.walk import Progress
 from llmpq.indicator.base import Scores, Subject
+from llmpq.kernels.gpu.device import exact_dtype, open_device
 from llmpq.models import DecoderStage, Master, load_config
 from llmpq.models.master import is_tied
 from llmpq.quant.loading.loader import load_master, load_stage
@@ -118,6 +119,7 @@ class _Run:
         # Unit: one stream through one layer; the predictions of a stream count as one layer.
         passes = sum(1 + len(subject.bits) * (index + 1) for index in range(num_layers))
         self.total = passes + num_layers * len(subject.bits)
+        open_device(torch.device(subject.device))
         self.batches = _batches_of(subject, probe)
         master = _master_of(subject)
         self.states: dict[Key, list[Tensor]] = {
@@ -189,7 +191,7 @@ def _divergence(masters: tuple[Master, Master], whole: Tensor, changed: Tensor) 
         scores = torch.log_softmax(masters[1].logits(other), dim=-1)
         ratio = (expected - scores).mul_(expected.exp_())
         # Rounding can make the divergence of two nearly equal rows negative.
-        total += float(ratio.sum(dim=-1).clamp_(min=0).sum(dtype=torch.float64))
+        total += float(ratio.sum(dim=-1).clamp_(min=0).sum(dtype=exact_dtype(ratio.device)))
     return total
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from llmpq.kernels.gpu.device import exact_dtype
 from llmpq.kernels.packed import row_blocks
 from llmpq.quant.quantizers.rtn import fit_grid, nearest_codes
 from llmpq.spec.precision import Precision, default_precision
@@ -33,7 +34,7 @@ def mean_squared_step(weight: Tensor, bits: int) -> float:
             step = torch.maximum(high, -low) / (2 ** (bits - 1) - 1)
         else:
             step = (high - low) / (2**bits - 1)
-        total += float(step.square().sum(dtype=torch.float64))
+        total += float(step.square().sum(dtype=exact_dtype(step.device)))
         count += step.numel()
     return total / max(1, count)
 
@@ -52,7 +53,7 @@ def squared_error(weight: Tensor, bits: int, scale_dtype: torch.dtype) -> float:
         scale, zero = fit_grid(grouped, precision, scale_dtype)
         restored = nearest_codes(grouped, scale, zero, bits).float().sub_(1 << (bits - 1))
         restored.mul_(scale.unsqueeze(-1)).add_(zero.unsqueeze(-1))
-        total += float(restored.sub_(grouped).square_().sum(dtype=torch.float64))
+        total += float(restored.sub_(grouped).square_().sum(dtype=exact_dtype(weight.device)))
     return total
 
 

@@ -77,21 +77,30 @@ class KernelBackend(ABC):
 
     def supports(
         self,
-        device_type: str,
+        device: torch.device | str,
         precision: Precision,
         dtype: torch.dtype,
         out_features: int,
         in_features: int,
     ) -> bool:
-        """Return whether it can run a weight ``[out_features, in_features]`` here."""
-        row = self.capability
-        on_device = not row.device_types or device_type in row.device_types
+        """Return whether it can run a weight ``[out_features, in_features]`` on a device.
+
+        A GPU without a number is the current one of this thread.
+        """
+        row, device = self.capability, torch.device(device)
+        on_device = not row.device_types or device.type in row.device_types
         is_covered = on_device and precision.bits in row.bits and dtype in row.dtypes
-        return is_covered and self.fits(precision, out_features, in_features)
+        fits = is_covered and self.fits(precision, out_features, in_features)
+        return fits and self.runs_on(device, dtype)
 
     @abstractmethod
     def fits(self, precision: Precision, out_features: int, in_features: int) -> bool:
         """Return whether shape, group and machine allow a weight that ``capability`` covers."""
+
+    def runs_on(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Return whether this device, of a type that ``capability`` names, can run it."""
+        del device, dtype
+        return True
 
     def stored_bytes(
         self, precision: Precision, dtype: torch.dtype, out_features: int, in_features: int
@@ -137,12 +146,12 @@ class KernelBackend(ABC):
 
     def check_supported(self, packed: PackedWeight) -> None:
         """Raise ``SpecError`` when the backend does not support ``packed``."""
-        device_type = packed.codes.device.type
+        device = packed.codes.device
         shape = (packed.out_features, packed.in_features)
-        if not self.supports(device_type, packed.precision, packed.dtype, *shape):
+        if not self.supports(device, packed.precision, packed.dtype, *shape):
             raise SpecError(
                 f"kernel '{self.name}': found a {packed.precision} weight {list(shape)} with "
-                f"{packed.dtype} scales on '{device_type}', expected {self.capability.shapes}"
+                f"{packed.dtype} scales on '{device}', expected {self.capability.shapes}"
             )
 
 

@@ -38,7 +38,7 @@ BACKENDS: dict[str, KernelBackend] = {
 
 
 def choose_backend(
-    device_type: str,
+    device: torch.device | str,
     precision: Precision,
     dtype: torch.dtype,
     out_features: int,
@@ -50,7 +50,7 @@ def choose_backend(
     """Return the backend for a weight ``[out_features, in_features]``.
 
     Args:
-        device_type: such as ``cpu`` or ``cuda``.
+        device: such as ``cpu`` or ``cuda:1``; a GPU without a number is the current one.
         precision: how the weight is stored; 3, 4 or 8 bits.
         dtype: dtype of the activations, which is that of the scales.
         out_features: N.
@@ -63,7 +63,7 @@ def choose_backend(
     """
     if prefer is not None and prefer not in BACKENDS:
         raise SpecError(f"kernel backend: found '{prefer}', expected one of {sorted(BACKENDS)}")
-    asked = (device_type, precision, dtype, out_features, in_features)
+    asked = (device, precision, dtype, out_features, in_features)
     able = [one for one in BACKENDS.values() if one.reads_rows or not reads_rows]
     for backend in able:
         if backend.name == prefer and backend.supports(*asked):
@@ -72,5 +72,5 @@ def choose_backend(
         if dtype in backend.capability.default_dtypes and backend.supports(*asked):
             return backend
     raise SpecError(
-        f"kernel backend: no backend supports {precision} weights with {dtype} on '{device_type}'"
+        f"kernel backend: no backend supports {precision} weights with {dtype} on '{device}'"
     )

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from llmpq.batching import HybridPolicy
 from llmpq.dist.engine.compiled_steps import step_runner_of
-from llmpq.dist.engine.cuda_graphs import DecodeGraphs
+from llmpq.dist.engine.cuda_graphs import DecodeGraphs, StepShape
 from llmpq.dist.engine.engine import MasterEngine
 from llmpq.dist.engine.sampler import Sampler
 from llmpq.dist.engine.stage import StageRunner
@@ -255,8 +255,6 @@ class Bench:
         most = self.job.max_tokens + 1
         tables = [slot_blocks(slot, most, shape.tokens) for slot in range(shape.batch)]
         rows = [Row(blocks=table, first=first, length=shape.tokens) for table in tables]
-        if isinstance(runner.steps, DecodeGraphs) and new == 1:
-            runner.run(hidden, rows)  # captures the shape unless it is captured
         synchronize(self.job.device)
         start = self.now()
         runner.run(hidden, rows)
@@ -264,13 +262,17 @@ class Bench:
         return self.now() - start
 
     def _runner(self, stage: DecoderStage) -> StageRunner:
-        """Return a runner as a rank has it, with graphs for a batch of any size."""
+        """Return a runner as a rank has it, with graphs of the decode shapes of the grid."""
+        steps = step_runner_of(stage, self._cache)
+        if isinstance(steps, DecodeGraphs):
+            decode = [shape for shape in self.job.shapes if shape.phase is Phase.DECODE]
+            steps.capture({StepShape.of(shape.batch, shape.tokens) for shape in decode})
         return StageRunner(
             layers=stage,
             cache=self._cache,
             device=self.job.device,
             is_last=False,
-            steps=step_runner_of(stage, self._cache, full_rows=1),
+            steps=steps,
         )
 
     def _run_master(self, shape: Shape, bits: int) -> list[Timing]:

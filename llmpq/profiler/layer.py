@@ -27,6 +27,7 @@ from llmpq.dist.metrics.core_time import (
     is_busy,
     provenance_line,
 )
+from llmpq.kernels.gpu.device import open_device
 from llmpq.logging import get_logger
 from llmpq.profiler.bench import LONG_S, Bench, LayerJob, Trial, is_short, runs_of_timing
 from llmpq.profiler.journal import Journal
@@ -70,6 +71,7 @@ def profile_layer(
     Raises:
         SpecError: the grid does not fit the model's positions.
     """
+    job = replace(job, device=open_device(job.device))
     bench = Bench(job, now)
     taken = TakenShare(read_core)
     rounds = _Rounds(bench, progress, journal)

@@ -20,12 +20,14 @@ from torch import nn
 from transformers import LlamaConfig
 
 from llmpq.dist.engine.compiled_steps import step_runner_of
+from llmpq.dist.engine.cuda_graphs import DecodeGraphs, StepShape
 from llmpq.dist.engine.stage import StageRunner
 from llmpq.dist.kv.blocks import blocks_of, slot_blocks
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.metrics.core_time import TakenShare
 from llmpq.dist.metrics.stats import synchronize
 from llmpq.dist.transport.frames import Row
+from llmpq.kernels.gpu.device import open_device
 from llmpq.models import DecoderStage, kv_shapes
 from llmpq.models.adapter import Skeleton
 from llmpq.profiler.grid import Shape
@@ -108,7 +110,8 @@ def measure_device(
 
     Logs a warning if other programs took the CPU meanwhile.
     """
-    device = job.device
+    device = open_device(job.device)
+    job = replace(job, device=device)
     known = [name for name, dtype in FORMATS.items() if computes(device, dtype)]
     probed_s = {name: _probe_s(job, FORMATS[name]) for name in known}
     main = next(name for name in known if probed_s[name] <= MOST_SLOWER * min(probed_s.values()))
@@ -265,9 +268,12 @@ def _trials(
         num_blocks=max(shape.batch * blocks_of(shape.tokens) for shape in shapes),
         dtype=FORMATS[dtype], device=job.device,
     )  # fmt: skip
+    steps = step_runner_of(stage, cache)
+    if isinstance(steps, DecodeGraphs):
+        decode = [shape for shape in shapes if shape.phase is Phase.DECODE]
+        steps.capture({StepShape.of(shape.batch, shape.tokens) for shape in decode})
     runner = StageRunner(
-        layers=stage, cache=cache, device=job.device, is_last=False,
-        steps=step_runner_of(stage, cache, full_rows=1),
+        layers=stage, cache=cache, device=job.device, is_last=False, steps=steps
     )  # fmt: skip
     for shape in shapes:
         new = shape.tokens if shape.phase is Phase.PREFILL else 1

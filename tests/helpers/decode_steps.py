@@ -33,7 +33,7 @@ def batch_of(lengths: Sequence[int], counts: Sequence[int]) -> PackedBatch:
 
 def compiled(stage: DecoderStage, cache: KVCache) -> CompiledSteps:
     """The compiled steps of a stage that has them."""
-    steps = step_runner_of(stage, cache, 1)
+    steps = step_runner_of(stage, cache)
     assert isinstance(steps, CompiledSteps)
     return steps
 

@@ -132,7 +132,7 @@ def test_int4_reads_as_many_tiles_at_once_as_divide_the_inputs(columns, tiles):
 
 @pytest.mark.parametrize("columns", [32, 64, 4096])
 def test_int4_layout_has_the_bytes_of_the_law(columns, monkeypatch):
-    monkeypatch.setattr("llmpq.kernels.gpu.cuda._is_offered", lambda _: True)
+    monkeypatch.setattr("llmpq.kernels.gpu.cuda._is_offered", lambda *_: True)
     monkeypatch.setattr("llmpq.kernels.gpu.cuda._can_read_back", lambda _: False)
     backend = CudaInt4Backend()
     precision = Precision(bits=4, group_size=32)
@@ -165,7 +165,7 @@ def test_int4_layout_has_the_bytes_of_the_law(columns, monkeypatch):
     ],
 )
 def test_int4_leaves_other_weights_to_others(precision, dtype, rows, columns, monkeypatch):
-    monkeypatch.setattr("llmpq.kernels.gpu.cuda._is_offered", lambda _: True)
+    monkeypatch.setattr("llmpq.kernels.gpu.cuda._is_offered", lambda *_: True)
     assert CudaInt4Backend().supports("cuda", Precision(bits=4), torch.bfloat16, 64, 128)
     assert not CudaInt4Backend().supports("cuda", precision, dtype, rows, columns)
 

@@ -1,79 +1,90 @@
 """The Triton kernels compile to machine code for GPUs this machine does not have.
 
-The compiler and the assembler need no GPU; a kernel they refuse would only fail at a user's.
+The compiler and the assembler need no GPU; a kernel they refuse would only fail at a user's. What
+they make of each is in ``benchmarks/results/gpu-kernels.json``.
 """
 
+import json
+import sys
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
 import pytest
-import torch
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+from scripts.gpu_checks import compiled
 
-from llmpq.kernels.gpu import triton_kernels  # noqa: E402
-from llmpq.kernels.gpu.triton_int import _tiles  # noqa: E402
-
-SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
-INTEGERS = {"M", "N", "K", "group_size", "size"}
+RECORD = json.loads(compiled.OUTPUT.read_text())
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+@pytest.fixture(scope="module")
+def made():
+    return compiled.compile_all()
 
 
-def compiled(kernel, architecture, pointers, constants, **options):
-    """Compile with pointers and integers that are multiples of 16, as those of real models are."""
-    signature, known, aligned = {}, {}, {}
-    for index, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name] = "constexpr"
-            known[(index,)] = constants[name]
-            continue
-        signature[name] = "i32" if name in INTEGERS else pointers[name]
-        aligned[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, known, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+@pytest.mark.slow
+def test_every_kernel_compiles_without_spilling_for_every_architecture(made):
+    assert compiled.failures(made) == []
+    assert {(one.name, one.architecture) for one in made} == {
+        (variant.name, architecture)
+        for variant in compiled.variants()
+        for architecture in compiled.ARCHITECTURES
+    }
 
 
-def product_pointers(name):
-    names = ("x_ptr", "scales_ptr", "zeros_ptr", "bias_ptr", "y_ptr", "out_ptr")
-    return {"codes_ptr": "*u8"} | dict.fromkeys(names, f"*{name}")
+@pytest.mark.slow
+def test_many_rows_are_multiplied_by_the_tensor_cores_of_each_architecture(made):
+    found = {one.architecture: one.product for one in made if one.name.endswith("64 rows")}
+    assert found == {80: "HMMA", 90: "HGMMA", 120: "HMMA"}
 
 
-@pytest.mark.parametrize("architecture", [80, 90])
-@pytest.mark.parametrize("bits", [3, 4])
-@pytest.mark.parametrize("rows", [1, 64])
-def test_products_compile_and_fit_shared_memory(architecture, bits, rows):
-    tiles = _tiles(rows, bits, torch.float16)
-    constants = {"STEPS": 4, "BITS": bits, "TILE_IN_GROUP": True, "IN_FLOAT32": False}
-    constants |= {"BLOCK_M": tiles.rows, "BLOCK_N": tiles.outputs, "BLOCK_J": tiles.bytes}
-    kernel = triton_kernels.vector_kernel if rows == 1 else triton_kernels.matrix_kernel
-    made = compiled(
-        kernel, architecture, product_pointers("fp16"), constants,
-        num_warps=tiles.warps, num_stages=tiles.stages,
+@pytest.mark.slow
+@pytest.mark.skipif(
+    RECORD["versions"]["triton"] != version("triton"), reason="recorded with another Triton"
+)
+def test_the_record_is_what_the_compiler_makes(made):
+    """After a change of a kernel: ``python -m scripts.gpu_checks.compiled``."""
+    assert [compiled.recorded(one) for one in made] == RECORD["kernels"]
+
+
+def test_the_record_names_every_kernel():
+    names = {variant.name for variant in compiled.variants()}
+    assert {kernel["name"] for kernel in RECORD["kernels"]} == names
+    assert {variant.kernel for variant in compiled.variants()} == {
+        "vector_kernel",
+        "matrix_kernel",
+        "dequantize_kernel",
+        "sum_parts_kernel",
+        "read_int4pack_kernel",
+    }
+
+
+def test_a_kernel_that_spills_or_takes_too_much_shared_memory_is_named():
+    good = compiled.Made(
+        name="sum of 4 parts", architecture=120, registers=40, spill_bytes=0, shared_bytes=0,
+        product="", loop_instructions=0, per_weight=None, seconds=1.0,
     )  # fmt: skip
-    assert made.metadata.shared <= SHARED_BYTES[architecture]
-    assert len(made.asm["cubin"]) > 0
-    if rows > 1 and architecture == 90:
-        assert "wgmma" in made.asm["ptx"]
+    assert compiled.failures([good]) == []
+    assert compiled.failures([replace(good, spill_bytes=8)]) == [
+        "sum of 4 parts on 120 spills 8 bytes, allowed 0"
+    ]
+    large = replace(good, shared_bytes=120 << 10)
+    assert compiled.failures([replace(large, architecture=90)]) == []
+    assert len(compiled.failures([large])) == 1
 
 
-def test_the_weight_is_written_out_by_compiled_kernels():
-    blocks = {"BLOCK_N": 16, "BLOCK_J": 128}
-    constants = {"BITS": 3, "TILE_IN_GROUP": False, "zeros_ptr": None} | blocks
-    pointers = product_pointers("bf16")
-    made = compiled(triton_kernels.dequantize_kernel, 90, pointers, constants)
-    assert len(made.asm["cubin"]) > 0
-    pointers = {"words_ptr": "*i32", "affine_ptr": "*bf16", "out_ptr": "*bf16"}
-    constants = {"INNER_TILES": 8, "BLOCK_N": 16, "BLOCK_K": 128}
-    made = compiled(triton_kernels.read_int4pack_kernel, 90, pointers, constants)
-    assert len(made.asm["cubin"]) > 0
-
-
-def test_parts_are_summed_by_a_compiled_kernel():
-    pointers = {"parts_ptr": "*fp32", "bias_ptr": "*bf16", "y_ptr": "*bf16"}
-    constants = {"P": 4, "BLOCK": 1024}
-    made = compiled(triton_kernels.sum_parts_kernel, 90, pointers, constants)
-    assert len(made.asm["cubin"]) > 0
+def test_the_inner_loop_is_the_shortest_backward_jump():
+    code = """
+        /*0000*/                   MOV R1, c[0x0][0x28] ;   /* 0x00 */
+        /*0010*/                   IADD3 R2, R2, 1 ;        /* 0x00 */
+        /*0020*/                   FADD R3, R3, R4 ;        /* 0x00 */
+        /*0030*/              @P0  BRA 0x20 ;               /* 0x00 */
+        /*0040*/              @P1  BRA 0x10 ;               /* 0x00 */
+        /*0050*/                   BRA 0x50 ;               /* 0x00 */
+        /*0060*/              @!P2 BRA 0x70 ;               /* 0x00 */
+    """
+    assert compiled.inner_loop(code) == 2
+    assert compiled.inner_loop("/*0000*/ EXIT ;") == 0

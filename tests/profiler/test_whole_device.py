@@ -20,8 +20,8 @@ JOB = DeviceJob(device=torch.device("cpu"), features=128)
 def test_decode_steps_are_compiled_as_in_a_rank(bits, monkeypatch):
     steps = []
 
-    def kept(layers, cache, full_rows):
-        steps.append(step_runner_of(layers, cache, full_rows))
+    def kept(layers, cache):
+        steps.append(step_runner_of(layers, cache))
         return steps[-1]
 
     step_runner_of = whole_device.step_runner_of

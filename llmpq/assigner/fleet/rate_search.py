@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import pulp
 
 from llmpq.assigner.fleet.partition import Counts
 from llmpq.assigner.fleet.response_time import ReplicaSpeed, mean_ttft_s, split_arrivals
@@ -162,6 +161,8 @@ class RateSearch(FleetSearch):
 
         A column that is taken several times has equal replicas, which have equal shares.
         """
+        import pulp
+
         program = pulp.LpProblem("fleet")
         taken = {
             place: program.add_variable(f"y{place}", 0, self._most(place), cat="Integer")

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pulp
 
 from llmpq.assigner.constraints.limits import BoolArray
 from llmpq.assigner.fleet.partition import Counts, Pools
@@ -24,6 +24,9 @@ from llmpq.assigner.problem import FloatArray, IntArray
 from llmpq.assigner.request import GAP_ROUNDING, PlanRequest, Progress
 from llmpq.spec.fleet import OtherCut
 from llmpq.spec.plan import Plan, Status
+
+if TYPE_CHECKING:
+    import pulp
 
 SEARCH_SHARE = 0.05
 """Part of the time limit that one search may take where not all parts are enumerated."""
@@ -209,6 +212,8 @@ class FleetSearch:
         Returns:
             The columns, and an upper bound of their sum.
         """
+        import pulp
+
         places = [int(place) for place in np.flatnonzero(values > 0)]
         if parts is not None:
             places = [place for place in places if self._columns[place][0] in parts]
@@ -231,6 +236,8 @@ class FleetSearch:
         self, program: pulp.LpProblem, taken: Mapping[int, pulp.LpVariable], *, has_number: bool
     ) -> None:
         """Limit how often columns are taken: by devices, sequences and the number of replicas."""
+        import pulp
+
         for pool, count in enumerate(self._pools.counts):
             program += (
                 pulp.lpSum(int(self._counts[place, pool]) * one for place, one in taken.items())

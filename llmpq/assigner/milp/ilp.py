@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pulp
 
 from llmpq.assigner.bit_assignment import assignment_of_counts
 from llmpq.assigner.constraints.limits import obeys
@@ -22,6 +22,9 @@ from llmpq.assigner.milp.solvers import SolverName, SolverResult, SolverStatus, 
 from llmpq.assigner.objective import Evaluation, evaluate, is_feasible
 from llmpq.assigner.problem import Assignment, AssignmentProblem
 from llmpq.errors import SolverError
+
+if TYPE_CHECKING:
+    import pulp
 
 SCALE = 100.0
 """The objective is scaled to about this, so that solver tolerances always mean the same."""
@@ -32,8 +35,11 @@ VALUE_TOLERANCE = 1e-6
 MARGIN = 2e-6
 """Relative tightening of memory and budget after a solver used its own tolerance."""
 
-Terms = list[tuple[pulp.LpVariable, float]]
-_Link = tuple[pulp.LpVariable, float, float]
+_WHOLE = "Integer"
+"""PuLP's category of whole variables."""
+
+Terms = list[tuple["pulp.LpVariable", float]]
+_Link = tuple["pulp.LpVariable", float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +116,8 @@ class Program:
     """
 
     def __init__(self, problem: AssignmentProblem, *, margin: float, cutoff_s: float) -> None:
+        import pulp
+
         self.problem = problem
         self.margin = margin
         self.unit_s = _time_unit(problem)
@@ -162,7 +170,7 @@ class Program:
                         f"n_{position}_{kind}_{width}",
                         0,
                         min(number, capacity // size),
-                        pulp.LpInteger,
+                        _WHOLE,
                     )
 
     def _add_limits(self) -> None:
@@ -218,9 +226,7 @@ class Program:
         previous: list[pulp.LpVariable] = []
         tops = [problem.allowed(position).astype(int) for position in range(last + 1)]
         for layer, kind in enumerate(problem.kinds.tolist()):
-            steps = [
-                self.lp.add_variable(f"v_{layer}_{j}", 0, 1, pulp.LpInteger) for j in range(last)
-            ]
+            steps = [self.lp.add_variable(f"v_{layer}_{j}", 0, 1, _WHOLE) for j in range(last)]
             for position in range(last + 1):
                 cells = [
                     self.lp.add_variable(f"z_{layer}_{position}_{b}", 0, int(top))
@@ -269,7 +275,7 @@ class Program:
         used: list[pulp.LpVariable] = []
         for position in range(1, problem.num_positions):
             layers = [item for key, item in self.counts.items() if key[0] == position]
-            flag = self.lp.add_variable(f"used_{position}", 0, 1, pulp.LpInteger)
+            flag = self.lp.add_variable(f"used_{position}", 0, 1, _WHOLE)
             used.append(flag)
             most = min(problem.num_layers, sum(item.upBound for item in layers))
             ones: Terms = [(item, 1.0) for item in layers]
@@ -323,15 +329,15 @@ class Program:
         self._row([(top, 1.0), *((item, -value) for item, value in terms)], ">=", constant)
 
     def _row(self, terms: Iterable[tuple[pulp.LpVariable, float]], sense: str, rhs: float) -> None:
+        import pulp
+
         expression = pulp.LpAffineExpression(_merged(terms))
-        self.lp.addConstraint(pulp.LpConstraint(expression, _SENSES[sense], rhs=rhs))
-
-
-_SENSES = {
-    "<=": pulp.LpConstraintLE,
-    "==": pulp.LpConstraintEQ,
-    ">=": pulp.LpConstraintGE,
-}
+        senses = {
+            "<=": pulp.LpConstraintLE,
+            "==": pulp.LpConstraintEQ,
+            ">=": pulp.LpConstraintGE,
+        }
+        self.lp.addConstraint(pulp.LpConstraint(expression, senses[sense], rhs=rhs))
 
 
 def _merged(terms: Iterable[tuple[pulp.LpVariable, float]]) -> Terms:

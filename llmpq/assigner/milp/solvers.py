@@ -1,5 +1,7 @@
 """PuLP models solved by HiGHS (embedded), CBC or Gurobi, behind one function.
 
+PuLP and the solvers are imported when a program is made or solved: machines that only run or
+profile a plan may lack them.
 Each runs on one thread, so that a plan does not depend on the machine's load. At the time limit the
 incumbent is returned with its proven bound.
 """
@@ -12,11 +14,12 @@ import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import pulp
+from typing import TYPE_CHECKING, Any, Literal
 
 from llmpq.errors import SolverError, SpecError
+
+if TYPE_CHECKING:
+    import pulp
 
 SolverName = Literal["highs", "cbc", "gurobi"]
 SolverStatus = Literal["optimal", "feasible", "infeasible", "unknown"]
@@ -47,6 +50,8 @@ def solve(
         SpecError: the solver is not installed or not licensed.
         SolverError: the solver failed.
     """
+    import pulp
+
     try:
         status, bound = SOLVERS[solver](program, gap, time_limit_s)
     except pulp.PulpSolverError as error:
@@ -72,6 +77,7 @@ _Outcome = tuple[SolverStatus, float]
 
 def _highs(program: pulp.LpProblem, gap: float, time_limit_s: float | None) -> _Outcome:
     import highspy
+    import pulp
 
     solver = pulp.HiGHS(msg=False, gapRel=gap, gapAbs=0.0, timeLimit=time_limit_s, threads=1)
     # Not ``program.solve``: PuLP fails without a solution, and drops the bound.
@@ -93,6 +99,8 @@ def _highs(program: pulp.LpProblem, gap: float, time_limit_s: float | None) -> _
 
 
 def _cbc(program: pulp.LpProblem, gap: float, time_limit_s: float | None) -> _Outcome:
+    import pulp
+
     solver = _cbc_program(msg=False, gapRel=gap, timeLimit=time_limit_s, threads=1)
     with tempfile.TemporaryDirectory(prefix="llmpq-cbc-") as folder:
         solver.tmpDir = folder
@@ -109,6 +117,8 @@ def _cbc(program: pulp.LpProblem, gap: float, time_limit_s: float | None) -> _Ou
 
 def _cbc_program(**options: Any) -> Any:
     """Return the CBC on the path, or else the one that PuLP 3 includes."""
+    import pulp
+
     solver = pulp.COIN_CMD(**options)
     if not solver.available() and hasattr(pulp, "PULP_CBC_CMD"):
         with warnings.catch_warnings():
@@ -129,6 +139,7 @@ def _gurobi(program: pulp.LpProblem, gap: float, time_limit_s: float | None) -> 
             "install llmpq[gurobi], or use highs"
         )
     import gurobipy
+    import pulp
 
     codes = gurobipy.GRB
     try:

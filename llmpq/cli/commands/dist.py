@@ -239,7 +239,7 @@ def _be_one_rank(job: Job, plan: Plan, task: Task) -> Measurement | None:
         )
     if rank == 0:
         check_job(job)
-    os.environ.update(rank_environment(plan, rank, task.local_ranks))
+    os.environ.update(rank_environment(plan, rank, task.local_ranks, store=job.store))
     # Only now, for torch reads its environment when it is first imported.
     from llmpq.dist.launch.rank_tasks import run_rank
     from llmpq.dist.launch.worker import die_with

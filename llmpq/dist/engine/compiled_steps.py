@@ -71,16 +71,17 @@ class StepRunner(Protocol):
         ...
 
 
-def step_runner_of(layers: DecoderStage, cache: KVCache, full_rows: int) -> StepRunner | None:
-    """Return captured decode steps or compiled steps; ``None`` where neither is possible.
+def step_runner_of(layers: DecoderStage, cache: KVCache) -> StepRunner | None:
+    """Return decode graphs or compiled steps; ``None`` where neither is possible.
+
+    Decode graphs have yet to be captured (``DecodeGraphs.capture``).
 
     Args:
         layers: of the stage.
         cache: of their keys and values.
-        full_rows: rows of a full decode micro-batch.
     """
     if cache.device.type != "cpu":
-        return graphs_of(layers, cache, full_rows)
+        return graphs_of(layers, cache)
     try:
         trial = _Trial(layers, cache)
         return CompiledSteps(layers, cache, trial.choices(), trial.longest)

@@ -1,13 +1,19 @@
 """DecodeGraphs: decode steps of a stage as CUDA graphs.
 
-**Experimental: written without a GPU.** The tests replace the capture by a function that calls the
-work again; the capture itself has not been run.
+**Experimental: written without a GPU.** The tests replace the capture by one that replays the same
+operators at the same addresses on a CPU; CUDA's own capture has not been run.
 
 A decode step of a few rows is hundreds of small kernels, and the GPU waits for Python to launch
 them. A CUDA graph launches all of them at once, with fixed shapes and addresses. So steps are
-grouped by shape (rows and tokens read, rounded up), inputs are copied to fixed buffers, and a shape
-is captured once it is likely to come again. Layers that synchronize with the host (LLM.int8()
-looks for outliers, transformers' experts route there) run uncaptured between the captured ones.
+grouped by shape (rows and tokens read, rounded up), and inputs are copied to fixed buffers. All
+shapes are captured at the start, the largest first: the memory pool of the graphs cannot join
+small free blocks, so in ascending order every longer shape would take new memory, and a capture
+during serving would delay its step. A step that fits no captured shape runs uncaptured. Layers that
+synchronize with the host (LLM.int8() looks for outliers, transformers' experts route there) run
+uncaptured between the captured ones.
+
+Everything that a graph reads or writes is held by the graph, the layers or the blocks of the KV
+cache for as long as the graph is kept: a graph writes to its addresses whatever lies there.
 
 Shapes: R rows, H hidden size.
 """
@@ -15,8 +21,10 @@ Shapes: R rows, H hidden size.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,20 +35,27 @@ from llmpq.logging import get_logger
 from llmpq.models import DecoderStage, PackedBatch
 from llmpq.models.host_sync import host_syncs
 from llmpq.models.stage import LayerArguments
+from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
 
 logger = get_logger(__name__)
 
 Work = Callable[[], None]
-Capture = Callable[[Work], Work]
-"""Captures work on fixed buffers; returns a function that replays it."""
 
 MOST_GRAPHS = 64
-"""Most graphs at a time: each keeps memory on the device, and capturing takes a step or two."""
-STALE_STEPS = 4 * MOST_GRAPHS
-"""A graph unused for so many steps may be replaced: sequences have grown past its shape."""
+"""Most graphs of a stage: each keeps memory on the device, and capturing takes a step or two."""
 _LEAST_READ = 128
-_SHARE = 8
-"""For long sequences, at most one token in so many is read without need."""
+
+
+class Capture(Protocol):
+    """Captures work on fixed buffers."""
+
+    def __call__(self, work: Work) -> Work:
+        """Return a function that replays the work; nothing else may have changed meanwhile."""
+        ...
+
+    def free_bytes(self) -> int:
+        """Return the memory that the device has left."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,47 +71,95 @@ class StepShape:
     tokens: int
 
     @classmethod
-    def of(cls, batch: PackedBatch, full_rows: int) -> StepShape:
-        """Round a decode step up to the shape of the graph that can run it.
+    def of(cls, rows: int, tokens: int) -> StepShape:
+        """Return the shape that a step of so many rows and tokens is rounded up to."""
+        return cls(rows=_to_eights(rows), tokens=_to_share(8, tokens))
 
-        Args:
-            batch: one new token a row.
-            full_rows: rows of a full micro-batch, which are never rounded.
-        """
-        rows = batch.rows
-        padded = rows if rows >= full_rows else min(full_rows, _rounded_rows(rows))
-        return cls(rows=padded, tokens=_rounded_tokens(batch.longest))
+    def holds(self, batch: PackedBatch) -> bool:
+        """Return whether a graph of this shape can run a decode step."""
+        return batch.rows <= self.rows and batch.longest <= self.tokens
 
-
-def _rounded_rows(rows: int) -> int:
-    return 1 << (rows - 1).bit_length() if rows <= 8 else -(-rows // 8) * 8
+    @property
+    def size(self) -> tuple[int, int]:
+        """The tokens read in all, with which the memory of a step grows; then the rows."""
+        return self.rows * self.tokens, self.rows
 
 
-def _rounded_tokens(tokens: int) -> int:
-    step = max(_LEAST_READ, (1 << (tokens - 1).bit_length()) // (2 * _SHARE))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeSizes:
+    """The decode steps that a stage will run.
+
+    Attributes:
+        rows: most rows.
+        least_tokens: tokens of the shortest sequence that is long enough to matter.
+        most_tokens: tokens of the longest sequence.
+    """
+
+    rows: int
+    least_tokens: int
+    most_tokens: int
+
+    def shapes(self) -> tuple[StepShape, ...]:
+        """Return at most ``MOST_GRAPHS`` shapes that hold all steps, rounded as finely as that."""
+        found: list[StepShape] = []
+        most_tokens = blocks_of(self.most_tokens) * KV_BLOCK_SIZE
+        for to_rows, share in _ROUNDINGS:
+            rows = _classes(to_rows, 1, self.rows)
+            tokens = _classes(partial(_to_share, share), self.least_tokens, most_tokens)
+            found = [StepShape(*pair) for pair in itertools.product(rows, tokens)]
+            if len(found) <= MOST_GRAPHS:
+                break
+        return tuple(sorted(found, key=lambda shape: shape.size)[:MOST_GRAPHS])
+
+
+def _classes(rounded: Callable[[int], int], least: int, most: int) -> list[int]:
+    """Return what the numbers of ``[least, most]`` are rounded to, and at last ``most``."""
+    found: list[int] = []
+    number = min(least, most)
+    while not found or found[-1] < most:
+        found.append(min(most, rounded(number)))
+        number = found[-1] + 1
+    return found
+
+
+def _to_eights(rows: int) -> int:
+    return _to_twos(rows) if rows <= 8 else -(-rows // 8) * 8
+
+
+def _to_twos(rows: int) -> int:
+    return 1 << (rows - 1).bit_length()
+
+
+def _to_fours(rows: int) -> int:
+    return 1 << 2 * ((_to_twos(rows).bit_length()) // 2)
+
+
+def _to_share(share: int, tokens: int) -> int:
+    """Round up so that at most one token in ``share`` is read without need, or ``_LEAST_READ``."""
+    step = max(_LEAST_READ, _to_twos(tokens) // (2 * share))
     return -(-tokens // step) * step
 
 
+_ROUNDINGS: tuple[tuple[Callable[[int], int], int], ...] = (
+    (_to_eights, 8), (_to_twos, 8), (_to_twos, 4), (_to_twos, 2), (_to_twos, 1), (_to_fours, 1),
+)  # fmt: skip
+"""How rows are rounded, and the share of tokens that may be read without need; finest first."""
+
+
 class DecodeGraphs:
-    """The layers of a stage, with recurring decode steps captured.
+    """The layers of a stage, with decode steps captured.
 
     Args:
         layers: of the stage.
         cache: of their keys and values; on the same device.
-        full_rows: rows of a full decode micro-batch.
         capture: captures the work of a step.
     """
 
-    def __init__(
-        self, layers: DecoderStage, cache: KVCache, *, full_rows: int, capture: Capture
-    ) -> None:
+    def __init__(self, layers: DecoderStage, cache: KVCache, *, capture: Capture) -> None:
         self._layers = layers
         self._cache = cache
-        self._full_rows = full_rows
         self._capture: Capture | None = capture
-        self._seen: set[StepShape] = set()
-        self._graphs: dict[StepShape, _Graph] = {}  # the one used last is last
-        self._steps = 0
+        self._graphs: list[_Graph] = []  # the smallest first
         self._waits: list[bool] | None = None
 
     @property
@@ -106,59 +169,64 @@ class DecodeGraphs:
 
     @property
     def shapes(self) -> tuple[StepShape, ...]:
-        """The captured shapes."""
-        return tuple(self._graphs)
+        """The captured shapes, the smallest first."""
+        return tuple(graph.shape for graph in self._graphs)
+
+    @torch.inference_mode()
+    def capture(self, shapes: Iterable[StepShape], *, reserve_bytes: int = 0) -> None:
+        """Capture shapes, the largest first; keep those that leave enough memory.
+
+        Called before any sequence is in the cache: it writes to block 0. A shape whose capture runs
+        out of memory, or leaves less than ``reserve_bytes``, is dropped, and smaller ones are
+        tried. All graphs share one pool, which holds the temporaries of the largest.
+
+        Args:
+            shapes: to be captured.
+            reserve_bytes: memory that uncaptured steps need.
+        """
+        for shape in sorted(shapes, key=lambda one: one.size, reverse=True):
+            if self._capture is None:
+                break
+            graph = self._captured(shape)
+            if graph is None:
+                continue
+            if self._capture.free_bytes() < reserve_bytes:
+                graph.drop()
+                if self._graphs:  # smaller ones take no less than this one added
+                    break
+            else:
+                self._graphs.insert(0, graph)
+        logger.info("captured %d shapes of decode steps", len(self._graphs))
 
     @torch.inference_mode()
     def forward(self, hidden: Tensor, batch: PackedBatch) -> Tensor:
         """Run the layers over one step, as ``DecoderStage.forward`` does with the cache."""
-        graph = self._graph(hidden, batch)
-        if graph is None:
+        found = None
+        if batch.is_decode:
+            found = next((one for one in self._graphs if one.shape.holds(batch)), None)
+        if found is None:
             output: Tensor = self._layers(hidden, batch, self._cache)
             return output
-        return graph.run(hidden, batch)
-
-    def _graph(self, hidden: Tensor, batch: PackedBatch) -> _Graph | None:
-        """Return the graph of this step; ``None`` if the layers run uncaptured."""
-        if self._capture is None or not batch.is_decode:
-            return None
         self._cache.check(batch)  # before anything is written
-        self._steps += 1
-        shape = StepShape.of(batch, self._full_rows)
-        found = self._graphs.pop(shape, None)
-        if found is None and self._comes_again(shape) and self._has_room():
-            found = self._captured(shape, hidden, batch)
-        if found is not None:
-            found.used_at = self._steps
-            self._graphs[shape] = found
-        return found
+        return found.run(hidden, batch)
 
-    def _comes_again(self, shape: StepShape) -> bool:
-        """Whether to expect the shape again: a full micro-batch, or one seen before."""
-        if shape.rows >= self._full_rows or shape in self._seen:
-            return True
-        self._seen.add(shape)
-        return False
-
-    def _has_room(self) -> bool:
-        if len(self._graphs) < MOST_GRAPHS:
-            return True
-        oldest = next(iter(self._graphs))
-        is_stale = self._steps - self._graphs[oldest].used_at > STALE_STEPS
-        if is_stale:
-            self._graphs.pop(oldest).drop()
-        return is_stale
-
-    def _captured(self, shape: StepShape, hidden: Tensor, batch: PackedBatch) -> _Graph | None:
+    def _captured(self, shape: StepShape) -> _Graph | None:
+        """Return the graph of a shape, ``None`` if the capture failed."""
         assert self._capture is not None
+        size = self._layers.config.hidden_size
+        hidden = torch.zeros(1, 1, size, dtype=self._cache.dtype, device=self._cache.device)
         try:
             graph = _Graph(self._layers, self._cache, shape, hidden)
-            graph.fill(hidden, batch)
             if self._waits is None:
                 self._waits = graph.find_waits()
             graph.capture(self._capture, self._waits)
-        except RuntimeError as error:  # CUDA fails in ways that cannot be listed; memory may be out
-            logger.warning("decoding continues without CUDA graphs: %s", error)
+        except torch.OutOfMemoryError as error:
+            logger.info("no CUDA graph of %s: %s", shape, error)
+            return None
+        # CUDA, Triton and the libraries fail in ways that cannot be listed; the layers still run.
+        except Exception as error:
+            kind = type(error).__name__
+            logger.warning("decoding continues without CUDA graphs: %s: %s", kind, error)
             self._capture = None
             self._graphs.clear()
             return None
@@ -187,17 +255,16 @@ class _Graph:
     """Decode steps of one shape.
 
     Attributes:
+        shape: of the steps.
         hidden: ``[1, R, H]``, the buffer for a step's hidden states.
-        used_at: number of the last step that ran here.
     """
 
     def __init__(
         self, layers: DecoderStage, cache: KVCache, shape: StepShape, like: Tensor
     ) -> None:
-        self.used_at = 0
         self._layers = layers
         self._cache = cache
-        self._shape = shape
+        self.shape = shape
         self.hidden = like.new_zeros(1, shape.rows, like.shape[2])
         self._width = blocks_of(shape.tokens, cache.block_size)
         # Of each row its blocks, then its position.
@@ -215,7 +282,7 @@ class _Graph:
 
         The copies write equal values to the same block.
         """
-        rows, missing = batch.rows, self._shape.rows - batch.rows
+        rows, missing = batch.rows, self.shape.rows - batch.rows
         places = []
         for table, start, length in zip(
             batch.block_tables, batch.starts, batch.lengths, strict=True
@@ -227,7 +294,13 @@ class _Graph:
         self.hidden[:, rows:] = hidden[:, -1:]
 
     def find_waits(self) -> list[bool]:
-        """Run the step once; return for each layer whether it synchronizes with the host."""
+        """Run the step twice; return for each layer whether it synchronizes with the host.
+
+        First calls try kernels and compile, which synchronizes, too: the second run counts.
+        """
+        self._make_arguments()
+        for index in range(len(self._layers.layers)):
+            self.run_layer(index, self.hidden)
         found = host_syncs(self._make_arguments)
         if found:
             raise RuntimeError(f"the step's masks and positions need {found[0]}")
@@ -277,8 +350,8 @@ class _Graph:
         )
 
 
-def graphs_of(layers: DecoderStage, cache: KVCache, full_rows: int) -> DecodeGraphs | None:
-    """Return a stage's decode graphs; ``None`` where they are not possible.
+def graphs_of(layers: DecoderStage, cache: KVCache) -> DecodeGraphs | None:
+    """Return a stage's decode graphs, not yet captured; ``None`` where they are not possible.
 
     That is on a CPU, where positions depend on the length of a row, which the host reads in every
     step, where a layer changes its cached keys and values, and where layers pass more to each other
@@ -288,8 +361,7 @@ def graphs_of(layers: DecoderStage, cache: KVCache, full_rows: int) -> DecodeGra
     is_fixed = layers.attends_to_cache and layers.layout is None and not depends_on_length
     if cache.device.type != "cuda" or not is_fixed:
         return None
-    capture = CudaCapture(cache.device)
-    return DecodeGraphs(layers, cache, full_rows=full_rows, capture=capture)
+    return DecodeGraphs(layers, cache, capture=CudaCapture(cache.device))
 
 
 class CudaCapture:
@@ -320,3 +392,8 @@ class CudaCapture:
         with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode=mode):
             work()
         return graph.replay
+
+    def free_bytes(self) -> int:
+        """Return the memory that the device has left once torch's unused blocks are given back."""
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(self._device)[0])

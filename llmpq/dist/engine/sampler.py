@@ -26,6 +26,7 @@ from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.results import FinishReason
 from llmpq.dist.io.sampling_params import GREEDY, SamplingParams, TokenLogprobs
 from llmpq.dist.io.structured_outputs import GrammarCompiler
+from llmpq.kernels.gpu.device import exact_dtype
 
 NAN_SCORES = (
     "the model's scores are not numbers (NaN): found an overflow in the layers, "
@@ -270,6 +271,8 @@ def _truncated(scores: Tensor, params: SamplingParams) -> Tensor:
 
 def _draw(scores: Tensor, uniform: float) -> int:
     """Return the token at a place in [0, 1) of the cumulative distribution."""
+    if exact_dtype(scores.device) is not torch.float64:
+        scores = scores.cpu()  # float32 sums would change which token a number draws
     total = torch.softmax(scores, dim=-1, dtype=torch.float64).cumsum(dim=-1)  # [V]
     return int(torch.searchsorted(total, uniform * total[-1], right=True))
 

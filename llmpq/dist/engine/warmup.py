@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 
+from llmpq.dist.engine.cuda_graphs import DecodeGraphs, DecodeSizes
 from llmpq.dist.engine.stage import StageRunner
 from llmpq.dist.kv.blocks import slot_blocks
 from llmpq.dist.metrics.stats import synchronize
@@ -55,6 +56,23 @@ def warm_up(
         micro_batch = [Row(blocks=table, first=first, length=length) for table in tables]
         runner.run(hidden, micro_batch, only)
     synchronize(runner.device)
+
+
+def capture_decode_steps(runner: StageRunner, sizes: DecodeSizes, reserve_bytes: int) -> bool:
+    """Capture a stage's decode steps as CUDA graphs; return False where it has none.
+
+    Called last, when everything else of the process has its memory.
+
+    Args:
+        runner: of the stage.
+        sizes: of its decode steps.
+        reserve_bytes: memory that prompts and uncaptured steps need.
+    """
+    if not isinstance(runner.steps, DecodeGraphs):
+        return False
+    runner.steps.capture(sizes.shapes(), reserve_bytes=reserve_bytes)
+    synchronize(runner.device)
+    return True
 
 
 @torch.inference_mode()

@@ -33,8 +33,8 @@ from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
 class KVCache:
     """Preallocated keys and values of each layer, in ``num_blocks`` blocks.
 
-    At 8 bits all layers read into one buffer, so what a view reads is valid until it reads again.
-    The layers of transformers run one after the other.
+    At 8 bits on a CPU all layers read into one buffer, so what a view reads is valid until it reads
+    again. The layers of transformers run one after the other.
 
     Args:
         shapes: of each layer, in order, from ``kv_shapes``.
@@ -84,10 +84,9 @@ class KVCache:
                     f"KV cache: found 8 bits for keys of {odd.dims[0]} and values of "
                     f"{odd.dims[1]} features (latent attention), expected {width} bits"
                 )
-            self._buffer = DequantizeBuffer(dtype, self.device)
-            self._layers = [
-                Int8KVStorage(shape, size, self._buffer, self.device) for shape in shapes
-            ]
+            if self.device.type == "cpu":
+                self._buffer = DequantizeBuffer(dtype)
+            self._layers = [Int8KVStorage(shape, size, self.device) for shape in shapes]
         else:
             self._layers = [PlainKVStorage(shape, size, dtype, self.device) for shape in shapes]
 
@@ -103,6 +102,11 @@ class KVCache:
     def buffer_bytes(self) -> int:
         """Bytes of the buffer that 8-bit keys and values are read into, so far."""
         return 0 if self._buffer is None else self._buffer.nbytes
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the blocks hold."""
+        return self.num_blocks * self.block_size
 
     @property
     def attends(self) -> bool:
@@ -197,6 +201,11 @@ class KVCache:
         """
         for layer in self._layers:
             layer.clear(list(blocks))
+
+    @property
+    def buffer(self) -> DequantizeBuffer | None:
+        """Where uncaptured steps dequantize to, ``None`` where they allocate."""
+        return self._buffer
 
     def heads_of(self, layer_idx: int) -> PagedHeads:
         """Return the keys and values of a layer as the attention kernel reads them."""
@@ -308,7 +317,7 @@ class KVCacheView:
         length = batch.lengths[row]
         table = batch.block_tables[row][: blocks_of(length, self._cache.block_size)]
         tables = torch.tensor([list(table)], device=self._cache.device)
-        found, other = layer.read(tables, dtype)
+        found, other = layer.read(tables, dtype, self._cache.buffer)
         return found[:, :, :length], other[:, :, :length]
 
     def read_rows(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -322,7 +331,8 @@ class KVCacheView:
         ]
         width = max(map(len, chosen))
         filled = [[*table, *[table[-1]] * (width - len(table))] for table in chosen]
-        return layer.read(torch.tensor(filled, device=self._cache.device), dtype)
+        tables = torch.tensor(filled, device=self._cache.device)
+        return layer.read(tables, dtype, self._cache.buffer)
 
     def _last_update(self) -> tuple[KVStorage, torch.dtype]:
         assert self._layer is not None, "update comes first"

@@ -91,10 +91,16 @@ class KVStorage(ABC):
         """Store ``[1, h, N, d]``."""
 
     @abstractmethod
-    def read(self, tables: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def read(
+        self, tables: Tensor, dtype: torch.dtype, buffer: DequantizeBuffer | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return all tokens of block tables ``[R, W]``: ``[R, h, W * B, d]`` of ``dtype``.
 
-        The result is valid until the next read.
+        Args:
+            tables: blocks of each row.
+            dtype: of the result.
+            buffer: receives what is dequantized, which is then valid until the next read into it;
+                ``None`` allocates.
         """
 
     def pack(self, tokens: TokenIndex) -> Tensor:
@@ -153,25 +159,28 @@ class PlainKVStorage(KVStorage):
         tokens.write(self._keys, key[0])
         tokens.write(self._values, value[0])
 
-    def read(self, tables: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return ``[R, h, W * B, d]``."""
+    def read(
+        self, tables: Tensor, dtype: torch.dtype, buffer: DequantizeBuffer | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``[R, h, W * B, d]`` in memory of its own."""
+        del buffer
         key, value = (_gathered(part, tables).flatten(2, 3) for part in self._tensors)
         return key.to(dtype), value.to(dtype)
 
 
 class DequantizeBuffer:
-    """Memory that the layers of a stage, one after the other, dequantize into.
+    """Memory of a CPU that the layers of a stage, one after the other, dequantize into.
 
     It is kept, since the system maps and zeroes fresh memory at every step, and grows to what is
-    read.
+    read. Accelerators have none: torch keeps their memory mapped, and a CUDA graph would go on
+    writing to the address of a buffer that has been replaced by a larger one.
 
     Args:
         dtype: of the run.
-        device: where it lies.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._values = torch.zeros(0, dtype=dtype, device=device)
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._values = torch.zeros(0, dtype=dtype)
 
     @property
     def nbytes(self) -> int:
@@ -182,7 +191,7 @@ class DequantizeBuffer:
         """Return memory of ``shape`` with undefined content, valid until the next ``take``."""
         count = shape.numel()
         if self._values.numel() < count or self._values.dtype != dtype:
-            self._values = torch.empty(count, dtype=dtype, device=self._values.device)
+            self._values = torch.empty(count, dtype=dtype)
         return self._values[:count].view(shape)
 
 
@@ -195,20 +204,17 @@ class Int8KVStorage(KVStorage):
     Args:
         shape: of one token's keys.
         size: blocks, and tokens of each.
-        buffer: receives what is read; shared by all layers.
         device: where it lies.
     """
 
     is_exact = False
 
-    def __init__(
-        self, shape: KVShape, size: tuple[int, int], buffer: DequantizeBuffer, device: torch.device
-    ) -> None:
+    def __init__(self, shape: KVShape, size: tuple[int, int], device: torch.device) -> None:
         blocks, tokens = size
         whole, heads = (blocks, 2 * shape.heads, tokens), shape.heads
         codes = torch.zeros((*whole, shape.head_dim), dtype=torch.int8, device=device)
         scales = torch.zeros(whole, dtype=SCALE_DTYPE, device=device)
-        self._codes, self._scales, self._buffer = codes, scales, buffer
+        self._codes, self._scales = codes, scales
         paged_heads = PagedHeads(
             keys=codes[:, :heads],
             values=codes[:, heads:],
@@ -223,10 +229,15 @@ class Int8KVStorage(KVStorage):
         tokens.write(self._codes, codes[0])
         tokens.write(self._scales, scales[0])
 
-    def read(self, tables: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return ``[R, h, W * B, d]`` in the shared buffer."""
+    def read(
+        self, tables: Tensor, dtype: torch.dtype, buffer: DequantizeBuffer | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return ``[R, h, W * B, d]``, in the buffer if there is one."""
         stored = _gathered(self._codes, tables)  # [R, 2h, W, B, d]
-        read = self._buffer.take(stored.shape, dtype)
+        if buffer is None:
+            read = torch.empty(stored.shape, dtype=dtype, device=stored.device)
+        else:
+            read = buffer.take(stored.shape, dtype)
         # Two passes in place: a product of mixed dtypes would convert into fresh memory first.
         read.copy_(stored).mul_(_gathered(self._scales, tables).unsqueeze(-1))
         read = read.flatten(2, 3)

@@ -8,10 +8,12 @@ import torch
 
 from llmpq.batching.draft_model import FEW_TOKENS, DraftWork
 from llmpq.dist.engine.compiled_steps import step_runner_of
+from llmpq.dist.engine.cuda_graphs import DecodeSizes
 from llmpq.dist.engine.draft_model import DraftModel, DraftWorker
 from llmpq.dist.engine.packed_steps import PipelineSteps
 from llmpq.dist.engine.policy import engine_limits
 from llmpq.dist.engine.stage import StageRunner
+from llmpq.dist.engine.warmup import capture_decode_steps
 from llmpq.dist.io.job import Job
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.launch.process_environment import tune_malloc_for_serving
@@ -102,7 +104,7 @@ def load_draft_model(job: Job, plan: Plan, device: torch.device) -> DraftModel |
         cache=cache,
         device=device,
         is_last=True,
-        steps=step_runner_of(layers, cache, 1) if job.captures else None,
+        steps=step_runner_of(layers, cache) if job.captures else None,
         dtype=dtype,
     )
     model = DraftModel(
@@ -113,6 +115,11 @@ def load_draft_model(job: Job, plan: Plan, device: torch.device) -> DraftModel |
     )
     tokens, count = WARM_UP
     model.propose([DraftWork(0, 0, tokens, count, (0,))], [[0] * tokens])
+    most = min(limits.draft.max_tokens or plan.workload.max_context_tokens, cache.num_tokens)
+    sizes = DecodeSizes(rows=limits.max_sequences, least_tokens=1, most_tokens=most)
+    shared = limits.draft.stage
+    reserve_bytes = 0 if shared is None else plan.estimate.stages[shared].memory.temporary
+    capture_decode_steps(runner, sizes, reserve_bytes)
     return model
 
 

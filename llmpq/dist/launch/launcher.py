@@ -20,7 +20,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from llmpq.dist.io.job import START_TIMEOUT_S, Job, write_job
-from llmpq.dist.launch.process_environment import cpu_environment, python_path
+from llmpq.dist.launch.process_environment import (
+    cpu_environment,
+    cuda_environment,
+    python_path,
+)
 from llmpq.dist.launch.signals import SIGNALS
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import Event, RunProgress
@@ -100,7 +104,11 @@ def ranks_of_node(plan: Plan, node_rank: int, num_nodes: int) -> list[int]:
 
 
 def rank_environment(
-    plan: Plan, rank: int, local_ranks: Sequence[int], cores: Sequence[int] = ()
+    plan: Plan,
+    rank: int,
+    local_ranks: Sequence[int],
+    cores: Sequence[int] = (),
+    store: Path | None = None,
 ) -> dict[str, str]:
     """Return the variables of one rank: torchrun's and those of the numeric libraries.
 
@@ -109,12 +117,17 @@ def rank_environment(
         rank: one of ``local_ranks``.
         local_ranks: those of this host.
         cores: that they share; none: all of this process.
+        store: of quantized layers; compiled GPU kernels are kept beside it.
     """
     device = plan.cluster.devices[plan.rank_devices[rank]]
     cores = cores or sorted(os.sched_getaffinity(0))
     own = bool(_cores(plan, rank, local_ranks, cores))
     threads = _threads(plan, rank, local_ranks, cores)
-    return cpu_environment(threads, device.cpu_isa, has_own_cores=own) | {
+    kind = device_spec(device.type, plan.cluster).kind
+    variables = cpu_environment(threads, device.cpu_isa, has_own_cores=own)
+    if kind == "cuda":
+        variables |= cuda_environment(store, os.environ)
+    return variables | {
         "RANK": str(rank),
         "WORLD_SIZE": str(len(plan.rank_devices)),
         "LOCAL_RANK": str(list(local_ranks).index(rank)),
@@ -175,7 +188,7 @@ def _start(
     job: Job, plan: Plan, rank: int, ranks: Sequence[int], folder: Path, events: int
 ) -> subprocess.Popen[bytes]:
     available = job.cores or sorted(os.sched_getaffinity(0))
-    own = rank_environment(plan, rank, ranks, available) | dict(job.environment)
+    own = rank_environment(plan, rank, ranks, available, job.store) | dict(job.environment)
     environment = os.environ | own
     environment["PYTHONPATH"] = python_path(os.environ)
     if job.rendezvous.file is not None:

@@ -1,4 +1,4 @@
-"""The environment variables and the malloc settings of a CPU worker.
+"""The environment variables of workers, and the malloc settings of a CPU worker.
 
 Thread counts, spinning and vector extensions are read when the libraries load, so a worker is a
 process started with these variables.
@@ -104,6 +104,27 @@ def cpuinfo(key: str, text: str | None = None) -> str:
             return ""
     values = (line.partition(":") for line in text.splitlines())
     return next((value.strip() for name, _, value in values if name.strip() == key), "")
+
+
+def cuda_environment(store: Path | None, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables for a worker of an NVIDIA GPU; those of ``environ`` are kept.
+
+    ``expandable_segments`` of torch's allocator is not among them: the pool of CUDA graphs is
+    bounded by their order, and segments that grow have made runs with captured graphs hang
+    (pytorch/torchtitan#3306) and were disabled for graphs for a while (pytorch/pytorch#194767).
+
+    Args:
+        store: of quantized layers, ``None`` without one. Triton's compiled kernels go beside it:
+            its own folder is in the home directory, which a container loses.
+        environ: of this process.
+    """
+    variables = {
+        # cuDNN builds a plan for every new shape; ``open_device`` disables it in the process.
+        "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",
+    }
+    if store is not None:
+        variables["TRITON_CACHE_DIR"] = str(store.parent / "triton")
+    return {name: environ.get(name, value) for name, value in variables.items()}
 
 
 def python_path(environ: Mapping[str, str]) -> str:

@@ -16,6 +16,7 @@ from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.queue_order import queue_order
 from llmpq.batching.speculation import MAX_STEP_TOKENS
 from llmpq.dist.engine.compiled_steps import step_runner_of
+from llmpq.dist.engine.cuda_graphs import DecodeSizes
 from llmpq.dist.engine.draft_model import Drafter, RemoteDraftModel
 from llmpq.dist.engine.engine import MasterEngine, OnFinish, OnTokens, ShouldAbort
 from llmpq.dist.engine.online import EngineChannel, OnlineEngine
@@ -24,7 +25,7 @@ from llmpq.dist.engine.policy import engine_limits, max_model_len, policy_of, sc
 from llmpq.dist.engine.running_requests import drafts_of
 from llmpq.dist.engine.sampler import Sampler
 from llmpq.dist.engine.stage import StageRunner, StageWorker
-from llmpq.dist.engine.warmup import warm_up, warm_up_master
+from llmpq.dist.engine.warmup import capture_decode_steps, warm_up, warm_up_master
 from llmpq.dist.io.engine_messages import ModelLimits
 from llmpq.dist.io.job import Job, check_plan
 from llmpq.dist.io.model_files import eos_token_ids
@@ -59,7 +60,8 @@ from llmpq.dist.transport.communicator import (
 )
 from llmpq.dist.transport.errors import stage_name
 from llmpq.dist.transport.frames import FrameLimits
-from llmpq.errors import SpecError, StageError
+from llmpq.errors import CapacityError, SpecError, StageError
+from llmpq.kernels.gpu.device import open_device
 from llmpq.models import Master, kv_shapes, load_config
 from llmpq.models.config import kv_sources
 from llmpq.models.token_layout import message_features
@@ -70,6 +72,8 @@ from llmpq.spec.gguf.config import config_bytes
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan import Plan, plan_text
 from llmpq.spec.precision import Phase
+from llmpq.spec.schedule import draft_bytes
+from llmpq.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,6 +169,20 @@ def max_context_of(job: Job, plan: Plan) -> int:
     return max_model_len(plan, job.engine, load_model_dir(job.model_dir).max_positions)
 
 
+def decode_sizes(job: Job, plan: Plan) -> DecodeSizes:
+    """Return the sizes of a run's decode steps."""
+    limits = engine_limits_of(job, plan)
+    if limits is None:
+        work = plan.workload
+        return DecodeSizes(
+            rows=plan.micro_batching.decode,
+            least_tokens=min(work.prompt_tokens + 1, work.max_context_tokens),
+            most_tokens=work.max_context_tokens,
+        )
+    rows = min(limits.max_sequences, limits.token_budget)
+    return DecodeSizes(rows=rows, least_tokens=1, most_tokens=max_context_of(job, plan))
+
+
 def torch_device(plan: Plan, rank: int) -> torch.device:
     """Return the device of a rank: the CPU, or its node's n-th accelerator of its kind.
 
@@ -187,11 +205,40 @@ def torch_device(plan: Plan, rank: int) -> torch.device:
             f"{stage_name(plan, rank)}: found {here} {kind.upper()} devices on this host, "
             f"expected at least {index + 1}"
         )
-    if kind == "cuda":
-        torch.cuda.set_device(index)
-    elif kind == "xpu":
-        torch.xpu.set_device(index)
-    return torch.device(kind, index)
+    return open_device(torch.device(kind, index))
+
+
+def check_free_memory(context: RankContext, device: torch.device, blocks: int) -> None:
+    """Raise before anything is allocated if a GPU has less free memory than the plan needs.
+
+    Args:
+        context: of the rank.
+        device: of the rank.
+        blocks: KV blocks of the stage.
+
+    Raises:
+        CapacityError: says what is needed, and what is free.
+    """
+    plan, rank = context.plan, context.rank
+    if device.type != "cuda":
+        return
+    stage, needed = plan.stages[rank], plan.estimate.stages[rank].memory
+    slots, max_tokens = plan.slots_of(stage)
+    parts = {
+        "weights": needed.weights,
+        "keys and values": needed.kv * blocks // max(1, slots * blocks_of(max_tokens)),
+        "temporary memory": needed.temporary,
+        "embeddings and head": needed.master,
+        "draft model": 0 if rank else draft_bytes(plan.draft, stage.device),
+    }
+    free, total = torch.cuda.mem_get_info(device)
+    if sum(parts.values()) > free:
+        told = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
+        raise CapacityError(
+            f"{context.name}: {device} has {format_bytes(free)} free of {format_bytes(total)}, "
+            f"expected {format_bytes(sum(parts.values()))} ({told}); end other programs on the "
+            "GPU, or plan with less memory"
+        )
 
 
 def accelerators(kind: DeviceKind) -> int:
@@ -199,6 +246,13 @@ def accelerators(kind: DeviceKind) -> int:
     if kind == "mps":
         return int(torch.backends.mps.is_available())
     return torch.xpu.device_count() if kind == "xpu" else torch.cuda.device_count()
+
+
+def kv_blocks_of(context: RankContext) -> int:
+    """Return the KV blocks of a rank's stage."""
+    plan, engine = context.plan, engine_limits_of(context.job, context.plan)
+    slots, max_tokens = plan.slots_of(plan.stages[context.rank])
+    return max(slots * blocks_of(max_tokens), 0 if engine is None else engine.num_blocks)
 
 
 def load_runner(context: RankContext, device: torch.device) -> StageRunner:
@@ -225,14 +279,10 @@ def load_runner(context: RankContext, device: torch.device) -> StageRunner:
         weight_cache=weight_cache_of(job),
     )
     context.recorder.mark("layers")
-    num_slots, max_tokens = plan.slots_of(stage)
-    engine = engine_limits_of(job, plan)
     cache = KVCache(
         kv_shapes(layers.config, stage.first_layer, stage.end_layer),
         stage.first_layer,
-        num_blocks=max(
-            num_slots * blocks_of(max_tokens), 0 if engine is None else engine.num_blocks
-        ),
+        num_blocks=kv_blocks_of(context),
         dtype=dtype,
         device=device,
         kv_bits=8 if plan.kv_bits == 8 else 8 * dtype.itemsize,
@@ -246,7 +296,7 @@ def load_runner(context: RankContext, device: torch.device) -> StageRunner:
         device=device,
         is_last=is_last,
         kv_connector=kv_connector(plan, cache, links, timeout_s=job.step_timeout_s),
-        steps=step_runner_of(layers, cache, plan.micro_batching.decode) if captures else None,
+        steps=step_runner_of(layers, cache) if captures else None,
         dtype=dtype,
     )
     context.recorder.mark("decode steps")
@@ -275,6 +325,7 @@ def _load(
     """
     plan, rank, start_s = context.plan, context.rank, clock.now()
     device, dtype = torch_device(plan, rank), DTYPES[plan.dtype_of(plan.stages[rank])]
+    check_free_memory(context, device, kv_blocks_of(context))
     master = None if rank else load_master_of(context, device)
     context.recorder.mark("embeddings and head")
     runner = load_runner(context, device)
@@ -293,6 +344,13 @@ def _load(
         trace_calls(master, "logits", "project", device)
     context.recorder.mark("warm-up")
     return runner, master
+
+
+def _capture(context: RankContext, runner: StageRunner) -> None:
+    """Capture decode steps once everything else of the process has its memory."""
+    reserve_bytes = context.plan.estimate.stages[context.rank].memory.temporary
+    if capture_decode_steps(runner, decode_sizes(context.job, context.plan), reserve_bytes):
+        context.recorder.mark("CUDA graphs")
 
 
 @contextlib.contextmanager
@@ -321,6 +379,7 @@ def run_stage(context: RankContext) -> None:
             context.communicator, context.recorder, clock, context.progress
         )
         runner, _ = _load(context, clock, stack)
+        _capture(context, runner)
         StageWorker(runner=runner, communicator=communicator, clock=clock).run()
 
 
@@ -359,6 +418,7 @@ class MasterRank:
         self._draft_model: Drafter | None = None
         if context.draft_link is None:
             self._draft_model = load_draft_model(job, plan, self._runner.device)
+        _capture(context, self._runner)
         self._communicator: Communicator | None = None
         if context.communicator is not None:
             self._communicator = RecordingCommunicator(

@@ -63,6 +63,10 @@ class StageStats:
             there was none. Includes the master's own work.
         decode_s: likewise for decode.
         memory_bytes: see ``llmpq.dist.metrics.stats.peak_memory_bytes``.
+        reserved_bytes: on CUDA the most memory that torch took from the driver, with what its
+            allocator and the pool of CUDA graphs hold unused; ``None`` elsewhere.
+        device_used_bytes: on CUDA the memory of the GPU in use at the end, by all processes and the
+            driver's contexts; ``None`` elsewhere.
         held: parts of it, ``None`` if not counted.
         work: its work by kind, longest first.
         wait_s: waiting for micro-batches, from its first one on.
@@ -76,6 +80,8 @@ class StageStats:
     prefill_s: float | None = None
     decode_s: float | None = None
     memory_bytes: int
+    reserved_bytes: int | None = None
+    device_used_bytes: int | None = None
     held: HeldBytes | None = None
     work: tuple[WorkSample, ...] = ()
     wait_s: float = 0.0

@@ -185,13 +185,18 @@ def memory_parts(plan: Plan, stats: StageStats) -> dict[str, dict[str, int]]:
     held, predicted = stats.held, plan.estimate.stages[stats.rank].memory
     if held is None:
         return {}
-    return {
+    parts = {
         "weights": {"predicted": predicted.weights, "measured": held.weights},
         "kv": {"predicted": predicted.kv, "measured": held.kv},
         "master": {"predicted": predicted.master, "measured": held.master},
         "buffers": {"measured": held.buffers},
         "loading_peak": {"measured": held.load_peak},
     }
+    for name in ("reserved", "device_used"):
+        measured = getattr(stats, f"{name}_bytes")
+        if measured is not None:
+            parts[name] = {"measured": measured}
+    return parts
 
 
 def _stage_report(plan: Plan, stats: StageStats, latency_s: float) -> dict[str, Any]:

@@ -76,6 +76,8 @@ class StageClock:
             prefill_s=self._median(Phase.PREFILL, self.micro_batching.prefill),
             decode_s=self._median(Phase.DECODE, self.micro_batching.decode),
             memory_bytes=peak_memory_bytes(device),
+            reserved_bytes=_reserved_bytes(device),
+            device_used_bytes=_device_used_bytes(device),
             held=self.held,
             wait_s=self.wait_s,
             send_s=self.send_s,
@@ -137,6 +139,17 @@ def peak_memory_bytes(device: torch.device) -> int:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * KIB
     return 0
+
+
+def _reserved_bytes(device: torch.device) -> int | None:
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
+
+
+def _device_used_bytes(device: torch.device) -> int | None:
+    if device.type != "cuda":
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
 
 
 def synchronize(device: torch.device) -> None:

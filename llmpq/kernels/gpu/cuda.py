@@ -67,10 +67,15 @@ class CudaInt4Backend(KernelBackend):
     )
 
     def fits(self, precision: Precision, out_features: int, in_features: int) -> bool:
-        """Return whether the kernel's conditions on shape, group and GPU hold."""
+        """Return whether the kernel's conditions on shape and group hold."""
         group = precision.effective_group(in_features)
         fits = out_features % 8 == 0 and in_features % 32 == 0 and group in (32, 64, 128, 256)
-        return fits and not precision.symmetric and _is_offered(self.name)
+        return fits and not precision.symmetric
+
+    def runs_on(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Return whether the GPU is new enough."""
+        del dtype
+        return _is_offered(self.name, device)
 
     def layout(self, packed: PackedWeight) -> tuple[Tensor, ...]:
         """Return the tensors of ``packed`` as ``linear`` reads them."""
@@ -156,13 +161,15 @@ class _Int8Backend(KernelBackend):
         return codes[ids].to(torch.float32).mul_(steps).to(dtype)
 
     def fits(self, precision: Precision, out_features: int, in_features: int) -> bool:
-        """Return whether the weight is one of LLM.int8()'s and this machine can run it."""
+        """Return whether the weight is one of LLM.int8()'s."""
         per_channel = precision.effective_group(in_features) == in_features
         fits = out_features % 8 == 0 and in_features % 8 == 0
-        return per_channel and fits and precision.symmetric and self._runs_here()
+        return per_channel and fits and precision.symmetric
 
-    def _runs_here(self) -> bool:
-        raise NotImplementedError
+    def runs_on(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Return whether the device is a CPU, or a GPU that is new enough."""
+        del dtype
+        return device.type == "cpu" or _is_offered(self.name, device)
 
 
 class CudaInt8Backend(_Int8Backend):
@@ -187,9 +194,6 @@ class CudaInt8Backend(_Int8Backend):
             cost="an int8 matmul and a few passes over x and y; rounds activations to 8 bits "
             "except where one exceeds 6. Not yet measured",
         )
-
-    def _runs_here(self) -> bool:
-        return "cpu" in self.capability.device_types or _is_offered(self.name)
 
     def layout(self, packed: PackedWeight) -> tuple[Tensor, ...]:
         """Return the tensors of ``packed`` as ``linear`` reads them."""
@@ -252,9 +256,9 @@ class BitsAndBytesInt8Backend(_Int8Backend):
             "exceeds 6. On a CPU .54 of a bf16 matmul for one row, 1.35 for 32, .72 for 512",
         )
 
-    def _runs_here(self) -> bool:
-        is_able = "cpu" in self.capability.device_types or _is_offered(self.name)
-        return is_able and triton_int.why_missing("bitsandbytes") is None
+    def runs_on(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Return whether bitsandbytes is installed and the GPU is new enough."""
+        return super().runs_on(device, dtype) and triton_int.why_missing("bitsandbytes") is None
 
     def stored_bytes(
         self, precision: Precision, dtype: torch.dtype, out_features: int, in_features: int
@@ -286,8 +290,8 @@ class BitsAndBytesInt8Backend(_Int8Backend):
         return y.view(*x.shape[:-1], weight.out_features)
 
 
-def _is_offered(name: str) -> bool:
-    """Return whether this GPU is an NVIDIA one of the compute capability that a kernel needs."""
+def _is_offered(name: str, device: torch.device) -> bool:
+    """Return whether a GPU is an NVIDIA one of the compute capability that a kernel needs."""
     if not torch.cuda.is_available() or torch.version.hip is not None:
         return False
-    return torch.cuda.get_device_capability() >= LEAST_CAPABILITY[name]
+    return torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY[name]

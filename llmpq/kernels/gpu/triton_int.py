@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
+import threading
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from llmpq.kernels.base import Capability, KernelBackend, PreparedWeight
+from llmpq.kernels.gpu.device import numbered
 from llmpq.kernels.packed import SCALE_DTYPES, PackedWeight, row_blocks
 from llmpq.spec.precision import Precision
 
@@ -33,6 +35,7 @@ MANY_ROWS = 512
 _FEW_ROWS = 16  # the smallest tile that tensor cores take
 _PROGRAMS_A_PROCESSOR = 4  # enough in flight to hide the latency of memory
 _SUM_BLOCK = 1024
+_TRIAL = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,17 +73,14 @@ class TritonIntBackend(KernelBackend):
             "one write of the weight. Not yet measured on a GPU",
         )
 
-    def supports(
-        self, device_type: str, precision: Precision, dtype: torch.dtype, *shape: int
-    ) -> bool:
-        """Return whether it can run the weight, and a kernel can be launched."""
-        is_supported = super().supports(device_type, precision, dtype, *shape)
-        return is_supported and launch_failure(_device_of_type(device_type), dtype) is None
-
     def fits(self, precision: Precision, out_features: int, in_features: int) -> bool:
         """Return whether K is a multiple of the segments."""
         del out_features
         return in_features % segments(precision.bits) == 0
+
+    def runs_on(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Return whether a kernel can be launched on the device."""
+        return launch_failure(device, dtype) is None
 
     def layout(self, packed: PackedWeight) -> tuple[Tensor, ...]:
         """Return the tensors of ``packed`` as ``linear`` reads them."""
@@ -225,7 +225,9 @@ def why_missing(package: str) -> str | None:
 def launch_failure(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why no kernel runs on ``device`` in ``dtype``, or ``None`` when one does.
 
-    Triton needs a recent GPU and a C compiler; one trial product shows whether both are present.
+    Triton needs a recent GPU and a C compiler; one trial product shows whether both are present. A
+    GPU without a number is the current one of this thread. Threads wait for each other: the trial
+    compiles two kernels, which takes some seconds the first time.
     """
     missing = why_missing("triton")
     if missing is not None:
@@ -234,7 +236,8 @@ def launch_failure(device: torch.device, dtype: torch.dtype) -> str | None:
         return "no CUDA device"
     if device.type == "cpu" and not _is_interpreted():
         return "triton is not interpreting (TRITON_INTERPRET=1)"
-    return _try_once(device, dtype)
+    with _TRIAL:
+        return _try_once(numbered(device), dtype)
 
 
 @lru_cache(maxsize=32)
@@ -255,12 +258,6 @@ def _try_once(device: torch.device, dtype: torch.dtype) -> str | None:
     except Exception as error:  # compilers and drivers fail in more ways than can be listed
         return f"{type(error).__name__}: {error}"
     return None
-
-
-def _device_of_type(device_type: str) -> torch.device:
-    if device_type == "cuda" and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(device_type)
 
 
 def _is_interpreted() -> bool:

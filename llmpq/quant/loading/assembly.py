@@ -119,8 +119,8 @@ class LayerAssembly:
         A bias of its operator must be there already. Experts are replaced once all of their
         matrices are there.
         """
-        precision, device_type = weight.precision, weight.scales.device.type
-        linear = QuantLinear(weight, None, self._kernel(matrix, precision, device_type))
+        kernel = self._kernel(matrix, weight.precision, weight.scales.device)
+        linear = QuantLinear(weight, None, kernel)
         module = self.layer.get_submodule(matrix.module)
         if matrix.expert is None:
             assert isinstance(module, nn.Linear)
@@ -153,10 +153,10 @@ class LayerAssembly:
             raise SpecError(f"{kind}: tensor '{missing[0]}' is neither stored nor known")
         return self.layer
 
-    def reads_tiles(self, matrix: Matrix, precision: Precision, device_type: str) -> bool:
+    def reads_tiles(self, matrix: Matrix, precision: Precision, device: torch.device) -> bool:
         """Return whether the kernel of a matrix reads tiles."""
-        return isinstance(self._kernel(matrix, precision, device_type), TileBackend)
+        return isinstance(self._kernel(matrix, precision, device), TileBackend)
 
-    def _kernel(self, matrix: Matrix, precision: Precision, device_type: str) -> KernelBackend:
+    def _kernel(self, matrix: Matrix, precision: Precision, device: torch.device) -> KernelBackend:
         shape = (matrix.out_features, matrix.in_features)
-        return choose_backend(device_type, precision, self.dtype, *shape, prefer=self._backend)
+        return choose_backend(device, precision, self.dtype, *shape, prefer=self._backend)

@@ -137,7 +137,7 @@ def _kernel(
     precision: Precision, rows: int, columns: int, load: HeadLoad, *, is_tied: bool
 ) -> KernelBackend:
     return choose_backend(
-        load.device.type, precision, load.dtype, rows, columns, load.backend, reads_rows=is_tied
+        load.device, precision, load.dtype, rows, columns, load.backend, reads_rows=is_tied
     )
 
 

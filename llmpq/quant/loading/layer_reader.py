@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from llmpq.kernels.cpu.tiles import TILE_ROWS, TiledWeight
+from llmpq.kernels.gpu.device import open_device
 from llmpq.kernels.packed import PackedWeight
 from llmpq.models import Checkpoint
 from llmpq.models.files.sources import TensorSource
@@ -159,7 +160,13 @@ class LayerReader:
         Raises:
             SpecError: as ``Checkpoint`` and ``GptqCheckpoint``.
         """
-        pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="load-prepare")
+        open_device(self.device)  # of the thread that reads: it allocates pinned memory
+        pool = ThreadPoolExecutor(
+            max_workers=4,
+            thread_name_prefix="load-prepare",
+            initializer=open_device,  # choosing a kernel may launch one
+            initargs=(self.device,),
+        )
         try:
             for prepared in pool.map(self._prepare, count(first_layer), precisions):
                 yield from self._items(prepared)
@@ -174,7 +181,7 @@ class LayerReader:
         tiled = frozenset(
             matrix.name
             for matrix in matrices
-            if self.gptq is None and assembly.reads_tiles(matrix, precision, self.device.type)
+            if self.gptq is None and assembly.reads_tiles(matrix, precision, self.device)
         )
         load = LayerLoad(index=index, precision=precision, assembly=assembly, tiled=tiled)
         stored_as_codes = {matrix.key for matrix in matrices} if self.gptq is not None else ()

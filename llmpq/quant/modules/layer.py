@@ -234,6 +234,6 @@ def _pack(
 ) -> QuantLinear:
     out_features, in_features = weight.shape
     kernel = choose_backend(
-        weight.device.type, precision, weight.dtype, out_features, in_features, prefer=backend
+        weight.device, precision, weight.dtype, out_features, in_features, prefer=backend
     )
     return QuantLinear(quantize(weight, precision, weight.dtype), bias, kernel)

@@ -113,7 +113,7 @@ def test_experts_that_are_all_as_good_run_operator_by_operator(tiny_model, caplo
     )
     stage.layers[0].mlp.gate.weight[1:] = stage.layers[0].mlp.gate.weight[0]
     with caplog.at_level(logging.INFO, logger="llmpq"):
-        assert step_runner_of(stage, cache_of(stage), 1) is None
+        assert step_runner_of(stage, cache_of(stage)) is None
     assert "layer 0: " in caplog.text
 
 
@@ -152,5 +152,5 @@ def test_a_mixture_that_computes_something_else_runs_as_it_is(tiny_model, damage
     )
     damage(stage.layers[1])
     with caplog.at_level(logging.INFO, logger="llmpq"):
-        assert step_runner_of(stage, cache_of(stage), 1) is None
+        assert step_runner_of(stage, cache_of(stage)) is None
     assert f"layer 1: {reason}" in caplog.text

@@ -210,5 +210,5 @@ def test_other_layers_run_operator_by_operator(case, tmp_path, caplog):
     model_type, overrides, reason = REFUSED[case]
     stage = _stage(_save(tmp_path, model_type, overrides), 16)
     with caplog.at_level(logging.INFO, logger="llmpq"):
-        assert step_runner_of(stage, cache_of(stage), 1) is None
+        assert step_runner_of(stage, cache_of(stage)) is None
     assert f"steps run operator by operator: {reason}" in caplog.text

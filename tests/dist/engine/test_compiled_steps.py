@@ -177,10 +177,10 @@ def _damage_residual(layer):
 def test_a_layer_that_computes_something_else_runs_as_it_is(tiny_model, damage, caplog):
     _, stage = _stage(tiny_model, "llama")
     cache = cache_of(stage)
-    assert step_runner_of(stage, cache, 1) is not None
+    assert step_runner_of(stage, cache) is not None
     damage(stage.layers[1])
     with caplog.at_level(logging.INFO, logger="llmpq"):
-        assert step_runner_of(stage, cache, 1) is None
+        assert step_runner_of(stage, cache) is None
     assert "layer 1: computes something else" in caplog.text
 
 
@@ -206,7 +206,7 @@ def test_wrong_addresses_are_found(tiny_model, monkeypatch):
         append(program, layer, dataclasses.replace(step, rotary=rotary))
 
     monkeypatch.setattr(compiled_steps, "append_layer", swapped)
-    assert step_runner_of(stage, cache_of(stage), 1) is None
+    assert step_runner_of(stage, cache_of(stage)) is None
 
 
 def test_many_rows_of_plain_weights_run_operator_by_operator(tiny_model, monkeypatch):

@@ -1,0 +1,305 @@
+"""Compile every Triton kernel for GPUs that this machine lacks, and record what the compiler made.
+
+    python -m scripts.gpu_checks.compiled [--output FILE] [--only NAME ...]
+
+The compiler and the assembler come with the triton package and need no GPU. Recorded for a kernel
+and compute capability: registers of a thread, bytes spilled, shared memory of a program, and the
+instructions of the inner loop (the shortest backward jump of the disassembly), in all and for each
+weight. A kernel that spills more than its bound, or does not compile, fails the command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from llmpq.kernels.gpu import triton_kernels
+from llmpq.kernels.gpu.triton_int import _tiles, segments
+from scripts.gpu_checks.harness import ROOT
+
+OUTPUT = ROOT / "benchmarks" / "results" / "gpu-kernels.json"
+ARCHITECTURES = (80, 90, 120)
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}
+"""Most shared memory of a program, by compute capability."""
+INTEGERS = {"M", "N", "K", "group_size", "size"}
+STEPS = 16
+SPILLED = {(3, 64): 48}
+"""Bytes that a thread spills today, by bits and rows; all others have registers enough."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A kernel as the runtime launches it.
+
+    Attributes:
+        name: of the variant.
+        kernel: function of ``triton_kernels``.
+        pointers: type of each pointer.
+        constants: arguments that are known when it is compiled.
+        warps, stages: of the launch.
+        loop_weights: weights that one turn of the inner loop multiplies; 0 where that says nothing.
+        spill_bytes: most bytes that a thread may spill.
+    """
+
+    name: str
+    kernel: str
+    pointers: Mapping[str, str]
+    constants: Mapping[str, object]
+    warps: int = 4
+    stages: int = 3
+    loop_weights: int = 0
+    spill_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """What the compiler made of a variant.
+
+    Attributes:
+        name: of the variant.
+        architecture: compute capability, 90 for 9.0.
+        registers: of a thread.
+        spill_bytes: stored and loaded again by a thread, for lack of registers.
+        shared_bytes: of a program.
+        product: instruction of the tensor cores, empty where there is none.
+        loop_instructions: of a warp, in one turn of the inner loop.
+        per_weight: instructions of the loop for each weight and thread.
+        seconds: compiling took.
+    """
+
+    name: str
+    architecture: int
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    product: str
+    loop_instructions: int
+    per_weight: float | None
+    seconds: float
+
+
+def variants() -> list[Variant]:
+    """Return what a run with bfloat16 activations launches, one variant for each way."""
+    found = []
+    for bits in (3, 4):
+        for rows in (1, 16, 64):
+            tiles = _tiles(rows, bits, torch.bfloat16)
+            constants = {"STEPS": STEPS, "BITS": bits, "TILE_IN_GROUP": True}
+            constants |= {"BLOCK_N": tiles.outputs, "BLOCK_J": tiles.bytes}
+            if rows > 1:
+                constants |= {"IN_FLOAT32": False, "BLOCK_M": tiles.rows}
+            # Parts of the inputs are summed in float32, and their bias is added afterwards.
+            found.append(
+                Variant(
+                    name=f"{'vector' if rows == 1 else 'matrix'} {bits} bits, {rows} rows",
+                    kernel="vector_kernel" if rows == 1 else "matrix_kernel",
+                    pointers=_product_pointers("fp32"),
+                    constants=constants | {"bias_ptr": None},
+                    warps=tiles.warps,
+                    stages=tiles.stages,
+                    loop_weights=tiles.outputs * tiles.bytes * segments(bits),
+                    spill_bytes=SPILLED.get((bits, rows), 0),
+                )
+            )
+        blocks = {"BITS": bits, "TILE_IN_GROUP": True, "BLOCK_N": 16, "BLOCK_J": 128}
+        found.append(
+            Variant(
+                name=f"write out {bits} bits",
+                kernel="dequantize_kernel",
+                pointers=_product_pointers("bf16"),
+                constants=blocks,
+            )
+        )
+    found.append(
+        Variant(
+            name="sum of 4 parts",
+            kernel="sum_parts_kernel",
+            pointers={"parts_ptr": "*fp32", "bias_ptr": "*bf16", "y_ptr": "*bf16"},
+            constants={"P": 4, "BLOCK": 1024},
+        )
+    )
+    found.append(
+        Variant(
+            name="write out torch's 4 bits",
+            kernel="read_int4pack_kernel",
+            pointers={"words_ptr": "*i32", "affine_ptr": "*bf16", "out_ptr": "*bf16"},
+            constants={"INNER_TILES": 8, "BLOCK_N": 16, "BLOCK_K": 128},
+        )
+    )
+    return found
+
+
+def _product_pointers(result: str) -> dict[str, str]:
+    names = ("x_ptr", "scales_ptr", "zeros_ptr", "bias_ptr")
+    both = {"y_ptr": f"*{result}", "out_ptr": f"*{result}"}
+    return {"codes_ptr": "*u8"} | dict.fromkeys(names, "*bf16") | both
+
+
+def compiled(variant: Variant, architecture: int) -> Made:
+    """Compile a variant with pointers and integers that are multiples of 16, as in real models."""
+    start = time.perf_counter()
+    kernel = getattr(triton_kernels, variant.kernel)
+    signature, known, aligned = {}, {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in variant.constants:
+            signature[name] = "constexpr"
+            known[(index,)] = variant.constants[name]
+            continue
+        signature[name] = "i32" if name in INTEGERS else variant.pointers[name]
+        aligned[(index,)] = [["tt.divisibility", 16]]
+    try:
+        made = triton.compile(
+            ASTSource(kernel, signature, known, aligned),
+            target=GPUTarget("cuda", architecture, 32),
+            options={"num_warps": variant.warps, "num_stages": variant.stages},
+        )
+    except Exception as error:
+        raise RuntimeError(f"{variant.name} on {architecture}: {error}") from error
+    registers, spilled, code = _assembled(made.asm["cubin"])
+    loop = inner_loop(code)
+    threads = 32 * variant.warps
+    return Made(
+        name=variant.name,
+        architecture=architecture,
+        registers=registers,
+        spill_bytes=spilled,
+        shared_bytes=made.metadata.shared,
+        product=_product(code),
+        loop_instructions=loop,
+        per_weight=round(loop * threads / variant.loop_weights, 2)
+        if variant.loop_weights
+        else None,
+        seconds=round(time.perf_counter() - start, 1),
+    )
+
+
+def _assembled(cubin: bytes) -> tuple[int, int, str]:
+    """Return the registers of a thread, the bytes it spills, and the disassembly."""
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage, code = (
+            subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            for command in (
+                [str(tools / "cuobjdump"), "--dump-resource-usage", file.name],
+                [str(tools / "cuobjdump"), "-sass", file.name],
+            )
+        )
+    found = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    return found["REG"], found["STACK"] + found["LOCAL"], code
+
+
+def _product(code: str) -> str:
+    found = re.search(r"\b([A-Z]*MMA)\b", code)
+    return "" if found is None else found[1]
+
+
+def inner_loop(code: str) -> int:
+    """Return the instructions of the shortest loop of a disassembly; 0 where there is none.
+
+    A loop ends with a jump to an earlier address; its instructions lie between the two.
+    """
+    addresses, jumps = [], []
+    for line in code.splitlines():
+        match = re.search(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", line)
+        if match is None:
+            continue
+        address = int(match[1], 16)
+        addresses.append(address)
+        target = re.search(r"\bBRA(?:\.\S+)?\s+(?:\S+,\s*)*`?\(?(?:0x)?([0-9a-f]+)\)?", match[2])
+        if target is not None and (goal := int(target[1], 16)) < address:
+            jumps.append((goal, address))
+    loops = [sum(first <= one <= last for one in addresses) for first, last in jumps]
+    return min(loops, default=0)
+
+
+def recorded(made: Made) -> dict[str, object]:
+    """Return what is recorded: all but the seconds."""
+    return {name: value for name, value in asdict(made).items() if name != "seconds"}
+
+
+def failures(found: Sequence[Made]) -> list[str]:
+    """Return what is wrong with what was made."""
+    bounds = {variant.name: variant.spill_bytes for variant in variants()}
+    wrong = []
+    for made in found:
+        where = f"{made.name} on {made.architecture}"
+        if made.spill_bytes > bounds[made.name]:
+            wrong.append(f"{where} spills {made.spill_bytes} bytes, allowed {bounds[made.name]}")
+        if made.shared_bytes > SHARED_BYTES[made.architecture]:
+            wrong.append(f"{where} takes {made.shared_bytes} bytes of shared memory")
+    return wrong
+
+
+def compile_all(only: Sequence[str] = ()) -> list[Made]:
+    """Compile all variants for all architectures, in as many processes as there are cores."""
+    jobs = [
+        (variant, architecture)
+        for variant in variants()
+        if not only or variant.name in only
+        for architecture in ARCHITECTURES
+    ]
+    with (
+        tempfile.TemporaryDirectory(prefix="gpu-kernels-") as folder,
+        ProcessPoolExecutor(
+            len(os.sched_getaffinity(0)), initializer=_use_cache, initargs=(folder,)
+        ) as pool,
+    ):
+        return list(pool.map(compiled, *zip(*jobs, strict=True)))
+
+
+def _use_cache(folder: str) -> None:
+    os.environ["TRITON_CACHE_DIR"] = folder
+    os.environ["TRITON_DEFAULT_FP_FUSION"] = "1"  # today's default, which is about to change
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compile, write and print; 1 when something is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="scripts.gpu_checks.compiled", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--output", type=Path, default=OUTPUT, metavar="FILE")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these variants")
+    options = parser.parse_args(argv)
+    found = compile_all(options.only)
+    document = {
+        "topic": OUTPUT.stem,
+        "command": "python -m scripts.gpu_checks.compiled",
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": "none: compiled without a GPU",
+        "versions": {"triton": version("triton")},
+        "kernels": [recorded(made) for made in found],
+    }
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    for made in found:
+        print(
+            f"{made.name:26} {made.architecture:4} {made.registers:4} registers "
+            f"{made.spill_bytes:4} spilled {made.shared_bytes:7} shared "
+            f"{made.loop_instructions:5} in the loop {made.per_weight or '-'} a weight"
+        )
+    wrong = failures(found)
+    print(*wrong, sep="\n", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
