@@ -1,7 +1,9 @@
 """Benchmark results: one JSON file a topic under ``benchmarks/results``, shown as Markdown tables.
 
-``record`` turns the Markdown tables that a benchmark prints into such a file; ``write`` renews the
-tables of README.md. The pages of the site hold markers, ``<!-- evidence: TOPIC -->`` for all tables
+A file holds numbers. Either it keeps the ``record`` that a script printed with ``--json``, and the
+tables are what the script's own ``report`` prints of it; or it has ``tables``, whose ``formats``
+say how the numbers of each column are shown. ``record`` makes such a file from what a script
+printed, its JSON object or its Markdown tables; ``write`` renews the tables of README.md. The pages of the site hold markers, ``<!-- evidence: TOPIC -->`` for all tables
 of a topic and ``<!-- evidence: TOPIC / TITLE -->`` for one, which are replaced when it is built.
 """
 
@@ -12,6 +14,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,10 @@ README = ROOT / "README.md"
 MARKER = re.compile(r"^<!-- evidence: ([\w-]+)(?: / (.+?))? -->$", re.M)
 END = "<!-- end of evidence -->"
 REQUIRED = ("topic", "command", "date", "machine", "versions", "tables")
+DIGITS = 7
+"""Significant digits that are kept of a number in a record."""
+SHORT = 160
+"""Characters of a list or object that is written on one line."""
 
 Result = dict[str, Any]
 
@@ -28,8 +35,9 @@ Result = dict[str, Any]
 def load(topic: str) -> Result:
     """Read the results of a topic.
 
-    A file has ``tables``, or lists of objects that become one table each. Command, date, machine
-    and versions stand at the top, under ``run``, or in each entry of ``runs``.
+    A file has ``tables``, or lists of objects that become one table each, or a ``record`` and the
+    module of its ``report``. Command, date, machine and versions stand at the top, under ``run``,
+    or in each entry of ``runs``.
 
     Raises:
         ValueError: the file is no result file.
@@ -39,12 +47,15 @@ def load(topic: str) -> Result:
     runs = [found.get("run", {}), *found.get("runs", {}).values()]
     result = {"topic": topic} | {key: value for run in reversed(runs) for key, value in run.items()}
     result |= found
-    if "tables" not in found or "run" in found:
+    if ("tables" not in found or "run" in found) and "report" not in found:
         result["tables"] = [
             {"title": key.replace("_", " "), "rows": rows}
             for key, rows in found.items()
             if isinstance(rows, list) and rows and isinstance(rows[0], dict)
         ]
+    if "report" in found:
+        printed = import_module(found["report"]).report(found["record"])
+        result["tables"] = [*tables_of(printed), *found.get("tables", [])]
     missing = [field for field in REQUIRED if field not in result]
     if missing or result["topic"] != topic:
         raise ValueError(f"{file.name}: found topic {result['topic']!r}, missing {missing}")
@@ -73,7 +84,8 @@ def table(item: dict[str, Any], *, with_title: bool) -> str:
         row if isinstance(row, list) else [row.get(key) for key in columns] for row in item["rows"]
     ]
     lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
-    lines += ["| " + " | ".join(cell(value) for value in row) + " |" for row in rows]
+    forms = item.get("formats", [""] * len(columns))
+    lines += ["| " + " | ".join(map(cell, row, forms)) + " |" for row in rows]
     head = [f"**{item['title']}**", ""] if with_title and item["title"] else []
     note = ["", item["note"]] if item.get("note") else []
     return "\n".join([*head, *lines, *note])
@@ -87,10 +99,19 @@ def columns_of(item: dict[str, Any]) -> list[str]:
     return [key for key, value in first.items() if not isinstance(value, dict) or "mean" in value]
 
 
-def cell(value: object) -> str:
-    """Return a value as text: four significant digits, or mean / 95th percentile in percent."""
+def cell(value: object, form: str = "") -> str:
+    """Return a value as text: by its column's format, or with four significant digits.
+
+    Args:
+        value: a number, several of them, a mean with its 95th percentile, a text, or nothing.
+        form: a format of Python, with a field for each number or with one for all of a list.
+    """
     if value is None:
         return "-"
+    numbers = value if isinstance(value, list) else [value]
+    if form and not isinstance(value, str) and form.count("{") in (1, len(numbers)):
+        is_each = form.count("{") == 1
+        return ", ".join(map(form.format, numbers)) if is_each else form.format(*numbers)
     if isinstance(value, dict):
         return f"{100 * value['mean']:.2f} / {100 * value['p95']:.1f} %"
     if isinstance(value, float):
@@ -99,10 +120,11 @@ def cell(value: object) -> str:
 
 
 def origin(result: Result) -> str:
-    """Return one line that says where the figures come from."""
+    """Return one line that says where the figures come from, and the result's ``note``."""
     versions = ", ".join(f"{name} {value}" for name, value in result["versions"].items())
     where = f"`{result['command']}`, {result['date']}, {result['machine']}"
-    return f"*{where}{f' ({versions})' if versions else ''}.*"
+    note = f" {result['note']}" if "note" in result else ""
+    return f"*{where}{f' ({versions})' if versions else ''}.{note}*"
 
 
 def expand(markdown: str) -> str:
@@ -117,7 +139,10 @@ def renewed(markdown: str) -> str:
 
 
 def tables_of(markdown: str) -> list[dict[str, Any]]:
-    """Return the tables of a Markdown text, each with the heading or bold line before it."""
+    """Return the tables of a Markdown text, each with the title before and the note after it.
+
+    A title is a heading or a bold line; a note is a line of text.
+    """
     found: list[dict[str, Any]] = []
     title = ""
     rows: list[list[str]] = []
@@ -131,6 +156,8 @@ def tables_of(markdown: str) -> list[dict[str, Any]]:
         heading = re.match(r"#+ (.+)|\*\*(.+?)\*\*$", line)
         if heading:
             title = heading[1] or heading[2]
+        elif line and found and found[-1]["title"] == title:
+            found[-1]["note"] = f"{found[-1].get('note', '')} {line}".strip()
     return found
 
 
@@ -139,37 +166,62 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="scripts.docs_site.evidence", description=__doc__)
     verbs = parser.add_subparsers(dest="verb", required=True)
     verbs.add_parser("write", help="renew the tables of README.md")
-    record = verbs.add_parser("record", help="turn Markdown tables on standard input into results")
+    record = verbs.add_parser("record", help="turn what a script printed into results")
     record.add_argument("topic")
     record.add_argument("--command", required=True, help="how the figures were made")
     record.add_argument("--date", required=True)
     record.add_argument("--machine", required=True)
     record.add_argument("--versions", nargs="*", default=[], metavar="NAME=VERSION")
+    record.add_argument("--report", help="module that printed the JSON object; else Markdown tables")
     options = parser.parse_args(argv)
     if options.verb == "write":
         README.write_text(renewed(README.read_text(encoding="utf-8")), encoding="utf-8")
         return 0
-    result = {
+    result: Result = {
         "topic": options.topic,
         "command": options.command,
         "date": options.date,
         "machine": options.machine,
         "versions": dict(entry.split("=", 1) for entry in options.versions),
-        "tables": tables_of(sys.stdin.read()),
     }
+    printed = sys.stdin.read()
+    if options.report:
+        result |= {"report": options.report, "record": rounded(json.loads(printed))}
+    else:
+        result["tables"] = tables_of(printed)
     save(result)
     return 0
 
 
+def rounded(value: Any) -> Any:
+    """Return a record with ``DIGITS`` significant digits of each number."""
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+
+
 def save(result: Result) -> None:
-    """Write a result file, a table row a line."""
-    text = json.dumps(result, indent=1, ensure_ascii=False)
-    text = re.sub(r"\[\n\s+((?:[^\[\]{}])*?)\n\s+\]", lambda found: one_line(found[1]), text)
-    (RESULTS / f"{result['topic']}.json").write_text(text + "\n", encoding="utf-8")
+    """Write a result file, a table row or another short value a line."""
+    file = RESULTS / f"{result['topic']}.json"
+    file.write_text(lines_of(result) + "\n", encoding="utf-8")
 
 
-def one_line(items: str) -> str:
-    return "[" + " ".join(line.strip() for line in items.splitlines()) + "]"
+def lines_of(value: Any, indent: str = "") -> str:
+    """Return JSON with each value on one line that is short or holds no other list or object."""
+    flat = json.dumps(value, ensure_ascii=False)
+    items = list(value.values() if isinstance(value, dict) else value) if flat[0] in "[{" else []
+    if len(flat) <= SHORT or not any(isinstance(item, dict | list) for item in items):
+        return flat
+    deeper = indent + " "
+    keys = [f"{json.dumps(key, ensure_ascii=False)}: " for key in value] if flat[0] == "{" else None
+    names = keys or [""] * len(items)
+    inner = [
+        f"\n{deeper}{name}{lines_of(item, deeper)}"
+        for name, item in zip(names, items, strict=True)
+    ]
+    return f"{flat[0]}{','.join(inner)}\n{indent}{flat[-1]}"
 
 
 if __name__ == "__main__":

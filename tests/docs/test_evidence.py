@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import io
+import json
 import re
 
 import pytest
 from helpers.docs_pages import PAGES, ROOT
 
 from scripts.docs_site import catalogue, cli_reference, evidence
+
+PRINTED_NUMBER = re.compile(r"[-+]?\d[\d,]*(\.\d+)?( ?[%x])?")
+SPEED = {
+    "batches", "demo", "draft-model", "long-contexts", "one-sequence", "online", "sizes",
+    "speculation", "throughput", "two-machines",
+}  # fmt: skip
+"""Topics whose ``samples`` or ``cases`` hold the numbers of their printed tables."""
 
 
 @pytest.mark.parametrize("topic", evidence.topics())
@@ -17,6 +26,18 @@ def test_results_are_complete(topic):
         columns = evidence.columns_of(item)
         assert all(len(row) >= len(columns) for row in item["rows"])
     assert re.match(r"20\d\d-\d\d-\d\d", result["date"])
+
+
+@pytest.mark.parametrize("topic", [topic for topic in evidence.topics() if topic not in SPEED])
+def test_results_hold_numbers(topic):
+    found = json.loads((evidence.RESULTS / f"{topic}.json").read_text(encoding="utf-8"))
+    cells = [
+        value
+        for item in found.get("tables", [])
+        for row in item["rows"]
+        for value in (row if isinstance(row, list) else row.values())
+    ]
+    assert not [cell for cell in cells if isinstance(cell, str) and PRINTED_NUMBER.fullmatch(cell)]
 
 
 def test_every_topic_is_shown():
@@ -38,11 +59,46 @@ def test_tables_of_the_readme_are_those_of_the_results():
 
 def test_printed_tables_become_results():
     text = "## Title\n\n| a | b |\n| --- | --- |\n| 1 | x \\| y |\n\n"
-    text += "**Other**\n\n| c |\n|---|\n| 2 |\n"
+    text += "**Other**\n\n| c |\n|---|\n| 2 |\n\nOne note,\nof two lines.\n\n## Third\n\nText.\n"
     assert evidence.tables_of(text) == [
         {"title": "Title", "columns": ["a", "b"], "rows": [["1", "x \\| y"]]},
-        {"title": "Other", "columns": ["c"], "rows": [["2"]]},
+        {
+            "title": "Other",
+            "columns": ["c"],
+            "rows": [["2"]],
+            "note": "One note, of two lines.",
+        },
     ]
+
+
+def test_cells_are_shown_in_the_format_of_their_column():
+    assert evidence.cell(0.5, "{:.2f}x") == "0.50x"
+    assert evidence.cell([1.5, 1.0, 2.0], "{:.1f} ({:.1f}-{:.1f})") == "1.5 (1.0-2.0)"
+    assert evidence.cell([1.5, 2.0], "{:.2f}") == "1.50, 2.00"
+    assert evidence.cell("OOM", "{:.2f}x") == "OOM"
+    assert evidence.cell(None, "{:.2f}x") == "-"
+    assert evidence.cell(0.123456, "{:.1f} of {:.1f}") == "0.1235"
+
+
+def test_a_record_is_shown_by_the_report_of_its_script(tmp_path, monkeypatch):
+    monkeypatch.setattr(evidence, "RESULTS", tmp_path)
+    record = {"measured": {"first_token_s": 4.0, "per_token_s": 0.02, "makespan_s": 65.0}}
+    record |= {"simulated": record["measured"], "theirs": record["measured"]}
+    record |= {"iterations": 7, "preemptions": 0}
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(record)))
+    options = "record one --command c --date 2026-01-01 --machine m".split()
+    assert evidence.main([*options, "--report", "scripts.reproduce.vllm_run"]) == 0
+    assert json.loads((tmp_path / "one.json").read_text())["record"] == record
+    (item,) = evidence.load("one")["tables"]
+    assert ["makespan, s", "65.00", "65.00", "+0.0%", "65.00", "+0.0%"] in item["rows"]
+    assert item["note"].startswith("7 iterations")
+
+
+def test_a_result_file_is_the_same_json_on_fewer_lines():
+    value = {"rows": [[1, "a"], [2, [3.5] * 60]], "none": None, "empty": {}, "é": "ü"}
+    text = evidence.lines_of(value)
+    assert json.loads(text) == value
+    assert ' [1, "a"],' in text.splitlines()[2]
 
 
 def test_rows_may_be_objects_with_numbers():
