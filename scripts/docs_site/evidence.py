@@ -3,8 +3,9 @@
 A file holds numbers. Either it keeps the ``record`` that a script printed with ``--json``, and the
 tables are what the script's own ``report`` prints of it; or it has ``tables``, whose ``formats``
 say how the numbers of each column are shown. ``record`` makes such a file from what a script
-printed, its JSON object or its Markdown tables; ``write`` renews the tables of README.md. The pages of the site hold markers, ``<!-- evidence: TOPIC -->`` for all tables
-of a topic and ``<!-- evidence: TOPIC / TITLE -->`` for one, which are replaced when it is built.
+printed, its JSON object or its Markdown tables; ``write`` renews the tables of README.md. The pages
+of the site hold markers, ``<!-- evidence: TOPIC -->`` for all tables of a topic and
+``<!-- evidence: TOPIC / TITLE -->`` for one, which are replaced when it is built.
 """
 
 from __future__ import annotations
@@ -172,7 +173,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     record.add_argument("--date", required=True)
     record.add_argument("--machine", required=True)
     record.add_argument("--versions", nargs="*", default=[], metavar="NAME=VERSION")
-    record.add_argument("--report", help="module that printed the JSON object; else Markdown tables")
+    record.add_argument(
+        "--report", help="module that printed the JSON object; else Markdown tables"
+    )
     options = parser.parse_args(argv)
     if options.verb == "write":
         README.write_text(renewed(README.read_text(encoding="utf-8")), encoding="utf-8")
@@ -218,8 +221,7 @@ def lines_of(value: Any, indent: str = "") -> str:
     keys = [f"{json.dumps(key, ensure_ascii=False)}: " for key in value] if flat[0] == "{" else None
     names = keys or [""] * len(items)
     inner = [
-        f"\n{deeper}{name}{lines_of(item, deeper)}"
-        for name, item in zip(names, items, strict=True)
+        f"\n{deeper}{name}{lines_of(item, deeper)}" for name, item in zip(names, items, strict=True)
     ]
     return f"{flat[0]}{','.join(inner)}\n{indent}{flat[-1]}"
 

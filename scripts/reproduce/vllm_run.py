@@ -201,7 +201,9 @@ def report(record: Record) -> str:
             title, f"{real * unit:.2f}", f"{ours * unit:.2f}", f"{ours / real - 1:+.1%}",
             f"{other * unit:.2f}", f"{other / real - 1:+.1%}",
         ])  # fmt: skip
-    tail = f"{record['iterations']:,} iterations, {record['preemptions']} preemptions in simulation."
+    tail = (
+        f"{record['iterations']:,} iterations, {record['preemptions']} preemptions in simulation."
+    )
     title = "## vLLM 0.19, Llama-3.1-8B on an RTX 4090"
     return f"{title}\n\n{table(HEAD, lines)}\n\n{tail}"
 
