@@ -86,7 +86,7 @@ def test_a_record_is_shown_by_the_report_of_its_script(tmp_path, monkeypatch):
     record |= {"simulated": record["measured"], "theirs": record["measured"]}
     record |= {"iterations": 7, "preemptions": 0}
     monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(record)))
-    options = "record one --command c --date 2026-01-01 --machine m".split()
+    options = ["record", "one", "--command", "c", "--date", "2026-01-01", "--machine", "m"]
     assert evidence.main([*options, "--report", "scripts.reproduce.vllm_run"]) == 0
     assert json.loads((tmp_path / "one.json").read_text())["record"] == record
     (item,) = evidence.load("one")["tables"]
