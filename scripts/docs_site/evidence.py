@@ -24,6 +24,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
 MARKER = re.compile(r"^<!-- evidence: ([\w-]+)(?: / (.+?))? -->$", re.M)
 END = "<!-- end of evidence -->"
+NUMBER = re.compile(r"(?P<sign>[-+]?)(?P<whole>\d[\d,]*)(?P<decimals>\.\d+)?(?P<end> ?[%x]?)")
 REQUIRED = ("topic", "command", "date", "machine", "versions", "tables")
 DIGITS = 7
 """Significant digits that are kept of a number in a record."""
@@ -191,9 +192,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.report:
         result |= {"report": options.report, "record": rounded(json.loads(printed))}
     else:
-        result["tables"] = tables_of(printed)
+        result["tables"] = [with_numbers(item) for item in tables_of(printed)]
     save(result)
     return 0
+
+
+def with_numbers(item: dict[str, Any]) -> dict[str, Any]:
+    """Return a printed table whose columns of numbers hold numbers, and their formats."""
+    columns = [list(column) for column in zip(*item["rows"], strict=True)]
+    forms = []
+    for column in columns:
+        found = [NUMBER.fullmatch(cell) for cell in column if cell not in ("", "-")]
+        parts = [part for part in found if part]
+        ends = {(part["end"], len(part["decimals"] or ".") - 1) for part in parts}
+        form = ""
+        if parts and len(parts) == len(found) and len({end for end, _ in ends}) == 1:
+            end, decimals = max(ends)
+            sign = "+" if any(part["sign"] == "+" for part in parts) else ""
+            comma = "," if any("," in part["whole"] for part in parts) else ""
+            form = f"{{:{sign}{comma}.{decimals}f}}{end}" if len(ends) == 1 else f"{{:.4g}}{end}"
+            column[:] = [None if cell in ("", "-") else value_of(cell) for cell in column]
+        forms.append(form)
+    rows = [list(row) for row in zip(*columns, strict=True)]
+    return item | {"rows": rows, "formats": forms}
+
+
+def value_of(cell: str) -> float:
+    """Return the number of a printed cell."""
+    text = cell.rstrip(" %x").replace(",", "")
+    return float(text) if "." in text else int(text)
 
 
 def rounded(value: Any) -> Any:

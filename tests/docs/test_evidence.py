@@ -71,6 +71,14 @@ def test_printed_tables_become_results():
     ]
 
 
+def test_printed_numbers_become_numbers_that_are_shown_as_before():
+    text = "| a | b | c | d | e |\n|---|---|---|---|---|\n"
+    text += "| +1.5% | 1,024 | x | 0.5 | 2.50x |\n| -0.5% | 7 | 3 | 12 | - |\n"
+    item = evidence.with_numbers(evidence.tables_of(text)[0])
+    assert item["rows"] == [[1.5, 1024, "x", 0.5, 2.5], [-0.5, 7, "3", 12, None]]
+    assert evidence.table(item, with_title=False).splitlines()[2:] == text.splitlines()[2:]
+
+
 def test_cells_are_shown_in_the_format_of_their_column():
     assert evidence.cell(0.5, "{:.2f}x") == "0.50x"
     assert evidence.cell([1.5, 1.0, 2.0], "{:.1f} ({:.1f}-{:.1f})") == "1.5 (1.0-2.0)"
