@@ -119,14 +119,9 @@ def test_commands_and_their_options_exist(page):
 
 
 FOREIGN_OPTIONS = {
-    "--device",
-    "--links",
-    "--max-restarts",
-    "--only",
-    "--rpc",
-    "--small",
+    "--device", "--links", "--list", "--max-restarts", "--only", "--rpc", "--small",
     "--tensor-split",
-}
+}  # fmt: skip
 """Of scripts, torchrun and llama.cpp."""
 
 
