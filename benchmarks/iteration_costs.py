@@ -45,7 +45,7 @@ def collect(folder: Path) -> dict[str, Any]:
             pooled[form] += [found[phase.value, form] for phase in Phase]
         tables[file.name.removesuffix(".csv.gz")] = {
             f"{phase} {form}": summary(values) for (phase, form), values in found.items()
-        }
+        } | {"decode overhead share": overhead_share(file)}
     every = {form: summary(np.concatenate(values)) for form, values in pooled.items()}
     return {"all": every, "tables": tables}
 
@@ -65,6 +65,13 @@ def errors(file: Path) -> dict[tuple[str, str], Array]:
             seconds = model.seconds(phase, held.batch, held.tokens, held.longest)
             found[phase.value, form] = np.abs(seconds / held.seconds - 1.0)
     return found
+
+
+def overhead_share(file: Path) -> float:
+    """Return the share of decode time that computation, preparation and sampling leave out."""
+    table = read_iterations(file)
+    decode = table.select(~table.is_prefill)
+    return float(1.0 - decode.parts.sum() / decode.seconds.sum())
 
 
 def summary(values: Array) -> dict[str, float]:

@@ -18,7 +18,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 
-from scripts.docs_site.evidence import with_run  # noqa: E402
+from scripts.docs_site.evidence import lines_of, with_numbers, with_run  # noqa: E402
 
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE"}
 """For our processes. Rivals wait as they do for their users: llama.cpp's threads take four times as
@@ -228,9 +228,13 @@ def run_of(cpu_isa: str, words: str, **versions: str) -> dict[str, Any]:
 
 
 def keep_run(path: Path, topic: str, run: Mapping[str, Any]) -> None:
-    """Write a run into a result file, in place of that of the same processor and ``cpu_isa``."""
+    """Write a run into a result file, in place of that of the same processor and ``cpu_isa``.
+
+    What its tables print as numbers is kept as numbers.
+    """
     found = json.loads(path.read_text()) if path.exists() else {"topic": topic, "runs": []}
-    write_results(path, with_run(found, dict(run)))
+    tables = {"tables": list(map(with_numbers, run["tables"]))} if "tables" in run else {}
+    write_results(path, with_run(found, {**run, **tables}))
 
 
 def keep_document(path: Path, document: Mapping[str, Any], cpu_isa: str = NATIVE) -> None:
@@ -249,10 +253,8 @@ def text_of(table: Mapping[str, Any]) -> str:
 
 
 def write_results(path: Path, document: Mapping[str, Any]) -> None:
-    """Write results as JSON, each list of numbers or words on one line."""
-    text = json.dumps(document, indent=1)
-    text = re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", lambda row: f"[{' '.join(row[1].split())}]", text)
-    path.write_text(text + "\n")
+    """Write results as JSON, a table row or another short value a line."""
+    path.write_text(lines_of(document) + "\n")
 
 
 def cpu_name() -> str:

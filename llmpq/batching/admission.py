@@ -1,7 +1,7 @@
 """Dynamic workload adjustment: how many requests to encode now (ExeGPT, Sec. 5.2).
 
-The encoding batch keeps the prompt tokens of a batch within a threshold of the mean, and grows or
-shrinks when the decoding batch is below or above its target.
+The encoding batch holds at most a threshold more prompt tokens than the mean (the paper's holds
+no fewer either), and grows or shrinks when the decoding batch is below or above its target.
 """
 
 from __future__ import annotations

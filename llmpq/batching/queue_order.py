@@ -107,8 +107,9 @@ def larry(
 ) -> list[float]:
     """Score by waiting time, and against prompt length while the queue is long (LARRY, Sec. 4.1).
 
-    The paper's Equation 1 is missing from its public text; this is a reconstruction that meets
-    every statement about it: ``alpha * wait_s - |queue| * prompt_tokens / unit``.
+    The paper's Equation 1 is missing from its public text. This reconstruction agrees with what
+    the text says about its terms and its extremes, but no ``alpha`` that was tried has all of its
+    results (docs/evidence/larry.md): ``alpha * wait_s - |queue| * prompt_tokens / unit``.
 
     Args:
         waiting: the queue.
@@ -126,7 +127,8 @@ def trail(waiting: Collection[WaitingView], state: QueueState) -> list[float]:  
     """Score by the fewest predicted answer tokens (TRAIL with ``c = 0``: LARRY, Sec. 6).
 
     Running sequences are not preempted for shorter ones. A request without a prediction counts with
-    its longest answer.
+    its longest answer. Simulations predict the true length; the server predicts nothing, so that
+    its order is that of ``max_tokens``.
     """
     return [
         -float(item.max_tokens if item.predicted_tokens is None else item.predicted_tokens)

@@ -6,7 +6,7 @@ the total length ``S`` and those of prefill nearly so in the padded length ``B s
 
 - ``paper``: the sum of the three parts, each ``a[B] x + b[B]``;
 - ``whole``: the whole iteration, with the overhead that the three parts leave out (scheduler,
-  output processing; 16 to 20 % of decode in the published tables), as ``b[B] + a[B] x``. In decode
+  output processing; 16 to 38 % of decode in the published tables), as ``b[B] + a[B] x``. In decode
   ``x`` is ``(S, B s)``. Medians of repeated shapes and of the weights of neighbouring ``B`` remove
   single slow measurements.
 

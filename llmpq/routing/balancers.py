@@ -86,9 +86,10 @@ def sal(
 ) -> list[float]:
     """Score by the steps until the request has memory, or all queued prompts are computed (SAL).
 
-    The paper's Equation 2 is missing from its public text; this reconstruction meets every
-    statement about it: ``max(max(0, m - free) / R, (queued + m) / T)`` for a prompt of ``m``
-    tokens, the token budget ``T`` and ``R`` tokens freed in a step (:func:`freed_tokens`).
+    The paper's Equation 2 is missing from its public text. This reconstruction agrees with what
+    the text says about its terms, but not with all of its results (docs/evidence/sal.md):
+    ``max(max(0, m - free) / R, (queued + m) / T)`` for a prompt of ``m`` tokens, the token budget
+    ``T`` and ``R`` tokens freed in a step (:func:`freed_tokens`).
     """
     return [max(_steps(request, item, means)) for item in replicas]
 

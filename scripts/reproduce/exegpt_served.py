@@ -34,7 +34,7 @@ from llmpq.spec.workload import Workload
 from scripts.reproduce.exegpt_published import TASKS
 from scripts.reproduce.output import say
 
-MODEL, DEVICE, DEVICES = "facebook/opt-13b", "L40S", 4
+MODEL, DEVICE, DEVICES = "facebook/opt-13b", "A40", 4
 KV_BYTES = 120e9
 """Left for keys and values of the four devices' 192 GB beside weights and temporary tensors."""
 EIGHTHS = (8, 6, 5, 4, 3, 2)

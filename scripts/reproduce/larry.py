@@ -35,7 +35,7 @@ SEEDS = 5
 REQUESTS = 800
 PRESSURE = 5.0, 10.0
 ALPHA = 1.0
-ALPHAS = (0.0, 0.3, 1.0, 3.0, 10.0, 100.0, 1000.0)
+ALPHAS = (0.0, 0.3, 1.0, 3.0, 10.0, 20.0, 30.0, 50.0, 100.0, 1000.0)
 ALPHA_SEEDS = 3
 CURVE = (0.6, 0.75, 0.9, 1.05, 1.2, 1.35)
 """Rates of the curves, relative to that of the comparison."""
@@ -60,6 +60,8 @@ ORDERS = {
 RIVALS = ("FCFS", "TRAIL+", "No-Preempt")
 LAWS = {"SW-Chat": "conv", "SW-Code": "code"}
 METRICS = ("time_to_first_token_s", "normalized_ttft_s", "total_generation_time_s")
+KEPT = (*METRICS, "preemption_rate")
+"""What is kept of a simulation."""
 Figures = dict[str, Any]
 
 
@@ -90,7 +92,8 @@ class Case:
     def _simulate(self, order: QueueOrder, trace: Sequence[TraceRequest]) -> Figures:
         longest = self.longest if order.reserves_answer else None
         report = simulate_engine(self.server.costs, self.limits, order, trace, max_tokens=longest)
-        return report.to_json()
+        found = report.to_json()
+        return {name: found[name] for name in KEPT}
 
     @cached_property
     def unloaded_s(self) -> float:
@@ -236,11 +239,16 @@ def choices(traces: Mapping[str, Sequence[TraceRequest]]) -> dict[str, Change]:
             default,
         )
 
+    def with_all_memory(case: Case) -> tuple[Case, QueueOrder]:
+        tokens = case.limits.num_blocks * case.limits.block_size
+        return case, queue_order("larry", alpha=ALPHA, unit=float(tokens))
+
     return {
         "as above": with_order(default),
         "unit: 256 tokens": with_order(queue_order("larry", alpha=ALPHA, unit=256.0)),
         "unit: 1024 tokens": with_order(queue_order("larry", alpha=ALPHA, unit=1024.0)),
         "unit: 4096 tokens": with_order(queue_order("larry", alpha=ALPHA, unit=4096.0)),
+        "unit: all tokens of the KV memory": with_all_memory,
         "watermark 0": with_limits(watermark=0.0),
         "watermark 5 %": with_limits(watermark=0.05),
         "token budget 512": with_limits(token_budget=512),
@@ -279,7 +287,8 @@ def mean_of(runs: Sequence[Figures], metric: str, place: str) -> float:
 def report(record: Record) -> str:
     """Return the tables."""
     parts = [_orders(entry) for entry in record["cases"]]
-    parts += [_claims(record), _capacities(record), _alphas(record), _choices(record)]
+    parts += [_claims(record), _capacities(record), _alphas(record), _alpha_claims(record)]
+    parts.append(_choices(record))
     return "\n\n".join(parts)
 
 
@@ -384,6 +393,35 @@ def _alphas(record: Record) -> str:
         "p95",
     )
     return f"### LARRY's alpha\n\n{table(head, rows)}"
+
+
+def _alpha_claims(record: Record) -> str:
+    """Count for each alpha in how many runs it is below its rivals at once."""
+    rows = []
+    for alpha in record["cases"][0]["alphas"]:
+        found = alpha_claims(record, alpha)
+        cells = [f"{sum(column)} of {len(column)}" for column in zip(*found, strict=True)]
+        rows.append([f"{float(alpha):g}", *cells, f"{sum(map(all, found))} of {len(found)}"])
+    head = ("alpha", "below FCFS at p50, p95 and p99", "below TRAIL+ at p50 and p95", "both")
+    return f"### LARRY's alpha: runs in which TTFT is below that of rivals\n\n{table(head, rows)}"
+
+
+def alpha_claims(record: Record, alpha: str) -> list[tuple[bool, bool]]:
+    """Return for each run whether TTFT is below FCFS's at p50, p95 and p99, TRAIL+'s but at p99."""
+    return [
+        (
+            is_below(ours, entry["orders"]["FCFS"][seed], ("p50", "p95", "p99")),
+            is_below(ours, entry["orders"]["TRAIL+"][seed], ("p50", "p95")),
+        )
+        for entry in record["cases"]
+        for seed, ours in enumerate(entry["alphas"][alpha])
+    ]
+
+
+def is_below(ours: Figures, theirs: Figures, places: Sequence[str]) -> bool:
+    """Return whether the time to first token of a run is lower at all these places."""
+    metric = METRICS[0]
+    return all(ours[metric][place] < theirs[metric][place] for place in places)
 
 
 def _choices(record: Record) -> str:

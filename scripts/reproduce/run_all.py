@@ -33,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LlmpqError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return error.exit_status
-    emit(report(record), record, as_json=options.json)
+    versions = ", ".join(f"{name} {number}" for name, number in record["made with"].items())
+    emit(f"{report(record)}\n\nMade with {versions}.", record, as_json=options.json)
     return 0
 
 
@@ -52,9 +53,7 @@ def collect() -> Record:
 
 def report(record: Record) -> str:
     """Return all reports, one after the other."""
-    parts = [part.report(record[name]) for name, part in PARTS.items()]
-    parts.append("Made with " + ", ".join(f"{k} {v}" for k, v in record["made with"].items()) + ".")
-    return "\n\n".join(parts)
+    return "\n\n".join(part.report(record[name]) for name, part in PARTS.items())
 
 
 if __name__ == "__main__":

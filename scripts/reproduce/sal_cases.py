@@ -16,7 +16,7 @@ from llmpq.routing.balancers import Replicas, freed_tokens
 from llmpq.sim.engine import simulate_engine
 from llmpq.sim.fleet import POLL_S, FleetReplica, FleetReport, simulate_fleet
 from llmpq.spec.trace import TraceRequest, scale_rate
-from scripts.reproduce.larry import LIMITS, METRICS, Figures, rate_of_pressure
+from scripts.reproduce.larry import KEPT, LIMITS, METRICS, Figures, rate_of_pressure
 from scripts.reproduce.larry_cases import (
     Server,
     a100_server,
@@ -131,7 +131,7 @@ class FleetCase:
 def figures(report: FleetReport) -> Figures:
     """Return what the tables need."""
     found = report.total.to_json()
-    return {name: found[name] for name in (*METRICS, "preemption_rate")} | {
+    return {name: found[name] for name in KEPT} | {
         "shares": [
             report.routed.count(number) / len(report.routed)
             for number in range(len(report.replicas))

@@ -151,7 +151,7 @@ def _overhead_rows() -> list[Record]:
         say(f"table 10: cluster {cluster}")
         outcomes = {}
         uneven = _uneven(case.request().model)
-        for label, sensitivity in (("equal layers", None), ("uneven layers", uneven)):
+        for label, sensitivity in (("equal layers", None), ("different layers", uneven)):
             for solver, method in _planners():
                 request = case.request(
                     sensitivity=sensitivity, solver=solver, time_limit_s=TIME_LIMIT_S
@@ -188,7 +188,7 @@ def _uneven(model: ModelSpec) -> SensitivityTable:
     weights = [0.4 + 1.6 * layer / model.num_layers for layer in layers]
     return SensitivityTable(
         model=model.name,
-        method="made up: uneven layers",
+        method="made up: different layers",
         omega=tuple(
             (bits, tuple((15 / (2**bits - 1)) ** 2 * weight for weight in weights))
             for bits in (8, 4, 3)

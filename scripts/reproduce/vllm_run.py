@@ -38,7 +38,7 @@ PER_LAYER = {"layernorm": 2, "qkv_proj": 1, "rotary_emb": 1, "o_proj": 1, "gate_
 ONCE = ("embedding", "final_layernorm")
 NULL_BLOCKS = 1
 """vLLM keeps a block of its own."""
-HEAD = ("", "vLLM, measured", "simulated", "error", "LLMServingSim", "its error")
+HEAD = ("quantity", "vLLM, measured", "simulated", "error", "LLMServingSim", "its error")
 FIGURES = {
     "first_token_s": "mean time to first token, s",
     "per_token_s": "mean time per token, ms",
@@ -201,8 +201,11 @@ def report(record: Record) -> str:
             title, f"{real * unit:.2f}", f"{ours * unit:.2f}", f"{ours / real - 1:+.1%}",
             f"{other * unit:.2f}", f"{other / real - 1:+.1%}",
         ])  # fmt: skip
-    tail = f"{record['iterations']} iterations, {record['preemptions']} preemptions in simulation."
-    return f"{table(HEAD, lines)}\n\n{tail}"
+    tail = (
+        f"{record['iterations']:,} iterations, {record['preemptions']} preemptions in simulation."
+    )
+    title = "## vLLM 0.19, Llama-3.1-8B on an RTX 4090"
+    return f"{title}\n\n{table(HEAD, lines)}\n\n{tail}"
 
 
 def trace_of(folder: Path) -> list[TraceRequest]:

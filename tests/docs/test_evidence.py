@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 
 import pytest
 from helpers.docs_pages import PAGES, ROOT
 
 from scripts.docs_site import catalogue, cli_reference, evidence
+
+PRINTED_NUMBER = re.compile(r"[-+]?\d[\d,.]*(-\d[\d,.]*)?( \(\d[\d,.]*-\d[\d,.]*\))?( ?[%x])?")
 
 
 @pytest.mark.parametrize("topic", evidence.topics())
@@ -18,6 +21,20 @@ def test_results_are_complete(topic):
         columns = evidence.columns_of(item)
         assert all(len(row) >= len(columns) for row in item["rows"])
     assert re.match(r"20\d\d-\d\d-\d\d", result["date"])
+
+
+@pytest.mark.parametrize("topic", evidence.topics())
+def test_results_hold_numbers(topic):
+    found = json.loads((evidence.RESULTS / f"{topic}.json").read_text(encoding="utf-8"))
+    runs = found["runs"] if isinstance(found.get("runs"), list) else [found]
+    cells = [
+        value
+        for run in runs
+        for item in run.get("tables", [])
+        for row in item["rows"]
+        for value in (row if isinstance(row, list) else row.values())
+    ]
+    assert not [cell for cell in cells if isinstance(cell, str) and PRINTED_NUMBER.fullmatch(cell)]
 
 
 def test_every_topic_is_shown():
@@ -39,11 +56,61 @@ def test_tables_of_the_readme_are_those_of_the_results():
 
 def test_printed_tables_become_results():
     text = "## Title\n\n| a | b |\n| --- | --- |\n| 1 | x \\| y |\n\n"
-    text += "**Other**\n\n| c |\n|---|\n| 2 |\n"
+    text += "**Other**\n\n| c |\n|---|\n| 2 |\n\nOne note,\nof two lines.\n\n## Third\n\nText.\n"
     assert evidence.tables_of(text) == [
         {"title": "Title", "columns": ["a", "b"], "rows": [["1", "x \\| y"]]},
-        {"title": "Other", "columns": ["c"], "rows": [["2"]]},
+        {
+            "title": "Other",
+            "columns": ["c"],
+            "rows": [["2"]],
+            "note": "One note, of two lines.",
+        },
     ]
+
+
+def test_printed_numbers_become_numbers_that_are_shown_as_before():
+    text = "| a | b | c | d | e | f |\n|---|---|---|---|---|---|\n"
+    text += "| +1.5% | 1,024 | x | 0.5 | 2.50x | 9.5 (9-12) |\n| -0.5% | 7 | 3 | 12 | - | - |\n"
+    item = evidence.with_numbers(evidence.tables_of(text)[0])
+    assert item["rows"] == [
+        [1.5, 1024, "x", 0.5, 2.5, [9.5, 9, 12]],
+        [-0.5, 7, "3", 12, None, None],
+    ]
+    assert evidence.table(item, with_title=False).splitlines()[2:] == text.splitlines()[2:]
+    assert evidence.with_numbers(item) == item
+    ranges = evidence.with_numbers({"columns": ["a"], "rows": [["1.50-2.00 %"], ["3.00-10.00 %"]]})
+    assert ranges["formats"] == ["{:.2f}-{:.2f} %"]
+    assert ranges["rows"] == [[[1.5, 2.0]], [[3.0, 10.0]]]
+
+
+def test_cells_are_shown_in_the_format_of_their_column():
+    assert evidence.cell(0.5, "{:.2f}x") == "0.50x"
+    assert evidence.cell([1.5, 1.0, 2.0], "{:.1f} ({:.1f}-{:.1f})") == "1.5 (1.0-2.0)"
+    assert evidence.cell([1.5, 2.0], "{:.2f}") == "1.50, 2.00"
+    assert evidence.cell("OOM", "{:.2f}x") == "OOM"
+    assert evidence.cell(None, "{:.2f}x") == "-"
+    assert evidence.cell(0.123456, "{:.1f} of {:.1f}") == "0.1235"
+
+
+def test_a_record_is_shown_by_the_report_of_its_script(tmp_path, monkeypatch):
+    monkeypatch.setattr(evidence, "RESULTS", tmp_path)
+    record = {"measured": {"first_token_s": 4.0, "per_token_s": 0.02, "makespan_s": 65.0}}
+    record |= {"simulated": record["measured"], "theirs": record["measured"]}
+    record |= {"iterations": 7, "preemptions": 0}
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(record)))
+    options = ["record", "one", "--command", "c", "--date", "2026-01-01", "--machine", "m"]
+    assert evidence.main([*options, "--report", "scripts.reproduce.vllm_run"]) == 0
+    assert json.loads((tmp_path / "one.json").read_text())["record"] == record
+    (item,) = evidence.load("one")["tables"]
+    assert ["makespan, s", "65.00", "65.00", "+0.0%", "65.00", "+0.0%"] in item["rows"]
+    assert item["note"].startswith("7 iterations")
+
+
+def test_a_result_file_is_the_same_json_on_fewer_lines():
+    value = {"rows": [[1, "a"], [2, [3.5] * 60]], "none": None, "empty": {}, "é": "ü"}
+    text = evidence.lines_of(value)
+    assert json.loads(text) == value
+    assert ' [1, "a"],' in text.splitlines()[2]
 
 
 def test_rows_may_be_objects_with_numbers():
@@ -75,6 +142,15 @@ def test_runs_of_processors_stand_side_by_side():
     assert "*`run on B`, 2026-01-01, B, held to AVX2.*" in lines
 
 
+def test_numbers_that_are_compared_have_the_formats_of_their_columns():
+    fields = {"beside": ["ms", "ratio"], "formats": ["{:,.0f}", "{:.1f} ({:.1f}-{:.1f})", "{:.2f}"]}
+    fields["ranges"] = {"of": "ms", "by": "bits"}
+    runs = [run_on(name, "native", [[1024, [2.0, 1.5, 3.0], 0.5]], **fields) for name in ("A", "B")]
+    lines = evidence.by_processor(runs, ["T"]).splitlines()
+    assert "| 1,024 | 2.0 (1.5-3.0); 0.50 | 2.0 (1.5-3.0); 0.50 |" in lines
+    assert "| 1024 | 1.50 to 3.00 | 1.50 to 3.00 |" in lines
+
+
 def test_runs_that_are_not_compared_have_a_table_each():
     runs = [run_on(name, "native", [[8, 1.5, 0.5]]) for name in ("A", "B")]
     lines = evidence.by_processor(runs, ["T"]).splitlines()
@@ -101,8 +177,8 @@ def test_a_recorded_table_joins_those_of_other_processors(tmp_path, monkeypatch)
         assert evidence.main(words) == 0
     runs = evidence.load("x")["runs"]
     assert [(run["processor"], run["tables"][0]["rows"]) for run in runs] == [
-        ("A", [["3"]]),
-        ("B", [["2"]]),
+        ("A", [[3]]),
+        ("B", [[2]]),
     ]
 
 

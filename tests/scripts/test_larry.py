@@ -62,7 +62,7 @@ def test_small_run_fills_every_table(monkeypatch):
         assert entry["alphas"]["100000.0"] == entry["orders"]["FCFS"]
         assert entry["curves"]["LARRY"][0] == entry["orders"]["LARRY"][:1]
     text = larry.report(record)
-    assert text.count("### ") == len(record["cases"]) + 4
+    assert text.count("### ") == len(record["cases"]) + 5
     assert "LARRY's TTFT p50 below that of" in text
 
 
@@ -72,3 +72,13 @@ def test_capacity_lies_between_the_points_of_a_curve():
     assert larry.capacity((1.0, 2.0, 3.0), curve, 4.0) == pytest.approx(2.0)
     assert larry.capacity((1.0, 2.0, 3.0), curve, 0.5) == "less than 1 of the rate"
     assert larry.capacity((1.0, 2.0, 3.0), curve, 99.0) == "more than 3 of the rate"
+
+
+def test_an_alpha_is_counted_only_where_it_is_below_at_every_place():
+    def run(*seconds):
+        return {larry.METRICS[0]: dict(zip(("p50", "p95", "p99"), seconds, strict=True))}
+
+    rivals = {"FCFS": [run(2, 4, 6)] * 3, "TRAIL+": [run(2, 3, 9)] * 3}
+    ours = [run(1, 2, 5), run(1, 3, 5), run(1, 2, 7)]
+    record = {"cases": [{"orders": rivals, "alphas": {"1.0": ours}}]}
+    assert larry.alpha_claims(record, "1.0") == [(True, True), (True, False), (False, True)]

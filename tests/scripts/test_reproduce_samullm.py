@@ -64,9 +64,27 @@ def test_the_tables_have_all_methods_and_cases():
     methods = {name: dict(figures) for name in ("greedy", "samullm", "max", "min")}
     methods["max"]["played_s"] = 150.0
     text = report({"cases": [{"name": "one", "published": ("1.0-1.3", "1.0-1.4"), **methods}]})
-    assert "| one | 100 | 100 | 150 | 100 | 1.00 | 1.50 | 1.0-1.3 | 1.00 | 1.0-1.4 |" in text
+    row = "| one | 100 | 100 | 150 | 100 | 1.00 | 1.50 | 1.00 | 1.50 | 1.0-1.3 | 1.00 | 1.0-1.4 |"
+    assert row in text
     assert "33%" in text
     assert "+11.1%" in text
+
+
+def test_gains_over_rivals_are_those_of_algorithm_1():
+    case = {"samullm": {"played_s": 200.0}, "max": {"played_s": 150.0}, "min": {"played_s": 250.0}}
+    case["published"] = ("1.0-1.3", "1.1-1.4")
+    assert samullm.gain(case, "max") == 0.75
+    assert samullm.published(case, "min") == (1.1, 1.4)
+
+
+def test_parts_of_a_mixed_application_are_added_up():
+    def case(name, seconds):
+        return {"name": name} | {method: {"played_s": seconds} for method in samullm.METHODS}
+
+    names = [one.name for one in samullm.CASES]
+    cases = [case(name, 100.0 if name.startswith("mixed") else 60.0) for name in names]
+    text = samullm._apart(cases)
+    assert text.count("| 1.20 | 1.20 | 1.20 | 1.20 |") == len(samullm.MIXED_DOCUMENTS)
 
 
 def test_kept_figures_are_not_computed_again(data, tmp_path, monkeypatch):

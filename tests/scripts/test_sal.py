@@ -68,8 +68,8 @@ def test_small_run_fills_every_table(small):
     assert 5 <= run["pressure"] <= 10
     assert list(unequal["runs"][0]["figures"]["LARRY"]) == list(sal.BALANCERS)
     text = sal.report(small)
-    assert text.count("### ") == 2 + 4
-    assert "SAL with LARRY is the lowest of the 20 combinations" in text
+    assert text.count("### ") == 2 + 5
+    assert "Of the 20 combinations without LMetric" in text
     assert "LARRY: SAL's TTFT p95 is lower" in text
 
 

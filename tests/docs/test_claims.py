@@ -1,0 +1,741 @@
+"""Sentences with figures say what the results hold.
+
+``CLAIMS`` names a sentence by a phrase of it, and has a function that writes its figures, in their
+order, from the results; or the reason why they cannot be recomputed. On the pages of the evidence
+it names every sentence that has a figure. A change of the results or of a sentence fails here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from math import ceil
+from statistics import fmean, geometric_mean
+from typing import Any
+
+import pytest
+from helpers.docs_pages import ROOT
+
+from scripts.docs_site import evidence
+from scripts.reproduce import exegpt, exegpt_published, larry, sal, samullm, serving
+
+Record = dict[str, Any]
+
+EVIDENCE = "evidence/"
+NOT_PROSE = re.compile(r"^```.*?^```$|<!--.*?-->|^#.*?$|^!\[.*?$|^\| ---.*?$", re.M | re.S)
+ITEM = re.compile(r"^(?:-|\d+\.) ")
+BLOCK = re.compile(r"\n\s*\n|\n(?=\s*(?:[-|]|\d+\.) ?)")
+LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
+END = re.compile(r"(?<=[.!?:;])\s+(?=[A-Z*`(])")
+NAMED = r"\d+(?:\.\d+)*[a-z]?(?: \([a-z, ]+\))?"
+REFERENCE = re.compile(
+    r"(?:arXiv|Algorithm|Tables?|Figures?|Sec\.|Section|Theorem|Lemma|Gaps?) "
+    rf"{NAMED}(?:(?:,| and| to) {NAMED})*"
+)
+FIGURE = re.compile(r"(?<![\w.])(?<![A-Za-z]-)\d+(?:,\d{3})*(?:\.\d+)?x?(?!\w)")
+
+
+def sentences(page: str) -> list[str]:
+    """Return what has a figure of a page: sentences of its prose and lists, rows of its tables."""
+    text = NOT_PROSE.sub("", (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"))
+    blocks = (" ".join(LINK.sub(r"\1", block).split()) for block in BLOCK.split(text))
+    found = (
+        part
+        for block in blocks
+        for part in ([block] if block.startswith("|") else END.split(ITEM.sub("", block)))
+    )
+    return [sentence for sentence in found if figures(sentence)]
+
+
+def figures(text: str) -> list[str]:
+    """Return the figures of a text; numbers of tables, figures and sections are none."""
+    return FIGURE.findall(REFERENCE.sub("", text))
+
+
+@cache
+def record(topic: str) -> Record:
+    """Return the numbers that a script recorded."""
+    found: Record = evidence.load(topic)["record"]
+    return found
+
+
+def rows(topic: str, title: str) -> list[list[Any]]:
+    """Return the rows of a table whose cells are numbers."""
+    (found,) = (item["rows"] for item in evidence.load(topic)["tables"] if item["title"] == title)
+    return found
+
+
+def between(values: Iterable[float], form: str = ".2f") -> str:
+    """Return the least and the largest."""
+    found = sorted(values)
+    return f"{found[0]:{form}} to {found[-1]:{form}}"
+
+
+# --- SamuLLM ---
+
+
+def overheads() -> str:
+    shares: dict[str, list[float]] = {}
+    for name, found in record("iteration-costs")["tables"].items():
+        shares.setdefault(name[-1], []).append(100 * found["decode overhead share"])
+    assert list(map(len, shares.values())) == [8, 9, 9]
+    return " ".join(between(values, ".0f") for values in shares.values())
+
+
+def whole_iterations() -> str:
+    found = record("iteration-costs")
+    for table in found["tables"].values():
+        for phase in ("prefill", "decode"):
+            assert table[f"{phase} whole"]["mean"] < table[f"{phase} paper"]["mean"]
+    return f"{100 * found['all']['whole']['median']:.0f}"
+
+
+def below_published() -> str:
+    cases = record("samullm")["cases"]
+    gains = {
+        rival: [(samullm.gain(case, rival), samullm.published(case, rival)) for case in cases]
+        for rival in samullm.RIVALS
+    }
+    assert all(gain <= high for found in gains.values() for gain, (_, high) in found)
+    below = {rival: sum(gain < low for gain, (low, _) in gains[rival]) for rival in gains}
+    slower = sum(gain < 1 for gain, _ in gains["min"])
+    return f"{below['max']} {len(cases)} {below['min']} {len(cases)} {slower}"
+
+
+def our_search() -> str:
+    cases = record("samullm")["cases"]
+    over = {
+        rival: between(case[rival]["played_s"] / case["greedy"]["played_s"] for case in cases)
+        for rival in samullm.RIVALS
+    }
+    return f"{over['max']} {over['min']}"
+
+
+def apart() -> str:
+    shares = rows("samullm", "Parts one after the other, over mixed")
+    return f"{between(float(row[2]) for row in shares)} 1.0 1.2"
+
+
+def placed_last_first() -> str:
+    mixed = [case for case in record("samullm")["cases"] if case["name"].startswith("mixed")]
+    return between(
+        (case["samullm"]["played_s"] / case["greedy"]["played_s"] for case in mixed), ".1f"
+    )
+
+
+def estimates() -> str:
+    errors = {
+        case["name"]: abs(case["greedy"]["played_s"] / case["greedy"]["predicted_s"] - 1)
+        for case in record("samullm")["cases"]
+    }
+    assert errors.pop("routing, lengths sampled") > 0.4
+    return f"{ceil(100 * max(errors.values()))}"
+
+
+def ablated(variant: str, method: str) -> list[float]:
+    return [
+        found[method][variant]["played_s"] / found[method][samullm.AS_PLANNED]["played_s"]
+        for found in record("samullm")["ablations"].values()
+    ]
+
+
+def without_preemption() -> str:
+    ours, least = (sorted(ablated("no preemption", method)) for method in ("samullm", "min"))
+    return f"{ours[0]:.2f} {ours[1]:.2f} {least[0]:.2f} {least[1]:.2f}"
+
+
+def with_known_lengths() -> str:
+    gains = (
+        1 / share for method in ("samullm", "min") for share in ablated("lengths known", method)
+    )
+    return f"0.9 1.0 {between(gains)}"
+
+
+# --- Multi-bin batching ---
+
+
+def theorems() -> str:
+    found = record("multibin")
+    uniform = found["figures 3, 4"]
+    rates = max(abs(row["most"] / row["theorem"] - 1) for row in uniform)
+    times = max(abs(row["latency_s"][0] / row["lower_s"] - 1) for row in uniform)
+    return f"{ceil(1000 * rates) / 10:.1f} {ceil(100 * times)} 95 {found['bins for 95 %']}"
+
+
+def bins_of_a_model() -> str:
+    most = {row["bins"]: row["most"] for row in record("multibin")["figure 6"]}
+    return f"1.70x 32 1.45x 4 {most[32] / most[1]:.2f}x {most[4] / most[1]:.2f}x"
+
+
+def bins_of_the_predictor() -> str:
+    found = record("multibin")
+    (row,) = (row for row in found["table 1"] if row["bins"] == 4)
+    return f"4 {row['rate'] / found['one bin']:.2f}x {row['oracle'] / found['one bin']:.2f}x 1.08x"
+
+
+# --- Forecasts, index ---
+
+
+def memory_errors() -> str:
+    (_, *_), *_ = table = rows("memory", "Forecast error of a stage's peak memory, percent")
+    errors = [error for row in table for cell in row[2:] for error in cell]
+    return f"{len(errors)} {-min(errors):.1f} {max(errors):.1f} {fmean(errors):.1f}"
+
+
+def plan_errors() -> str:
+    errors = [abs(row[7]) for row in rows("different-devices", "All plans")]
+    return f"{fmean(errors):.1f} {max(errors)}"
+
+
+def indicator_losses() -> str:
+    found = rows("indicators", "Plans chosen by each indicator")
+    return f"{max(100 * (cell[0] / row[1][0] - 1) for row in found for cell in row[2:4]):.1f}"
+
+
+def versions() -> str:
+    found = {row[0]: row[1:] for row in rows("versions", "0.1 and 0.2")}
+
+    def shares(kind: str) -> str:
+        return between(row[2] for name, row in found.items() if kind in name)
+
+    first = found["load at 4 bits, seconds"]
+    return (
+        f"{shares('one sequence')} {shares('ragged')} {shares('kernel')} {first[2]:.1f} "
+        f"{first[1] - first[0]:.2f}"
+    )
+
+
+# --- LARRY ---
+
+TTFT, PER_TOKEN, TGT = larry.METRICS
+
+
+def larry_pairs(rival: str, law: str = "") -> list[tuple[Record, Record]]:
+    """Return each run of LARRY with the rival's."""
+    return [
+        pair
+        for case in record("larry")["cases"]
+        if case["law"] in (law, law or case["law"])
+        for pair in zip(case["orders"]["LARRY"], case["orders"][rival], strict=True)
+    ]
+
+
+def lower(rival: str, metric: str, place: str) -> str:
+    found = [ours[metric][place] < theirs[metric][place] for ours, theirs in larry_pairs(rival)]
+    return f"{sum(found)} {len(found)}"
+
+
+def larry_is_lower() -> str:
+    places = (TTFT, "p50"), (TTFT, "p95"), (PER_TOKEN, "p95")
+    (every,) = {lower(rival, *place) for rival in larry.RIVALS for place in places}
+    assert lower("FCFS", PER_TOKEN, "p50") == lower("No-Preempt", PER_TOKEN, "p50") == every
+    shares = [
+        100
+        * (
+            1
+            - larry.mean_of(orders["LARRY"], TTFT, "p95")
+            / larry.mean_of(orders["FCFS"], TTFT, "p95")
+        )
+        for orders in (case["orders"] for case in record("larry")["cases"])
+    ]
+    return f"1 {every} {lower('TRAIL+', PER_TOKEN, 'p50')} {between(shares, '.0f')}"
+
+
+def preempted() -> str:
+    runs = [
+        run for case in record("larry")["cases"] for runs in case["orders"].values() for run in runs
+    ]
+    assert max(run["preemption_rate"] for run in runs) < 1e-3
+    return "0.1"
+
+
+def no_alpha() -> str:
+    found = record("larry")
+    claims = {
+        float(alpha): larry.alpha_claims(found, alpha) for alpha in found["cases"][0]["alphas"]
+    }
+    most = max(sum(map(all, runs)) for runs in claims.values())
+    return f"{most} {len(claims[1.0])}"
+
+
+def alphas_and_p99() -> str:
+    runs = larry_pairs("FCFS")
+    higher = sum(ours[TTFT]["p99"] > theirs[TTFT]["p99"] for ours, theirs in runs)
+    found = larry.alpha_claims(record("larry"), "30.0")
+    return f"1 {higher} {len(runs)} 30 {sum(below for below, _ in found)} {len(found)}"
+
+
+def generation_times() -> str:
+    code, chat = (
+        [ours[TGT]["p95"] / theirs[TGT]["p95"] for ours, theirs in larry_pairs("FCFS", law)]
+        for law in ("SW-Code", "SW-Chat")
+    )
+    assert max(chat) < 1.01
+    longer = sum(ratio > 1.05 for ratio in code)
+    return f"{100 * (max(code) - 1):.0f} {longer} {len(code)} 5 1"
+
+
+def memory_never_binds() -> str:
+    runs = [
+        run
+        for case in record("larry")["cases"]
+        if case["law"] == "SW-Code"
+        for run in zip(case["orders"]["FCFS"], case["orders"]["No-Preempt"], strict=True)
+    ]
+    assert all(fcfs == reserving for fcfs, reserving in runs)
+    return f"{len(runs)}"
+
+
+def rates_of_lower_p95() -> str:
+    found = record("larry")
+    for case in found["cases"]:
+        if case["law"] == "SW-Chat":
+            ours, theirs = (
+                [larry.mean_of(runs, TTFT, "p95") for runs in case["curves"][name]]
+                for name in ("LARRY", "FCFS")
+            )
+            higher = [one > two for one, two in zip(ours, theirs, strict=True)]
+            assert higher.index(True) == len(higher) - 1
+    return f"{found['curve'][-1]} {found['curve'][-2]}"
+
+
+def units() -> str:
+    found = {(row["choice"], row["law"]): row["ratios"] for row in record("larry")["choices"]}
+    p50 = f"{TTFT} p50"
+
+    def ratios(*names: str) -> list[float]:
+        return [found[name, law][p50] for name in names for law in larry.LAWS]
+
+    few = ratios("unit: 256 tokens", "unit: 1024 tokens", "unit: 4096 tokens", "as above")
+    return f"256 4,096 {between(few)} {between(ratios('unit: all tokens of the KV memory'))}"
+
+
+def worse_choices() -> str:
+    (worse,) = (row for row in record("larry")["choices"] if row["ratios"][f"{TTFT} p95"] > 1)
+    assert (worse["choice"], worse["law"]) == ("Poisson arrivals", "SW-Code")
+    return f"{worse['ratios'][f'{TTFT} p95']:.2f}"
+
+
+def preempted_choices() -> str:
+    found = {
+        (row["choice"], row["law"]): 100 * row["preemption_rate"]
+        for row in record("larry")["choices"]
+    }
+    return (
+        f"{found['watermark 0', 'SW-Chat']:.2f} 60 {found['60 % of the KV memory', 'SW-Chat']:.2f}"
+    )
+
+
+# --- SAL ---
+
+RATIOS = "SAL over its rivals: mean ratio"
+UNEQUAL = "Different servers: SAL in seconds over its rivals, mean ratio"
+
+
+def sal_rows(title: str, *names: str) -> list[list[Any]]:
+    """Return the figures of the rows that begin with these names."""
+    found = [row[len(names) :] for row in rows("sal", title) if tuple(row[: len(names)]) == names]
+    assert found
+    return found
+
+
+def with_larry(column: int) -> dict[str, list[float]]:
+    """Return a column of each run with LARRY on equal servers, by balancer."""
+    found: dict[str, list[float]] = {}
+    for row in rows("sal", "With LARRY, each run on equal servers"):
+        found.setdefault(row[3], []).append(row[column])
+    return found
+
+
+def first_tokens_p50() -> str:
+    for order in sal.SCHEDULERS:
+        for rival in set(sal.PAPERS) - {"SAL"}:
+            (cells,) = sal_rows(RATIOS, "SAL", order, rival)
+            assert max(cells[0][0], cells[1][0]) < 1
+    means, counts = [], []
+    for column in (5, 7):
+        runs = with_larry(column)
+        for rival in ("P2C", "Random"):
+            ratios = [one / two for one, two in zip(runs["SAL"], runs[rival], strict=True)]
+            means.append(f"{fmean(ratios):.2f}")
+            counts.append(f"{sum(ratio < 1 for ratio in ratios)}")
+    return " ".join([*means[:2], *counts[:2], f"{len(ratios)}", *means[2:]])
+
+
+def lowest() -> str:
+    ((first, *others),) = rows("sal", "SAL with LARRY: runs in which it is lowest")
+    return f"{first[0]} {first[1]} {' '.join(str(count) for count, _ in others)}"
+
+
+def with_trail() -> str:
+    (counts,) = sal_rows("Claims: runs in which they hold", "TRAIL+: SAL's TTFT mean is lower")
+    (ratios,) = sal_rows(RATIOS, "SAL", "TRAIL+", "P2C")
+    longer = sorted(100 * (ratio[0] - 1) for ratio in ratios[2:])
+    p2c = counts[sal.RIVALS.index("P2C")]
+    return f"{p2c[0]} {p2c[1]} {longer[0]:.0f} {longer[1]:.0f}"
+
+
+def orders_on_code() -> str:
+    (title,) = (
+        item["title"]
+        for item in evidence.load("sal")["tables"]
+        if item["title"].startswith("Llama-3-8B, 8 A100-40G, SW-Code")
+    )
+    p95 = {order: sal_rows(title, order, "SAL")[0][1] for order in ("FCFS", "LARRY")}
+    return f"{p95['FCFS']} {p95['LARRY']}"
+
+
+def in_seconds() -> str:
+    found = [
+        sal_rows(RATIOS, "SAL in seconds", order, rival)[0][0][0]
+        for order in sal.SCHEDULERS
+        for rival in set(sal.PAPERS) - {"SAL"}
+    ]
+    assert sal_rows(RATIOS, "SAL in seconds", "FCFS", "LMetric")[0][0] == [1, 1, 1]
+    return between(found)
+
+
+def in_steps() -> str:
+    cells: dict[tuple[str, int], list[float]] = {}
+    for law in larry.LAWS:
+        for order in sal.UNEQUAL_SCHEDULERS:
+            (row,) = sal_rows(UNEQUAL, f"{law}, {order}", "SAL")
+            for column in range(2):
+                cells.setdefault((law, column), []).append(row[column][0])
+    (mean,) = set(cells["SW-Chat", 0])
+    parts = cells["SW-Chat", 1], cells["SW-Code", 0], cells["SW-Code", 1]
+    return f"{mean:.2f} {' '.join(map(between, parts))}"
+
+
+# --- LLM-PQ ---
+
+
+def served(scheme: str, *tables: str) -> list[Record]:
+    """Return a scheme's rows of the paper's tables of seconds, in one order for all schemes."""
+    parts = record("llm-pq")["serving"]
+    return [row for name in tables or parts for row in parts[name] if row["scheme"] == scheme]
+
+
+def gains(scheme: str, field: str, *tables: str) -> list[float]:
+    return [row[field] for row in served(scheme, *tables)]
+
+
+def faster_than_pipeedge() -> str:
+    equal = gains(serving.OURS_AT_EQUAL_QUALITY, "gain")
+    faster = [
+        ours["omega"] > theirs["omega"]
+        for ours, theirs in zip(served(serving.OURS), served(serving.RIVAL), strict=True)
+        if ours["gain"] > 1
+    ]
+    (last,) = (row for row in served(serving.OURS_AT_EQUAL_QUALITY) if row["gain"] < 1.001)
+    best = sum(gain > 1.001 for gain in gains(serving.OURS_AT_BEST, "gain_over_best"))
+    return (
+        f"{sum(gain > 1.001 for gain in equal)} {len(equal)} {last['cluster']} {len(faster)} "
+        f"{sum(faster)} {best} 0.1"
+    )
+
+
+def mean_and_most(scheme: str, field: str) -> str:
+    found = gains(scheme, field, "table 4")
+    return f"{fmean(found):.2f}x {max(found):.2f}x"
+
+
+def throughput_gains() -> str:
+    return (
+        f"2.26x 2.88x {mean_and_most(serving.OURS_AT_EQUAL_QUALITY, 'gain')} "
+        f"{mean_and_most(serving.OURS_AT_BEST, 'gain_over_best')} "
+        f"{mean_and_most(serving.OURS, 'gain')}"
+    )
+
+
+def other_gains(name: str, published: str, digits: int) -> str:
+    equal = fmean(gains(serving.OURS_AT_EQUAL_QUALITY, "gain", name))
+    best = fmean(gains(serving.OURS_AT_BEST, "gain_over_best", name))
+    theirs = fmean(gains(serving.OURS, "paper_gain", name))
+    assert f"{theirs:.2f}x" == published
+    return f"{published} {equal:.2f}x {best:.{digits}f}x"
+
+
+def reversed_gains() -> str:
+    found = [
+        row["gain"]
+        for row in served(serving.OURS_AT_EQUAL_QUALITY, "table 4", "table 7")
+        if row["cluster"] == 4
+    ]
+    return f"4 {found[0]:.2f}x {found[1]:.2f}x"
+
+
+def out_of_memory() -> str:
+    found = served("Uniform", "table 4", "table 5")
+    theirs = [str(row["cluster"]) for row in found if row["paper_latency_s"] is None]
+    ours = [str(row["cluster"]) for row in found if row["latency_s"] is None]
+    return " ".join([*theirs, *ours])
+
+
+def solving_seconds(solver: str) -> list[float]:
+    return [
+        row["ours"][f"llmpq by {solver}, different layers"]["solving_s"]
+        for row in record("llm-pq")["solving"]["table 10"]
+    ]
+
+
+def solving() -> str:
+    paper = [row["paper_s"] for row in record("llm-pq")["solving"]["table 10"]]
+    ours = [solving_seconds(solver) for solver in ("exact", "highs")]
+    seconds = " ".join(f"{fmean(found):.2f} {max(found):.2f}" for found in ours)
+    return f"{fmean(paper):.1f} {max(paper):.0f} {seconds}"
+
+
+def over_adabits() -> str:
+    found = record("llm-pq")["adaptive_only"]["rows"]
+    assert all(row["llmpq_omega"] > row["adabits_omega"] for row in found)
+    ratios = (row["llmpq_tokens_per_s"] / row["adabits_tokens_per_s"] for row in found)
+    return " to ".join(f"{ratio}x" for ratio in between(ratios).split(" to "))
+
+
+def measured_pipeedge() -> str:
+    found = {row[0]: row[3] for row in rows("different-devices", "Other planners over llmpq")}
+    return f"{found['pipeedge'][0]}"
+
+
+def indicator_costs() -> str:
+    seconds = {row[0]: row[1] for row in rows("indicators", "Cost")}
+    return f"{seconds['Hessian'] / seconds['variance']:.1f} 58 73"
+
+
+ONE_PASS = "The paper's 3- and 4-bit rows, priced as one pass over the packed weights for each row"
+
+
+def uniform_rows() -> str:
+    found = [row for row in rows("llm-pq", ONE_PASS) if "Uniform" in row[0]]
+    return f"3 4 4 {between((row[4] / row[1] for row in found), '.0f')}"
+
+
+def one_pass_rows() -> str:
+    ratios = [row[5] for row in rows("llm-pq", ONE_PASS)]
+    within = sum(abs(1 / ratio - 1) < 1 / 3 for ratio in ratios)
+    furthest = min(rows("llm-pq", ONE_PASS), key=lambda row: row[5])[0]
+    return f"{within} {len(ratios)} {furthest.split()[0]}"
+
+
+def bits_of_pipeedge() -> str:
+    found = served(serving.RIVAL, "table 4", "table 5")
+    ours = (str(row["cluster"]) for row in found if row["omega"] == 1)
+    return f"4 {' '.join(ours)} 3 4 1"
+
+
+def gains_at_8_bits() -> str:
+    found = [
+        row
+        for row in served(serving.OURS, "table 4", "table 5")
+        if row["cluster"] in (3, 6, 10, 11)
+    ]
+    paper, ours = (between(row[field] for row in found) for field in ("paper_gain", "gain"))
+    return "8 " + " ".join(f"{gain}x" for gain in f"{paper} to {ours}".split(" to "))
+
+
+def gains_over_best() -> str:
+    found = served(serving.RIVAL_AT_BEST, "table 4", "table 5")
+    assert {f"{row['omega']:.3g}" for row in found} == {"0.00346"}
+    low, high = between(gains(serving.OURS_AT_BEST, "gain_over_best", "table 4", "table 5")).split(
+        " to "
+    )
+    return f"8 {low}x {high}x"
+
+
+def published_formula() -> str:
+    lost = {row["cluster"]: row["objective_lost"] for row in record("llm-pq")["formula"]["ours"]}
+    assert max(lost[1], lost[2]) < 1e-3
+    return f"{between((100 * lost[cluster] for cluster in range(3, 12)), '.0f')} 3 11"
+
+
+# --- ExeGPT ---
+
+
+def best_gains(bound: str = "") -> list[float]:
+    return [
+        max(row["gains"].values())
+        for row in record("exegpt")["bounds"]
+        if row.get("gains") and (bound != "none" or row["bound_s"] is None)
+    ]
+
+
+def over_static() -> str:
+    every, free = best_gains(), best_gains("none")
+    return f"{geometric_mean(every):.2f}x {geometric_mean(free):.2f}x {max(every):.2f}x"
+
+
+def schedules(name: str = "", *, bounded: bool = False) -> list[Record]:
+    """Return the schedules of Figure 6, each with its bound."""
+    return [
+        schedule | {"bound_s": row["bound_s"]}
+        for row in record("exegpt")["bounds"]
+        for policy, schedule in row["schedules"].items()
+        if policy in ([name] if name else exegpt.DETAILED)
+        and (row["bound_s"] is not None or not bounded)
+    ]
+
+
+def over_bounds() -> list[float]:
+    """Return by what percentage 99 % of the queries exceed each bound."""
+    return [100 * (one["p99_s"] / one["bound_s"] - 1) for one in schedules(bounded=True)]
+
+
+def exceeded_bounds() -> str:
+    over = over_bounds()
+    return f"99 {sum(share > 0 for share in over)} {len(over)} {max(over):.0f}"
+
+
+def too_high(name: str) -> str:
+    shares = (100 * (one["expected"] / one["requests_per_s"] - 1) for one in schedules(name))
+    return between(shares, ".0f")
+
+
+def fewer(name: str) -> str:
+    shares = (100 * (1 - one["requests_per_s"] / one["expected"]) for one in schedules(name))
+    return between(shares, ".0f")
+
+
+def table_6() -> str:
+    found = zip(exegpt_published.TABLE_6, record("exegpt")["table 6"], strict=True)
+    ratios = [
+        row["ours"]["requests_per_s"] / theirs.requests_per_s
+        for theirs, row in found
+        if row["ours"]
+    ]
+    return f"{between(ratios)}"
+
+
+# --- Pages ---
+
+SET_UP = "describes the experiment"
+PAPER = "is what the paper says"
+NO_CURVES = "is printed by benchmarks/fidelity.py, which keeps no figures of single curves"
+CLAIMS: dict[str, dict[str, Callable[[], str] | str]] = {
+    "evidence/llm-pq": {
+        "`variance` is 2.3 times cheaper": indicator_costs,
+        "faster than PipeEdge on every cluster": faster_than_pipeedge,
+        "2.26x PipeEdge's throughput": throughput_gains,
+        "homogeneous clusters": partial(other_gains, "table 5", "1.56x", 3),
+        "gains hold for short prompts": partial(other_gains, "table 7", "1.64x", 2),
+        "cluster 4 gains less": reversed_gains,
+        "Uniform does not fit": out_of_memory,
+        "of solving on average": solving,
+        "faster than adaptive quantization alone": over_adabits,
+        "Measured on CPUs": measured_pipeedge,
+        "Its uniform 4-bit rows": uniform_rows,
+        "Seconds as rows x packed bytes": one_pass_rows,
+        "falls to 4 bits on clusters": bits_of_pipeedge,
+        "Where both have 8 bits or more": gains_at_8_bits,
+        "our gain is then": gains_over_best,
+        "Uniform fits clusters": "is the row of the table of claims again",
+        "57.6 s in the paper": PAPER,
+        "1.45 times the arithmetic": "has a figure of the catalogue",
+        "Planning with it costs": published_formula,
+        "no public measurements": "is about what was looked for",
+    },
+    "evidence/exegpt": {
+        "Gains of the best schedule": over_static,
+        "ExeGPT reports": PAPER,
+        "degrees of 2 or 4": PAPER,
+        "of the paper's requests a second": table_6,
+        "a run that is not kept": "the record of the run is not kept",
+        "Played, 99 %": exceeded_bounds,
+        "too high for RRA": lambda: f"{too_high('RRA')} {too_high('WAA-C')}",
+        "64 slots": SET_UP,
+        "Percentile lengths are computed": "the published ones are not kept",
+    },
+    "evidence/multibin": {
+        "32,000 requests": SET_UP,
+        "Throughput agrees with": theorems,
+        "oracle lengths": bins_of_a_model,
+        "accuracy of the paper's predictor": bins_of_the_predictor,
+    },
+    "evidence/larry": {
+        "Azure traces of 2023": SET_UP,
+        "800 requests": SET_UP,
+        "the rate changes between two values": SET_UP,
+        "p50 and p95 of TTFT": larry_is_lower,
+        "Preemptions below": preempted,
+        "in at most": no_alpha,
+        "p99 is higher than FCFS's": alphas_and_p99,
+        "p95 of TGT": generation_times,
+        "No-Preempt equals FCFS": memory_never_binds,
+        "LARRY's p95 exceeds FCFS's": rates_of_lower_p95,
+        "Units of 256 to 4,096": units,
+        "Poisson arrivals": worse_choices,
+        "Without a watermark": preempted_choices,
+    },
+    "evidence/sal": {
+        "The multi-server evaluation": SET_UP,
+        "The paper's p50": first_tokens_p50,
+        "of twenty combinations": lowest,
+        "with TRAIL+": with_trail,
+        "lower with FCFS than with LARRY": orders_on_code,
+        "of the others'": in_seconds,
+        "Over SAL in steps": in_steps,
+    },
+    "evidence/samullm": {
+        "Fang et al.": SET_UP,
+        "they leave out": overheads,
+        "the median is": whole_iterations,
+        "below the published range": below_published,
+        "Our search starts from": our_search,
+        "one after the other": apart,
+        "Placing first the model": placed_last_first,
+        "of the other sample": estimates,
+        "without preemption 1.0-1.2": PAPER,
+        "1.69 and 1.83": without_preemption,
+        "With known lengths": with_known_lengths,
+    },
+    "evidence/vllm": {"300 requests": SET_UP},
+    "evidence/forecasts": {
+        "Three of 48 curves": NO_CURVES,
+        "24 measured points": SET_UP,
+        "The goal for plans": "is a goal, and a figure of an earlier run",
+        "All 120 stages": memory_errors,
+    },
+    "evidence/index": {
+        "**Machine A**": SET_UP,
+        "**Machine B**": SET_UP,
+        "shared virtual machines": "was seen while measuring, and is not kept",
+        "200 random clusters": "is what tests/assigner/heuristics/test_baselines.py checks",
+        "CPU workers of a whole": SET_UP,
+        "Forecasts of these plans": plan_errors,
+        "prompts divided by 16": SET_UP,
+        "Bounds are those": SET_UP,
+        "bound24 and bound16": SET_UP,
+        "cost up to": indicator_losses,
+        "One sequence takes": versions,
+    },
+    "how/batching": {
+        "fewer requests a second": lambda: f"{fewer('RRA')} {fewer('WAA-C')}",
+        "exceeded the bound": lambda: f"99 {max(over_bounds()):.0f}",
+    },
+    "how/costs": {
+        "forecasts of peak memory": lambda: " ".join(memory_errors().split()[1:3]),
+    },
+}
+
+
+@pytest.mark.parametrize("page", [page for page in CLAIMS if page.startswith(EVIDENCE)])
+def test_every_sentence_with_a_figure_is_listed_once(page):
+    for sentence in sentences(page):
+        found = [phrase for phrase in CLAIMS[page] if phrase in sentence]
+        assert len(found) == 1, f"{page}.md: {sentence!r} has the phrases {found}"
+
+
+@pytest.mark.parametrize(
+    ("page", "phrase"), [(page, phrase) for page, claims in CLAIMS.items() for phrase in claims]
+)
+def test_a_sentence_says_what_the_results_hold(page, phrase):
+    (sentence,) = (sentence for sentence in sentences(page) if phrase in sentence)
+    claim = CLAIMS[page][phrase]
+    if callable(claim):
+        assert figures(sentence) == figures(claim()), sentence
+
+
+def test_figures_of_a_text():
+    text = "Table 6 and Figure 8 (p95, OPT-13B): 1.13x, 19 of 20, 0.9-1.0 and 1,024 %; Llama-2-70b"
+    assert figures(text) == ["1.13x", "19", "20", "0.9", "1.0", "1,024"]
