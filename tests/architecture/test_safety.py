@@ -52,6 +52,6 @@ def test_no_code_runs_from_data(path):
 
 
 def test_modules_stay_within_their_size():
-    """One idea a module: 500 lines at most (docs/how/architecture.md)."""
-    long = {str(path): n for path in SOURCES if (n := len(path.read_text().splitlines())) > 500}
+    """One idea a module: 1,000 lines at most (CONTRIBUTING.md)."""
+    long = {str(path): n for path in SOURCES if (n := len(path.read_text().splitlines())) > 1000}
     assert not long

@@ -46,7 +46,7 @@ def test_weights_keep_their_numbers():
     assert torch.equal(module.weight, before)
 
 
-@pytest.mark.skipif(not SMAPS.exists(), reason="Linux alone tells of large pages")
+@pytest.mark.skipif(not SMAPS.exists(), reason="only Linux reports large pages")
 def test_loaded_weights_lie_on_large_pages():
     modes = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     release = re.match(r"(\d+)\.(\d+)", Path("/proc/sys/kernel/osrelease").read_text())
