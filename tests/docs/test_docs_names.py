@@ -49,7 +49,7 @@ FOLDERS = (
 CODE = re.compile(r"`([^`\n]+)`")
 FILE = re.compile(rf"(?:{'|'.join(FOLDERS)})/[\w./*-]*")
 MODULE = re.compile(r"llmpq(?:\.\w+)+")
-OLD_NAMES = {"docs/operations/upgrading.md", "CHANGELOG.md"}
+OLD_NAMES = {"CHANGELOG.md"}
 """Pages that name what no longer exists."""
 
 
