@@ -152,7 +152,7 @@ class _Rounds:
         self.progress = progress
         self.journal = journal
         self.begin = bench.now()
-        self.first_s = 0.0
+        self.first_s, self.shown = 0.0, 0.0
         self.groups = bench.trials()
         wanted = set(chain.from_iterable(self.groups))
         self.cost_s: dict[Trial, float] = {}
@@ -252,7 +252,10 @@ class _Rounds:
         if self.journal is not None:
             self.journal.add(timings)
         if self.progress is not None:
-            self.progress(min(1.0, self.elapsed_s / self.bench.job.budget_s))
+            # Compiling is taken out of what is spent once it is over: a share never shrinks.
+            spent = min(1.0, self.elapsed_s / self.bench.job.budget_s)
+            self.shown = max(self.shown, spent)
+            self.progress(self.shown)
 
 
 def _interleaved(groups: Sequence[Sequence[Trial]], shuffle: random.Random) -> list[Trial]:

@@ -269,7 +269,7 @@ def with_outliers(count, columns, dtype):
 
 @pytest.mark.parametrize("name", OLDER)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("rows", "columns"), [(16, 32), (80, 288), (208, 320)])
+@pytest.mark.parametrize(("rows", "columns"), [(16, 32), (48, 64), (80, 288), (208, 320)])
 def test_llm_int8_gives_the_same_bits_on_every_processor(name, dtype, rows, columns):
     weight = for_llm_int8(random_packed((rows, columns), LLM_INT8, dtype))
     x = with_outliers(245, columns, dtype)

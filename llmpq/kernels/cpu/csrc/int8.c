@@ -339,15 +339,18 @@ INLINE void panel_rows(const Job *job, int64_t row, int64_t first, int64_t count
     if (on_tiles) shape_tiles(AMX_ROWS, 4, AMX_ROWS);
 #endif
     for (int64_t k = 0; k < columns; k += depth) {
-        int64_t end = k + depth < columns ? k + depth : columns, m = 0;
+        int64_t end = k + depth < columns ? k + depth : columns;
+        for (int n = 0; n < groups * group; n += group) {
+            int64_t at = row + TILE_ROWS * n, m = 0;
+            int32_t *to = total + TILE_ROWS * n;
 #ifdef __AMX_INT8__
-        for (; on_tiles && m + 2 * AMX_ROWS <= count; m += 2 * AMX_ROWS)
-            multiply_amx(job, first + m, row, k, end, total + m * PANEL, 2, group);
-        for (; on_tiles && m + AMX_ROWS <= count; m += AMX_ROWS)
-            multiply_amx(job, first + m, row, k, end, total + m * PANEL, 1, group);
+            for (; on_tiles && m + 2 * AMX_ROWS <= count; m += 2 * AMX_ROWS)
+                multiply_amx(job, first + m, at, k, end, to + m * PANEL, 2, group);
+            for (; on_tiles && m + AMX_ROWS <= count; m += AMX_ROWS)
+                multiply_amx(job, first + m, at, k, end, to + m * PANEL, 1, group);
 #endif
-        for (int n = 0; n < groups * group; n += group)
-            strips(job, row + TILE_ROWS * n, first, m, count, k, end, total + TILE_ROWS * n, group);
+            strips(job, at, first, m, count, k, end, to, group);
+        }
     }
 #ifdef __AMX_INT8__
     if (on_tiles) clear_tiles();
