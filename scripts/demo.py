@@ -55,7 +55,7 @@ NEXT_COMMANDS = (
 )
 # Shares of the unquantized layers that each device may hold. Together 0.29 of them: too little
 # for 8 bits everywhere, so the plan mixes bitwidths.
-CAP_SHARES = (0.18, 0.11)
+CAP_SHARES = (0.38, 0.24)
 # Points of the tables that are printed, of layers at 8 bits: batch and tokens.
 SHOWN_POINTS = {Phase.PREFILL: (1, 64), Phase.DECODE: (16, 64)}
 
