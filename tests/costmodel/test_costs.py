@@ -237,7 +237,7 @@ def test_older_vector_extensions_slow_16_bit_products_and_not_float32():
     for dtype, is_slower in (("bfloat16", True), ("float32", False)):
         costs = build_costs(OPT, cluster, dtype=dtype, kv_bits=16)
         new, old = (costs.layer_s(one, PREFILL, 16, 4, 256, 0) for one in cluster.devices)
-        assert (old > 2 * new) == is_slower
+        assert (old > 4.5 * new) == is_slower
         assert old >= new
 
 
