@@ -25,7 +25,6 @@ def made():
     return compiled.compile_all()
 
 
-@pytest.mark.slow
 def test_every_kernel_compiles_without_spilling_for_every_architecture(made):
     assert compiled.failures(made) == []
     assert {(one.name, one.architecture) for one in made} == {
@@ -35,13 +34,11 @@ def test_every_kernel_compiles_without_spilling_for_every_architecture(made):
     }
 
 
-@pytest.mark.slow
 def test_many_rows_are_multiplied_by_the_tensor_cores_of_each_architecture(made):
     found = {one.architecture: one.product for one in made if one.name.endswith("64 rows")}
     assert found == {80: "HMMA", 90: "HGMMA", 120: "HMMA"}
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(
     RECORD["versions"]["triton"] != version("triton"), reason="recorded with another Triton"
 )
