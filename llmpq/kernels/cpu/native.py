@@ -30,7 +30,7 @@ from torch import Tensor
 
 from llmpq.compiled import NotCompiledError, library_path
 
-ABI = 19
+ABI = 20
 DONE = 0
 
 _COMMON = ("-std=gnu11", "-O3", "-Wno-psabi", "-fPIC", "-shared")

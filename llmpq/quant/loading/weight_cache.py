@@ -40,7 +40,7 @@ from llmpq.spec.precision import Precision
 
 _logger = get_logger(__name__)
 
-FORMAT = 4
+FORMAT = 5
 """Part of every key. Increase it when entries or tiles change, or a quantizer gives other codes."""
 
 _ALIGNMENT = 64  # of tiles in the file and so in memory: what a kernel loads is one cache line

@@ -6,9 +6,10 @@
  * 16 outputs without any shuffle:
  *   4 bits: vector j holds columns 8j..8j+7; the low 16 bits of a lane are columns 8j, 8j+2, 8j+4,
  *           8j+6 from the lowest nibble up, the high 16 bits the odd ones;
- *   3 bits: columns in pairs p = 0..15; pair p < 15 lies in vector p / 5 at bit 3 (p % 5) of the low
- *           (even column) and the high (odd column) half lane; the three bits of pair 15 are bit 15
- *           of the halves of the three vectors;
+ *   3 bits: columns in fours q = 0..7, column i of which is byte 0, 2, 1, 3 of a lane, so that even
+ *           columns are in its low half. Four q < 6 lies in vector q / 2 at bit 3 (q % 2) of each
+ *           byte; the lower two bits of fours 6 and 7 are bits 6 and 7 of the bytes of vectors 0 and
+ *           1, the highest bit is bit q of those of vector 2;
  *   8 bits: vector j holds columns 4j..4j+3 in the bytes of a lane.
  * Weights of 16 bits have panels of `panel` rows: for each pair of columns of bf16, and each column of
  * float16, from the first on, the numbers of these rows side by side.

@@ -33,19 +33,26 @@ INLINE vu parted(vu words) {
     return ((even | even >> 8) & 0xFFFF) | (odd | odd >> 8) << 16;
 }
 
-/* Pair p of columns at bit 3 (p % 5) of half lanes of vector p / 5, pair 15 in the bits left over. */
+/* Where column k lies in a lane of 3-bit codes: the first bit of its byte. */
+INLINE int first_bit(int k) {
+    return k % 2 * 16 + k % 4 / 2 * 8;
+}
+
+/* Fours of columns at bits 0 and 3 of the bytes, the last two in the bits left over. */
 INLINE void part_by_three(const uint8_t *from, int64_t row_bytes, uint8_t *to) {
     vu word[3], lane[3] = {{0}, {0}, {0}};
     for (int i = 0; i < 3; i++) word[i] = words_of(from + 4 * i, row_bytes);
     for (int k = 0; k < TILE_COLUMNS; k++) {
-        int at = 3 * k / 32, shift = 3 * k % 32, pair = k / 2, half = k % 2 * 16;
+        int at = 3 * k / 32, shift = 3 * k % 32, four = k / 4, byte = first_bit(k);
         vu q = word[at] >> shift;
         if (shift > 29) q |= word[at + 1] << (32 - shift);
         q &= 7;
-        if (pair < 15)
-            lane[pair / 5] |= q << (half + 3 * (pair % 5));
-        else
-            for (int i = 0; i < 3; i++) lane[i] |= (q >> i & 1) << (half + 15);
+        if (four < 6) {
+            lane[four / 2] |= q << (byte + 3 * (four % 2));
+        } else {
+            lane[four - 6] |= (q & 3) << (byte + 6);
+            lane[2] |= q >> 2 << (byte + four);
+        }
     }
     for (int i = 0; i < 3; i++) put_words(to + 64 * i, lane[i]);
 }
@@ -155,9 +162,11 @@ INLINE void codes_of(const uint8_t *tile, int64_t lane, float *out, const int bi
         uint32_t code = 0;
         if (bits == 8) code = word_at(tile, k / 4, lane) >> (8 * (k % 4)) & 255;
         else if (bits == 4) code = word_at(tile, k / 8, lane) >> (4 * (k % 8 / 2) + half) & 15;
-        else if (k < 30) code = word_at(tile, k / 10, lane) >> (3 * (k / 2 % 5) + half) & 7;
-        else
-            for (int i = 0; i < 3; i++) code |= (word_at(tile, i, lane) >> (15 + half) & 1) << i;
+        else if (k < 24) code = word_at(tile, k / 8, lane) >> (first_bit(k) + k / 4 % 2 * 3) & 7;
+        else {
+            code = word_at(tile, k / 4 - 6, lane) >> (first_bit(k) + 6) & 3;
+            code |= (word_at(tile, 2, lane) >> (first_bit(k) + k / 4) & 1) << 2;
+        }
         out[k] = (float)((int)code - (1 << (bits - 1)));
     }
 }
@@ -197,5 +206,5 @@ int kernels_rows(const Weight *weight, const int64_t *rows, void *out, int64_t c
 }
 
 int kernels_abi(void) {
-    return 19;
+    return 20;
 }

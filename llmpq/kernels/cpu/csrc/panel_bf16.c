@@ -47,14 +47,15 @@ INLINE __m512bh decoded(const uint8_t *tile, const int index, const int bits, __
         __m512i words = _mm512_loadu_si512(vectors + index / 4);
         return lookup(_mm512_srli_epi16(words, 4 * (index % 4)), table);
     }
-    if (index < 15) {
-        __m512i words = _mm512_loadu_si512(vectors + index / 5);
-        return lookup(_mm512_srli_epi16(words, 3 * (index % 5)), table);
+    const int four = index / 2, byte = index % 2 * 8;
+    if (four < 6) {
+        __m512i words = _mm512_loadu_si512(vectors + four / 2);
+        return lookup(_mm512_srli_epi16(words, four % 2 * 3 + byte), table);
     }
-    __m512i low = _mm512_srli_epi16(_mm512_loadu_si512(vectors), 15);
-    __m512i middle = _mm512_slli_epi16(_mm512_srli_epi16(_mm512_loadu_si512(vectors + 1), 15), 1);
-    __m512i high = _mm512_slli_epi16(_mm512_srli_epi16(_mm512_loadu_si512(vectors + 2), 15), 2);
-    return lookup(_mm512_or_si512(low, _mm512_or_si512(middle, high)), table);
+    __m512i low = _mm512_srli_epi16(_mm512_loadu_si512(vectors + four - 6), 6 + byte);
+    __m512i high = _mm512_srli_epi16(_mm512_loadu_si512(vectors + 2), four - 2 + byte);
+    low = _mm512_and_si512(low, _mm512_set1_epi16(3));
+    return lookup(_mm512_or_si512(low, _mm512_and_si512(high, _mm512_set1_epi16(4))), table);
 }
 
 /* 8 bits: codes below 256 are exact in bf16 too, but no table holds them. */

@@ -67,13 +67,16 @@ static void decode4(const uint8_t *tile, float *out, int64_t stride) {
 
 static void decode3(const uint8_t *tile, float *out, int64_t stride) {
     for (int part = 0; part < PARTS; part++, out += LANES) {
-        vu last = {0};
+        vu words[3];
         for (int j = 0; j < 3; j++) {
-            vu words = load_codes(tile, j, part);
-            for (int p = 0; p < 5; p++) put_pair(out, stride, 10 * j + 2 * p, words, 3 * p, 3);
-            last |= ((words >> 15) & 0x10001u) << j;
+            words[j] = load_codes(tile, j, part);
+            for (int p = 0; p < 4; p++)
+                put_pair(out, stride, 8 * j + 2 * p, words[j], p / 2 * 3 + p % 2 * 8, 3);
         }
-        put_pair(out, stride, 30, last, 0, 3);
+        for (int j = 0; j < 2; j++) {
+            vu codes = (words[j] >> 6 & 0x03030303u) | (words[2] >> (4 + j) & 0x04040404u);
+            for (int p = 0; p < 2; p++) put_pair(out, stride, 24 + 4 * j + 2 * p, codes, 8 * p, 3);
+        }
     }
 }
 
