@@ -101,14 +101,19 @@ def lanes() -> tuple[Lane, ...]:
             name="vllm",
             checks="exports, by vLLM's classes",
             command=("scripts/engine_classes", "vllm", "PYTHON"),
-            packages=("compressed-tensors>=0.20", *ENGINE_IMPORTS),
-            unchecked=("vllm==0.33.0",),
+            packages=(
+                "compressed-tensors>=0.20",
+                "openai-harmony",
+                "apache-tvm-ffi",
+                *ENGINE_IMPORTS,
+            ),
+            unchecked=("vllm==0.33.0", "xgrammar"),
         ),
         Lane(
             name="sglang",
             checks="exports, by SGLang's classes",
             command=("scripts/engine_classes", "sglang", "PYTHON"),
-            packages=ENGINE_IMPORTS,
+            packages=("ipython", *ENGINE_IMPORTS),
             unchecked=("sglang==0.5.23",),
         ),
         Lane(
@@ -218,14 +223,15 @@ def environment_of(lane: Lane, folder: Path) -> str:
     if not lane.packages:
         return sys.executable
     python, stamp = folder / "venv" / "bin" / "python", folder / "packages.json"
-    wanted = json.dumps([version("torch"), lane.packages, lane.unchecked])
+    ours = sysconfig.get_path("purelib")
+    wanted = json.dumps([ours, version("torch"), lane.packages, lane.unchecked])
     if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
         return str(python)
     print(f"{lane.name}: installing {', '.join((*lane.unchecked, *lane.packages))}", flush=True)
     _install([sys.executable, "-m", "venv", "--clear", str(folder / "venv")])
     (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
     # Behind its own packages, so that they come first and ours are not installed again.
-    (site / "ours.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    (site / "ours.pth").write_text(ours + "\n", encoding="utf-8")
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     _install([*pip, *lane.packages])
     if lane.unchecked:
