@@ -24,11 +24,11 @@
  * after the other, as they lie in memory; up to MOST_FEW do so several times, as a row of tiles stays
  * in the first-level cache. */
 #if defined(__AMX_INT8__)
-enum { GROUP = 4, STRIP = 3, FEW = 8, MOST_FEW = AMX_ROWS - 1 };
+enum { GROUP = 4, STRIP = 3, FEW = 8, MOST_FEW = AMX_ROWS - 1, SIDE_BY_SIDE = 0 };
 #elif defined(__AVX512BW__)
-enum { GROUP = 4, STRIP = 3, FEW = 8, MOST_FEW = 24 };
+enum { GROUP = 4, STRIP = 3, FEW = 8, MOST_FEW = 24, SIDE_BY_SIDE = 0 };
 #else
-enum { GROUP = 1, STRIP = 6, FEW = 4, MOST_FEW = 4 };
+enum { GROUP = 1, STRIP = 6, FEW = 4, MOST_FEW = 4, SIDE_BY_SIDE = 1 };
 #endif
 enum { WIDE = PANEL / TILE_ROWS, PARTS = TILE_ROWS / LANES, PIECE = TILE_COLUMNS / LANES };
 enum { QUADS = TILE_COLUMNS / 4, AHEAD = 3072 };
@@ -215,26 +215,29 @@ INLINE void finish(const Job *job, const float *total, int64_t m, int64_t row, i
     }
 }
 
-/* Up to FEW rows, from `first` on, by a row of tiles: multiplied as the codes are decoded. */
-INLINE void few_rows(const Job *job, int64_t row, int64_t first, const int count, const int bits) {
+/* Up to FEW rows, from `first` on, by `wide` rows of tiles: multiplied as the codes are decoded. */
+INLINE void few_rows(const Job *job, int64_t row, int64_t first, const int count, const int bits,
+                     const int wide) {
     const Weight *w = job->product->weight;
     const int64_t block = job->rows.block, rows = job->product->count;
-    const int chains = count < 4 ? CHAINS : 1;
+    const int64_t down = w->columns / TILE_COLUMNS * 64 * bits;
+    const int chains = count < 4 ? CHAINS : 1, across = wide * PARTS;
     const uint8_t *tile = tile_at(w, row, 0);
     float total[FEW * PANEL] __attribute__((aligned(64)));
     memset(total, 0, (size_t)count * PANEL * sizeof *total);
     for (int64_t b = 0; b < w->columns; b += block) {
         const int8_t *x = job->rows.codes + b * rows + first * block;
-        vi sum[FEW * PARTS];
+        vi sum[FEW * WIDE * PARTS];
 #pragma GCC unroll 8
-        for (int i = 0; i < count * PARTS; i++) sum[i] = (vi){0};
+        for (int i = 0; i < count * across; i++) sum[i] = (vi){0};
         for (int64_t k = 0; k < block; k += TILE_COLUMNS, tile += 64 * bits) {
-            fetch(tile, bits);
-#pragma GCC unroll 2
-            for (int n = 0; n < PARTS; n++) {
+#pragma GCC unroll 4
+            for (int s = 0; s < wide; s++) fetch(tile + s * down, bits);
+#pragma GCC unroll 8
+            for (int n = 0; n < across; n++) {
                 vu quad[QUADS];
                 vi own[FEW][CHAINS];
-                decode(tile + n * VECTOR_BYTES, bits, quad, 1);
+                decode(tile + n / PARTS * down + n % PARTS * VECTOR_BYTES, bits, quad, 1);
 #pragma GCC unroll 8
                 for (int m = 0; m < count; m++)
                     for (int c = 0; c < chains; c++) own[m][c] = (vi){0};
@@ -247,26 +250,36 @@ INLINE void few_rows(const Job *job, int64_t row, int64_t first, const int count
 #pragma GCC unroll 8
                 for (int m = 0; m < count; m++) {
                     vi both = chains == 2 ? own[m][0] + own[m][chains - 1] : own[m][0];
-                    sum[m * PARTS + n] += widened(both);
+                    sum[m * across + n] += widened(both);
                 }
             }
         }
         const float *sums = job->rows.sums + b / block * rows + first;
         const float *x_scale = job->rows.scale + b / block * rows + first;
-        for (int n = 0; n < PARTS; n++)
+        for (int n = 0; n < across; n++)
             add_scaled(w, scales_at(w, b, row + LANES * n), sum + n, x_scale, sums,
-                       total + LANES * n, count, PARTS);
+                       total + LANES * n, count, across);
     }
-    for (int m = 0; m < count; m++) finish(job, total + m * PANEL, first + m, row, 1);
+    for (int m = 0; m < count; m++) finish(job, total + m * PANEL, first + m, row, wide);
 }
 
 #define FEW_ROWS(COUNT, BITS_)                                                                   \
     static __attribute__((noinline)) void few_##COUNT##_##BITS_(const Job *job, int64_t row,     \
                                                                 int64_t first) {                 \
-        few_rows(job, row, first, COUNT, BITS_);                                                 \
+        few_rows(job, row, first, COUNT, BITS_, 1);                                                 \
     }
 #define FEW_BITS(COUNT) FEW_ROWS(COUNT, 3) FEW_ROWS(COUNT, 4)
 FEW_BITS(1) FEW_BITS(2) FEW_BITS(3) FEW_BITS(4)
+
+/* One row reads a whole panel's rows of tiles side by side where that is faster: the processor then
+ * fetches ahead more than one page. */
+static __attribute__((noinline)) void one_of_3(const Job *job, int64_t row) {
+    few_rows(job, row, 0, 1, 3, WIDE);
+}
+
+static __attribute__((noinline)) void one_of_4(const Job *job, int64_t row) {
+    few_rows(job, row, 0, 1, 4, WIDE);
+}
 
 typedef void (*Few)(const Job *, int64_t, int64_t);
 #ifdef __AVX512BW__
@@ -428,6 +441,11 @@ void packed_int8_part(const Product *p, const Prepared *q, int64_t panel) {
     Job job = {.product = p, .rows = *q};
     int64_t row = panel * PANEL, left = (p->weight->rows - row) / TILE_ROWS;
     int blocks = left < WIDE ? (int)left : WIDE;
+    if (SIDE_BY_SIDE && p->count == 1 && blocks == WIDE) {
+        if (p->weight->bits == 3) one_of_3(&job, row);
+        else one_of_4(&job, row);
+        return;
+    }
     if (p->count <= MOST_FEW) {
         int64_t strips = (p->count + FEW - 1) / FEW;
         for (int n = 0; n < blocks; n++)
