@@ -123,7 +123,7 @@ def _measure(size: int, dtype: torch.dtype, options: argparse.Namespace) -> Iter
 def _calls(weight: torch.Tensor) -> Iterator[tuple[str, Callable[[torch.Tensor], torch.Tensor]]]:
     """Yield the plain matmul, then every backend at every bitwidth it runs."""
     yield PLAIN, lambda x: F.linear(x, weight)
-    if can_prepack("cpu", weight.dtype, *weight.shape):
+    if can_prepack(weight):
         yield f"{DENSE_BACKEND} 16", partial(prepacked_linear, weight=prepack(weight), bias=None)
     for bits in (8, 4, 3):
         precision: Precision = default_precision(bits)

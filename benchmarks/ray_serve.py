@@ -36,7 +36,7 @@ from ray import serve  # noqa: E402
 IMPORT_S = time.perf_counter() - START_S
 
 from load import drive, sender, summary  # noqa: E402
-from routers import arrivals, body_of, demo_plan, equal  # noqa: E402
+from routers import arrivals, body_of, equal, one_worker  # noqa: E402
 
 from llmpq.server.ray.app import application  # noqa: E402
 from llmpq.server.ray.options import FleetOptions  # noqa: E402
@@ -84,7 +84,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     ages = options.folder / "ages.txt"
     ages.unlink(missing_ok=True)
     os.environ[AGES] = str(ages)
-    plan = str(demo_plan(options.folder))
+    plan = str(one_worker(options.folder))
     fleet = FleetOptions(
         strategies=dict.fromkeys(NODES, plan), label=LABEL, num_replicas=2,
         max_replicas_per_node=1, served_model_name="demo", engine={"step_timeout_s": 60.0},

@@ -72,11 +72,11 @@ Measured: same machine, one thread, weights 2048 x 2048, 1 to 512 rows (benchmar
 
 
 _OLDER_CPU_COSTS = (
-    PrecisionCost(bits=8, compute=1.3, stream=0.33, overhead=1.2, thin=0.65),
-    PrecisionCost(bits=4, compute=0.6, stream=0.6, overhead=1.2, thin=0.6),
-    PrecisionCost(bits=3, compute=0.6, stream=0.42, overhead=1.2, thin=0.6),
+    PrecisionCost(bits=8, compute=0.84, stream=0.87, overhead=1.2, thin=0.67),
+    PrecisionCost(bits=4, compute=0.47, stream=0.7, overhead=1.2, thin=0.68),
+    PrecisionCost(bits=3, compute=0.47, stream=0.6, overhead=1.2, thin=0.66),
 )
-"""Runs in 16-bit formats on a CPU without products of bf16 pairs: arithmetic over float32's matmul.
+"""Runs on a CPU without products of bf16 pairs: arithmetic over float32's matmul.
 
 Measured: Intel Xeon held to AVX2, one thread, torch 2.13, weights 2048 x 2048, 1 to 512 rows
 (benchmarks/kernel_times.py).
@@ -340,9 +340,11 @@ def _figures(spec: DeviceSpec, device: Device, dtype: Dtype) -> DeviceSpec:
         return spec
     rates = dict(spec.flops)
     own_set = limited_set(device.instruction_set, device.cpu_isa) or ""
+    is_host = spec.flops == catalog.device("cpu").flops  # whose figures are those of Zen 5
     for name, share in _HALF_RATES.get(own_set, {}).items():
         if name in rates and "float32" in rates:
-            rates[name] = min(rates[name], share * rates["float32"])
+            own = share * rates["float32"]
+            rates[name] = own if is_host else min(rates[name], own)
     if spec.precision_costs == catalog.device("cpu").precision_costs:
         spec = replace(spec, precision_costs=_precision_costs(spec, device, dtype, rates))
     part = device.cpu_share or 1.0
@@ -364,7 +366,7 @@ def _precision_costs(
     full, own = rates.get("float32", 0.0), rates.get(dtype, 0.0)
     has_pairs = rates.get("bfloat16", 0.0) >= full
     is_oldest = limited_set(device.instruction_set, device.cpu_isa) == "baseline"
-    if dtype == "float32" or has_pairs or is_oldest:
+    if has_pairs or is_oldest:
         return _CPU_COSTS.get(dtype, spec.precision_costs)
-    # The kernels take the same time in both 16-bit formats.
+    # The kernels take the same time in every format.
     return tuple(replace(cost, compute=cost.compute * own / full) for cost in _OLDER_CPU_COSTS)

@@ -266,13 +266,13 @@ def test_a_processor_costs_as_one_that_is_held_to_its_instructions(has, limit, l
 
 # benchmarks/kernel_times.py, an Intel Xeon held to AVX2: seconds of few bits over those of float32.
 OLDER_CPU_RATIOS = {
-    (DECODE, 1): {8: 0.70, 4: 0.20, 3: 0.20},
-    (DECODE, 32): {8: 0.78, 4: 0.40, 3: 0.40},
-    (PREFILL, 512): {8: 1.30, 4: 0.58, 3: 0.58},
+    (DECODE, 1): {8: 0.29, 4: 0.18, 3: 0.18},
+    (DECODE, 32): {8: 0.56, 4: 0.32, 3: 0.31},
+    (PREFILL, 512): {8: 0.84, 4: 0.47, 3: 0.47},
 }
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("isa", ["avx2", "avx512"])
 @pytest.mark.parametrize("shape", OLDER_CPU_RATIOS, ids=lambda one: f"{one[0].value}-{one[1]}")
 def test_few_bits_on_a_cpu_without_bf16_products_cost_the_same_in_every_format(dtype, isa, shape):
@@ -285,7 +285,7 @@ def test_few_bits_on_a_cpu_without_bf16_products_cost_the_same_in_every_format(d
     wide = full.layer_s(device, phase, 16, batch, tokens, 0)
     for bits, ratio in OLDER_CPU_RATIOS[shape].items():
         assert own.layer_s(device, phase, bits, batch, tokens, 0) == pytest.approx(
-            ratio * wide, rel=0.35
+            ratio * wide, rel=0.25
         )
 
 
