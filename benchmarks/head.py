@@ -23,6 +23,7 @@ from collections import defaultdict
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from compare_versions import machine
@@ -66,7 +67,7 @@ def main() -> int:
     load = os.getloadavg()[0]
     samples = steps(options.folder.absolute() / "model", options.rounds)
     rows, tokens = perplexities(ROOT / "models" / "demo", options.windows)
-    document = {
+    document: dict[str, Any] = {
         "topic": "head",
         "command": "python benchmarks/head.py --folder DIR "
         f"--rounds {options.rounds} --threads {options.threads}",

@@ -89,7 +89,8 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.part == "trial":
-        print(json.dumps(_trial(*options.trial, options.sequences)))
+        method, folder = options.trial
+        print(json.dumps(_trial(method, folder, options.sequences)))
         return 0
     PARTS[options.part](options)
     return 0

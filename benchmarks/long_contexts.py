@@ -121,7 +121,8 @@ def run(folder: Path, cpu_isa: str, case: Mapping[str, Any]) -> dict[str, float]
     """Time the prompt and the decode steps of a case, in seconds."""
     sizes = [str(case[name]) for name in ("bits", "kv_bits", "tokens")]
     if case["run"] == LLAMA_CPP:
-        return llama_cpp(folder / "rivals", *sizes, cpu_isa)
+        bits, kv_bits, tokens = sizes
+        return llama_cpp(folder / "rivals", bits, kv_bits, tokens, cpu_isa)
     words = [sys.executable, __file__, "--folder", str(folder), "--one", case["run"], *sizes]
     threads = len(os.sched_getaffinity(0))
     environment = cpu_environment(threads) if case["run"] == OURS else unset_threading()

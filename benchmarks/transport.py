@@ -137,8 +137,8 @@ def main() -> None:
                     found.setdefault((transport, size), []).append(seconds)
         for one in burners:
             one.kill()
-        for (transport, size), seconds in found.items():
-            half = sorted(value / 2e-6 for value in seconds)
+        for (transport, size), times in found.items():
+            half = sorted(value / 2e-6 for value in times)
             rows.append(
                 {
                     "busy": is_busy,

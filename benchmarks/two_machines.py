@@ -249,9 +249,9 @@ def on_machines(folder: Path, place: Place, words: Sequence[str]) -> str:
     finally:
         for end in ends:
             end.kill()
-    for end, log in zip(ends, logs, strict=True):
+    for end, written in zip(ends, logs, strict=True):
         if end.returncode:
-            raise SystemExit(f"{words[:2]}: {end.returncode}\n{log.read_text()[-2000:]}")
+            raise SystemExit(f"{words[:2]}: {end.returncode}\n{written.read_text()[-2000:]}")
     return outputs[0]
 
 
