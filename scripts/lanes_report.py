@@ -105,6 +105,7 @@ def lanes() -> tuple[Lane, ...]:
                 "compressed-tensors>=0.20",
                 "openai-harmony",
                 "apache-tvm-ffi",
+                "einops",
                 *ENGINE_IMPORTS,
             ),
             unchecked=("vllm==0.33.0", "xgrammar"),
