@@ -116,6 +116,25 @@ def test_prefill_in_chunks_equals_prefill_at_once(tiny_model, case):
     torch.testing.assert_close(chunked, whole, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [("phi3", {"rope_parameters": LONGROPE}), CASES["llama-dynamic-rope"]],
+    ids=["longrope", "dynamic"],
+)
+def test_chunks_of_a_prompt_have_the_angles_of_the_whole_prompt(tiny_model, family, overrides):
+    model_dir = tiny_model(family, seed=1, **overrides)
+    pipeline, blocks, prompt = Pipeline(model_dir, [0, 3]), (0, 1), LONG + LONG[::-1]
+    tokens, logits = generate_alone(load_reference(model_dir), prompt, 4)
+    # A preempted answer is computed again, too; only longrope gives its prompt other angles then.
+    lengths = [len(prompt)] if family == "llama" else [len(prompt) + 3]
+    for start, end in ((0, 5), (5, 11), (11, 18)):
+        found = pipeline.packed_step([(blocks, start, prompt[start:end])], lengths)
+    torch.testing.assert_close(found[0], logits[0], atol=1e-4, rtol=0)
+    for start, end in ((0, 6), (6, 19), (19, 21)):
+        found = pipeline.packed_step([(blocks, start, tokens[start:end])], lengths)
+    torch.testing.assert_close(found[0], logits[3], atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("case", ["llama", "bloom", "gemma2", "mistral-sliding"])
 def test_stage_without_a_cache_equals_prefill(tiny_model, case):
     family, overrides = CASES[case]
