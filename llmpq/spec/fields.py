@@ -9,17 +9,21 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
+import stat
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from llmpq.errors import SpecError, bad_field
+from llmpq.spec.text_files import check_downloaded, decode_text
 
 T = TypeVar("T", bound=str)
 
 MAX_FILE_BYTES = 64 * 1024 * 1024
 SCHEMA = 1
+_STANDARD_OUTPUT = 1
 
 
 class Fields:
@@ -147,18 +151,29 @@ class Fields:
         return field in self._left
 
 
-def read_json(path: str | Path) -> Any:
-    """Return the parsed JSON file; ``SpecError`` names the file, line and column when it is not."""
+def read_json(path: str | Path, *, allows_constants: bool = False) -> Any:
+    """Return the parsed JSON file.
+
+    Args:
+        path: of the file.
+        allows_constants: whether ``Infinity`` and ``NaN`` are numbers, as Python writes them.
+
+    Raises:
+        SpecError: it cannot be read or is no JSON; names the file, line and column.
+    """
     path = Path(path)
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise SpecError(f"{path}: larger than {MAX_FILE_BYTES} bytes, expected a small file")
-        return json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
+        data = path.read_bytes()
+        check_downloaded(path, data)
+        constant = None if allows_constants else _no_constant
+        return json.loads(decode_text(data, str(path)), parse_constant=constant)
     except FileNotFoundError:
         raise SpecError(f"{path}: no such file") from None
     except IsADirectoryError:
         raise SpecError(f"{path}: is a directory, expected a JSON file") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise SpecError(f"{path}: cannot be read: {error}") from None
     except json.JSONDecodeError as error:
         raise SpecError(
@@ -176,15 +191,48 @@ def dump_json(value: object) -> str:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a file atomically: a reader never sees a part of it."""
+    """Write a file atomically: a reader never sees a part of it.
+
+    A link stays and its target is written; a pipe or a device gets the text, and so does the
+    standard output under whatever name.
+
+    Raises:
+        SpecError: it cannot be written.
+    """
     path = Path(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        found = path.stat() if path.exists() else None
+        if found is not None and _is_standard_output(found):
+            sys.stdout.flush()
+            _write_all(_STANDARD_OUTPUT, text.encode())
+        elif found is not None and not stat.S_ISREG(found.st_mode):
+            path.write_text(text, encoding="utf-8")
+        else:
+            _replace(Path(os.path.realpath(path)), text, found)
     except OSError as error:
         raise SpecError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
+def _replace(path: Path, text: str, found: os.stat_result | None) -> None:
+    """Put a new file in the place of a regular one, with its mode, or where there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    if found is not None:
+        partial.chmod(stat.S_IMODE(found.st_mode))
+    partial.replace(path)
+
+
+def _is_standard_output(found: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(found, os.fstat(_STANDARD_OUTPUT))
+    except OSError:  # it is closed
+        return False
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
 
 
 def digest_of(value: object) -> str:

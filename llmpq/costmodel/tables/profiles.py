@@ -26,6 +26,7 @@ from llmpq.spec.tables import (
     read_comm_table,
     read_latency_table,
 )
+from llmpq.spec.text_files import encoding_of_file
 
 STAGE_KEY = "stage_s"
 """Provenance line of a latency table: per-stage overhead, in addition to the layers."""
@@ -205,7 +206,7 @@ def _tables(folder: Path, header: str) -> list[Path]:
 
 
 def _header(file: Path) -> str:
-    with file.open(encoding="utf-8", errors="replace") as lines:
+    with file.open(encoding=encoding_of_file(file), errors="replace") as lines:
         return next((line.strip() for line in lines if line.strip() and line[0] != "#"), "")
 
 
