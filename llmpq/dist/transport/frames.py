@@ -9,7 +9,8 @@ Header, little-endian, then one row of the table for each of ``max_rows`` sequen
 
     4s magic | B version | B kind | B dtype | B buffer | 8s plan digest | Q sequence | Q micro_batch
     | I rows | I tokens | I hidden | I layer | Q payload bytes
-    | table: rows x (I first, I length, Q origin), zeros | I crc32 of everything before
+    | table: rows x (I first, I length, I rope_length, Q origin), zeros
+    | I crc32 of everything before
 
 A row of ``length`` tokens has ``ceil(length / block_size)`` blocks. The block tables follow the
 header of a frame with rows::
