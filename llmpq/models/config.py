@@ -55,12 +55,12 @@ def read_config(fields: Mapping[str, Any], path: str) -> PreTrainedConfig:
     Raises:
         SpecError: ``model_type`` is unknown, or transformers rejects a field.
     """
-    fields = dict(language_fields(fields))
-    model_type = fields.get("model_type")
+    language = dict(language_fields(fields))
+    model_type = language.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise bad_field(path, "model_type", model_type, "a family that transformers knows")
     try:
-        config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(fields)
+        config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(language)
     except Exception as error:  # transformers validates with many exception types
         raise SpecError(f"{path}: transformers rejects this configuration: {error}") from error
     return config

@@ -18,6 +18,7 @@ from llmpq.spec.safetensors.files import find_weights, read_headers
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2,
     "intermediate_size": 16, "vocab_size": 10, "dtype": "float16", "tie_word_embeddings": True,
 }  # fmt: skip
 GEMMA3 = {
