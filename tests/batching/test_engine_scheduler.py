@@ -475,11 +475,14 @@ class RandomRun:
     num_speculative_tokens=st.sampled_from([0, 0, 1, 5]),
     share=st.sampled_from([0.3, 0.95]),
     name=st.sampled_from(QUEUE_ORDERS),
-    switches_after=st.sampled_from([None, None, 5, 9, 14]),
-    grows_after=st.sampled_from([None, None, None, 6]),
+    angles=st.sampled_from(
+        [{}, {}, {"switches_after": 5}, {"switches_after": 11}, {"grows_after": 6}]
+    ),
 )
-def test_random_schedules_compute_the_tokens_of_an_undisturbed_run(seed, name, share, **given_):
-    limits = EngineLimits(**given_)
+def test_random_schedules_compute_the_tokens_of_an_undisturbed_run(
+    seed, name, share, angles, **given_
+):
+    limits = EngineLimits(**given_, **angles)
     drafts = Drafts(seed, share) if limits.num_speculative_tokens else None
     scheduler = EngineScheduler(limits, queue_order(name), drafts)
     run = RandomRun(seed, scheduler, limits, drafts)
