@@ -12,8 +12,8 @@ from llmpq.assigner.plan_estimate import empty_estimate, stage_memory
 from llmpq.costmodel import build_costs
 from llmpq.errors import SpecError
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
+from llmpq.spec.facts.model_fields import absolute_model_path
 from llmpq.spec.huggingface.families import load_model_dir
-from llmpq.spec.huggingface.model_fields import absolute_model_path
 from llmpq.spec.plan import MicroBatching, ModelRef, Plan, Provenance, Search, StageAssignment
 from llmpq.spec.precision import DTYPE_BYTES, Dtype
 from llmpq.spec.workload import Workload

@@ -19,9 +19,8 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from llmpq.errors import SpecError
-from llmpq.spec.fields import Fields
+from llmpq.spec.fields import Fields, read_text
 from llmpq.spec.gguf.tokenizer import tokenizer_arguments
-from llmpq.spec.text_files import read_text
 
 DEFAULT_SEQUENCES = 128
 DEFAULT_SEQUENCE_TOKENS = 512

@@ -30,8 +30,8 @@ from llmpq.dist.metrics.progress import RunProgress, SilentProgress
 from llmpq.dist.session import Session
 from llmpq.dist.transport.topology import check_transport, topology_of
 from llmpq.errors import SpecError
+from llmpq.spec.facts.model_fields import absolute_model_path
 from llmpq.spec.huggingface.families import load_model_dir
-from llmpq.spec.huggingface.model_fields import absolute_model_path
 from llmpq.spec.plan import Plan, read_plan
 
 __all__ = [

@@ -33,8 +33,8 @@ from llmpq.dist.launch.rank_thread import CLOSE_TIMEOUT_S, RankThread
 from llmpq.dist.metrics.progress import RunProgress
 from llmpq.errors import SpecError, StageError, StoppedError
 from llmpq.logging import get_logger
+from llmpq.spec.facts.model_fields import absolute_model_path
 from llmpq.spec.huggingface.families import load_model_dir
-from llmpq.spec.huggingface.model_fields import absolute_model_path
 from llmpq.spec.plan import Plan
 
 __all__ = ["AsyncEngine", "GenerationRequest", "TokenOutput"]

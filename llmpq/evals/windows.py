@@ -19,8 +19,8 @@ from torch import Tensor
 from llmpq.dist.io.model_files import load_tokenizer
 from llmpq.errors import SpecError
 from llmpq.models import load_config
+from llmpq.spec.fields import read_text
 from llmpq.spec.gguf.tokenizer import missing_tokenizer
-from llmpq.spec.text_files import read_text
 
 DEFAULT_WINDOW = 512
 DEFAULT_ROWS = 8

@@ -18,8 +18,8 @@ from llmpq.logging import get_logger
 from llmpq.models.adapter import Skeleton
 from llmpq.models.attention import KVShape
 from llmpq.models.families import TESTED, UNSUPPORTED, family_of
+from llmpq.spec.facts.model_fields import CONFIG_FILE, model_fields
 from llmpq.spec.huggingface.language import language_fields
-from llmpq.spec.huggingface.model_fields import CONFIG_FILE, model_fields
 
 _logger = get_logger(__name__)
 

@@ -26,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from llmpq.errors import SpecError, bad_field
+from llmpq.spec.fields import decode_text
 from llmpq.spec.precision import Phase
-from llmpq.spec.text_files import decode_text
 
 Array = npt.NDArray[np.float64]
 Form = Literal["paper", "whole"]

@@ -22,13 +22,13 @@ from llmpq.models.config import kv_sources, read_config
 from llmpq.models.expert_layouts import use_stacked_experts
 from llmpq.models.token_layout import layout_of
 from llmpq.quant.modules.layer import has_plain_experts, is_router
-from llmpq.spec.huggingface.config import Config
-from llmpq.spec.huggingface.language import language_fields
-from llmpq.spec.huggingface.model_fields import (
+from llmpq.spec.facts.model_fields import (
     CONFIG_FILE,
     absolute_model_path,
     model_fields,
 )
+from llmpq.spec.huggingface.config import Config
+from llmpq.spec.huggingface.language import language_fields
 from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
 from llmpq.spec.precision import Dtype
 

@@ -14,9 +14,8 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from llmpq.errors import SpecError, bad_field
-from llmpq.spec.fields import MAX_FILE_BYTES, write_text
+from llmpq.spec.fields import MAX_FILE_BYTES, read_text, write_text
 from llmpq.spec.precision import BITS, Phase
-from llmpq.spec.text_files import read_text
 
 MASTER_BITS = 0
 """Bits of the rows that hold the master's own work: embedding, final norm, head of 16 bits,

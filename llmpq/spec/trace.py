@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llmpq.errors import SpecError, bad_field
+from llmpq.spec.fields import encoding_of_file
 from llmpq.spec.lengths import LengthDistribution
 from llmpq.spec.tables import read_csv, whole_number
-from llmpq.spec.text_files import encoding_of_file
 from llmpq.spec.workload import Workload
 
 ARRIVALS = ("poisson", "gamma", "two_state")

@@ -10,10 +10,10 @@ import pytest
 
 from llmpq.errors import SpecError
 from llmpq.spec import catalog
+from llmpq.spec.facts.end_tokens import end_token_ids
+from llmpq.spec.facts.model_fields import absolute_model_path, model_fields
 from llmpq.spec.gguf.tokenizer import missing_tokenizer, tokenizer_arguments
-from llmpq.spec.huggingface.end_tokens import end_token_ids
 from llmpq.spec.huggingface.families import load_model_dir
-from llmpq.spec.huggingface.model_fields import absolute_model_path, model_fields
 from llmpq.spec.safetensors.files import find_weights, read_headers
 
 LLAMA = {

@@ -13,9 +13,8 @@ import pytest
 
 from llmpq.costmodel.importers.csv_rows import csv_rows
 from llmpq.errors import SpecError
-from llmpq.spec.fields import read_json, write_text
+from llmpq.spec.fields import read_json, read_text, write_text
 from llmpq.spec.tables import read_csv
-from llmpq.spec.text_files import read_text
 from llmpq.spec.trace import load_trace
 
 ENCODINGS = {

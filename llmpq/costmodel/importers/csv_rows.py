@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmpq.errors import SpecError
-from llmpq.spec.text_files import encoding_of_file
+from llmpq.spec.fields import encoding_of_file
 
 
 def csv_rows(file: Path, needed: Sequence[str]) -> list[tuple[int, dict[str, str]]]:

@@ -14,6 +14,7 @@ from llmpq.costmodel.comm import AlphaBetaCommModel, fit_links
 from llmpq.errors import SpecError
 from llmpq.spec.cluster import Cluster, Device
 from llmpq.spec.devices.figures import DeviceSpec
+from llmpq.spec.fields import encoding_of_file
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.precision import Dtype, Phase
 from llmpq.spec.tables import (
@@ -26,7 +27,6 @@ from llmpq.spec.tables import (
     read_comm_table,
     read_latency_table,
 )
-from llmpq.spec.text_files import encoding_of_file
 
 STAGE_KEY = "stage_s"
 """Provenance line of a latency table: per-stage overhead, in addition to the layers."""

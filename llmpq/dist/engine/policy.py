@@ -18,8 +18,8 @@ from llmpq.batching.speculation import SpeculativeConfig, row_cost_of
 from llmpq.dist.io.job import EngineOptions
 from llmpq.dist.io.prompts import Request
 from llmpq.errors import SpecError
+from llmpq.spec.facts.model_fields import absolute_model_path
 from llmpq.spec.huggingface.families import load_model_dir
-from llmpq.spec.huggingface.model_fields import absolute_model_path
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import Plan
 from llmpq.spec.precision import DTYPE_BYTES, Phase

@@ -9,8 +9,8 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 
 from llmpq.dist.io.prompts import Tokenizer
 from llmpq.errors import SpecError
+from llmpq.spec.facts.end_tokens import end_token_ids
 from llmpq.spec.gguf.tokenizer import tokenizer_arguments
-from llmpq.spec.huggingface.end_tokens import end_token_ids
 
 
 class _TransformersTokenizer:

@@ -18,10 +18,9 @@ from llmpq.dist.io.sampling_params import GREEDY, SamplingParams
 from llmpq.dist.io.structured_outputs import grammar_of
 from llmpq.errors import SpecError
 from llmpq.spec.codec import from_json, to_json
-from llmpq.spec.fields import Fields
+from llmpq.spec.fields import Fields, decode_text, encoding_of
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import Plan
-from llmpq.spec.text_files import decode_text, encoding_of
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
 MAX_ARRIVAL_S = 366 * 24 * 3600.0

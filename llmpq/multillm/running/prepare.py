@@ -17,10 +17,10 @@ from llmpq.multillm.running.dataflow import JOINT
 from llmpq.multillm.schedule import ApplicationSchedule, plans_of
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, Device
+from llmpq.spec.facts.model_fields import absolute_model_path
 from llmpq.spec.gguf.header import find_gguf
 from llmpq.spec.gguf.tokenizer import missing_tokenizer
 from llmpq.spec.huggingface.families import load_model_dir
-from llmpq.spec.huggingface.model_fields import absolute_model_path
 from llmpq.spec.plan import Plan
 from llmpq.units import format_bytes
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from llmpq.errors import SpecError, bad_field
-from llmpq.spec.text_files import LFS_BYTES, check_downloaded
+from llmpq.spec.fields import LFS_BYTES, check_downloaded
 
 Value = int | float | bool | str | tuple[int | float | bool | str, ...]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from llmpq.spec.fields import LFS_BYTES, check_downloaded
 from llmpq.spec.gguf.header import find_gguf, read_header
-from llmpq.spec.text_files import LFS_BYTES, check_downloaded
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 UNREAD_FILES = ("tekken.json", "tokenizer.model.*", "*.tiktoken", "tiktoken.model")

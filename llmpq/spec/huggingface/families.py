@@ -14,15 +14,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmpq.spec.huggingface.config import HIDDEN, Config, class_sizes, family_defaults
-from llmpq.spec.huggingface.described import MODEL_FILE, read_model_file
-from llmpq.spec.huggingface.gptq import stored_head, stored_precisions
-from llmpq.spec.huggingface.language import language_fields
-from llmpq.spec.huggingface.model_fields import (
+from llmpq.spec.facts.model_fields import (
     CONFIG_FILE,
     absolute_model_path,
     model_fields,
 )
+from llmpq.spec.huggingface.config import HIDDEN, Config, class_sizes, family_defaults
+from llmpq.spec.huggingface.described import MODEL_FILE, read_model_file
+from llmpq.spec.huggingface.gptq import stored_head, stored_precisions
+from llmpq.spec.huggingface.language import language_fields
 from llmpq.spec.huggingface.variants import VARIANTS, Variant
 from llmpq.spec.model import LayerSpec, ModelSpec
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.errors import SpecError, bad_field
+from llmpq.spec.facts.model_fields import model_fields
 from llmpq.spec.fields import read_json
 from llmpq.spec.huggingface.language import language_fields
-from llmpq.spec.huggingface.model_fields import model_fields
 from llmpq.spec.huggingface.quantization import FIELD, codes_config
 from llmpq.spec.precision import Precision, heaviest, unquantized
 from llmpq.spec.safetensors.files import find_weights, read_headers

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from llmpq.errors import SpecError, bad_field
+from llmpq.spec.fields import check_downloaded
 from llmpq.spec.safetensors.headers import Header, read_header, unique_keys
-from llmpq.spec.text_files import check_downloaded
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

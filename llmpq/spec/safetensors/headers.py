@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from llmpq.errors import SpecError
-from llmpq.spec.text_files import check_downloaded
+from llmpq.spec.fields import check_downloaded
 
 # A third of the format's own limit, enough for 300,000 tensors: parsed JSON takes up to ten times
 # its size in memory.
