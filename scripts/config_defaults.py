@@ -4,7 +4,8 @@
     scripts/config_defaults.py > llmpq/data/config_defaults.json
 
 A ``config.json`` may leave out a field; the planner, which has no transformers, then reads the
-default from this file. Sizes that define a model are left out: a file must state them.
+default from this file. Sizes that define a model are apart: only the text part of a multimodal
+model may leave them out.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from llmpq.spec.huggingface.families import model_types
 
-REQUIRED = frozenset(
+SIZES = frozenset(
     {
         *("hidden_size", "n_embed", "n_embd", "d_model", "vocab_size"),
         *("num_hidden_layers", "n_layer", "n_layers", "num_attention_heads", "n_head", "n_heads"),
-        *("intermediate_size", "dtype", "torch_dtype", "layer_types"),
+        "intermediate_size",
     }
 )
+REQUIRED = SIZES | {"dtype", "torch_dtype", "layer_types"}
 IRRELEVANT = ("dropout", "token_id", "_pdrop", "aux_loss", "eps", "initializer", "mtp")
 
 
@@ -42,6 +44,12 @@ def defaults_of(model_type: str) -> dict[str, Any]:
     }
 
 
+def sizes_of(model_type: str) -> dict[str, Any]:
+    """Return the default of every size that defines a model."""
+    fields = {field.name: field.default for field in dataclasses.fields(CONFIG_MAPPING[model_type])}
+    return {name: fields[name] for name in sorted(SIZES & fields.keys())}
+
+
 def main() -> int:
     """Print the file."""
     known = [name for name in model_types() if name in CONFIG_MAPPING]
@@ -49,6 +57,7 @@ def main() -> int:
         "schema": 1,
         "transformers": transformers.__version__,
         "families": {name: defaults_of(name) for name in known},
+        "sizes": {name: sizes_of(name) for name in known},
     }
     json.dump(content, sys.stdout, indent=1)
     print()

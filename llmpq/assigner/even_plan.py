@@ -12,6 +12,7 @@ from llmpq.assigner.plan_estimate import empty_estimate, stage_memory
 from llmpq.costmodel import build_costs
 from llmpq.errors import SpecError
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
+from llmpq.spec.facts.model_fields import absolute_model_path
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan import MicroBatching, ModelRef, Plan, Provenance, Search, StageAssignment
 from llmpq.spec.precision import DTYPE_BYTES, Dtype
@@ -66,7 +67,9 @@ def even_plan(  # noqa: PLR0913  keywords
         for rank, (first, end) in enumerate(pairwise(cuts))
     )
     plan = Plan(
-        model=ModelRef(name=model.name, source=str(folder.resolve()), num_layers=model.num_layers),
+        model=ModelRef(
+            name=model.name, source=str(absolute_model_path(folder)), num_layers=model.num_layers
+        ),
         cluster=cluster,
         workload=workload,
         dtype=form,

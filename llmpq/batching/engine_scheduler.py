@@ -6,6 +6,7 @@ requests in the order of a :class:`~llmpq.batching.queue_order.QueueOrder`. A re
 when the blocks of its whole prompt are free; the first one that does not fit ends admission. When a
 running sequence needs a block and none is free, the sequence admitted last is preempted: it
 releases its blocks, keeps its tokens, returns to the head of the queue and is recomputed (vLLM).
+So is a sequence whose next token changes the rotary angles of all its keys (``longrope``).
 
 A pipeline has several steps in flight; a sequence is in at most one of them. The steps must be
 computed in the order of their numbers: a block may be found by its content from the next step on.
@@ -278,6 +279,10 @@ class EngineScheduler:
             )
         if sequence.ids is not None:
             sequence.ids.append(tokens[request.request])
+        if sequence.tokens - 1 == self._limits.switches_after:
+            self._preempt(sequence)
+            sequence.keys.clear()
+            self._add_keys(sequence, sequence.tokens)
 
     def _remove(self, sequence: EngineSequence) -> None:
         number = sequence.request.request
@@ -328,14 +333,17 @@ class EngineScheduler:
             victim = next(item for item in reversed(self._running.values()) if item.in_step is None)
             if victim is sequence and self._in_flight:
                 return False  # a step in flight may end sequences
-            self._newly_preempted.append(victim.request.request)
-            self.num_preemptions += 1
-            self._to_head_of_queue(victim)
+            self._preempt(victim)
             if victim is sequence:
                 return False
         sequence.blocks += self._allocator.allocate(missing)
         sequence.table = tuple(sequence.blocks)
         return True
+
+    def _preempt(self, sequence: EngineSequence) -> None:
+        self._newly_preempted.append(sequence.request.request)
+        self.num_preemptions += 1
+        self._to_head_of_queue(sequence)
 
     def _to_head_of_queue(self, sequence: EngineSequence) -> None:
         del self._running[sequence.request.request]
@@ -421,6 +429,7 @@ class EngineScheduler:
             if not self.num_waiting:
                 free += size * max(0, self.free_blocks - self._watermark)
             most = min(longest[number], sequence.most_draft_tokens, left, free)
+            most = min(most, self._limits.tokens_before_switch(sequence.tokens))
             count = 0
             if most > 0 and self._model is not None:
                 count = self._model.reserve(number, sequence.tokens, most)
@@ -481,12 +490,12 @@ class EngineScheduler:
         if not self._limits.prefix_caching:
             return
         size, keys, ids = self._limits.block_size, sequence.keys, sequence.ids
+        request = sequence.request
+        length = self._limits.rope_length(request.prompt_tokens, sequence.tokens)
         if ids is None:
-            keys += [
-                (sequence.request.request, index) for index in range(len(keys), tokens // size)
-            ]
+            keys += [(request.request, length, index) for index in range(len(keys), tokens // size)]
             return
-        parent = keys[-1] if keys else root_key(sequence.request.cache_salt)
+        parent = keys[-1] if keys else root_key(request.cache_salt, length)
         for index in range(len(keys), tokens // size):
             assert isinstance(parent, bytes)
             parent = next_key(parent, ids[index * size : (index + 1) * size])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 from llmpq.batching.draft_model import DraftLimits, DraftWork
@@ -25,6 +26,10 @@ class EngineLimits:
         row_cost: seconds of one more row of a decode step, in steps of one row, before any step is
             measured.
         draft: of the draft model, ``None`` without one.
+        switches_after: longest sequence with the first of two tables of rotary angles, ``None`` for
+            a model with one (``longrope``). A sequence that grows beyond it is computed anew.
+        grows_after: longest prompt whose rotary angles do not depend on its length, ``None`` for
+            any (``dynamic`` scaling).
     """
 
     token_budget: int
@@ -37,6 +42,8 @@ class EngineLimits:
     num_speculative_tokens: int = 0
     row_cost: float = ROW_COST
     draft: DraftLimits | None = None
+    switches_after: int | None = None
+    grows_after: int | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -64,6 +71,26 @@ class EngineLimits:
             raise SpecError(
                 f"engine limits: field 'watermark': found {self.watermark}, expected 0 to 1"
             )
+
+    def rope_length(self, prompt_tokens: int, tokens: int) -> int:
+        """Return the length for which rotary angles of a sequence are made; 0 for any.
+
+        Sequences share blocks only under the same one.
+
+        Args:
+            prompt_tokens: tokens of its prompt.
+            tokens: of prompt and answer so far.
+        """
+        if self.grows_after is not None and prompt_tokens > self.grows_after:
+            return prompt_tokens
+        if self.switches_after is not None and tokens > self.switches_after:
+            return self.switches_after + 1
+        return 0
+
+    def tokens_before_switch(self, tokens: int) -> int:
+        """Return the tokens that a sequence may grow by before its rotary angles change."""
+        switch = self.switches_after
+        return sys.maxsize if switch is None or tokens > switch else switch - tokens
 
     def blocks_for(self, tokens: int) -> int:
         """Return the blocks of a number of tokens."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from llmpq.errors import SpecError
-from llmpq.spec.fields import Fields
+from llmpq.spec.fields import Fields, read_text
 from llmpq.spec.gguf.tokenizer import tokenizer_arguments
 
 DEFAULT_SEQUENCES = 128
@@ -181,8 +181,8 @@ def _json_lines(path: Path) -> Iterator[Fields]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_text(path)
+    except OSError as error:
         raise SpecError(f"{path}: cannot be read as text: {error}") from None
 
 

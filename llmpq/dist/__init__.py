@@ -30,6 +30,7 @@ from llmpq.dist.metrics.progress import RunProgress, SilentProgress
 from llmpq.dist.session import Session
 from llmpq.dist.transport.topology import check_transport, topology_of
 from llmpq.errors import SpecError
+from llmpq.spec.facts.model_fields import absolute_model_path
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan import Plan, read_plan
 
@@ -163,7 +164,7 @@ def model_dir_of(plan: Plan, given: str | Path | None) -> Path:
         raise SpecError(
             f"plan: model {plan.model.name} names no directory of weights, expected --model DIR"
         )
-    path = Path(given if given is not None else str(plan.model.source)).resolve()
+    path = absolute_model_path(given if given is not None else str(plan.model.source))
     if not path.exists():
         where = "the plan's model" if given is None else "--model"
         raise SpecError(f"{where}: {path}: no such directory, expected a model with its weights")

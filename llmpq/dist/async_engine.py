@@ -33,6 +33,7 @@ from llmpq.dist.launch.rank_thread import CLOSE_TIMEOUT_S, RankThread
 from llmpq.dist.metrics.progress import RunProgress
 from llmpq.errors import SpecError, StageError, StoppedError
 from llmpq.logging import get_logger
+from llmpq.spec.facts.model_fields import absolute_model_path
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan import Plan
 
@@ -201,7 +202,7 @@ class AsyncEngine:
             SpecError: the plan is not for this model, has stages of its own for each phase, or does
                 not hold ``max_model_len``; or a draft model has another vocabulary.
         """
-        model_dir = Path(model_dir).resolve()
+        model_dir = absolute_model_path(model_dir)
         model = load_model_dir(model_dir)
         check_plan(plan, model_dir, model.num_layers)
         if plan.is_split:

@@ -21,6 +21,7 @@ from llmpq.dist.io.prompts import write_prompts
 from llmpq.dist.metrics.progress import RunProgress
 from llmpq.errors import StageError
 from llmpq.evals.windows import Windows
+from llmpq.spec.facts.model_fields import absolute_model_path
 from llmpq.spec.plan import MicroBatching, Plan, write_plan
 from llmpq.spec.workload import Workload
 
@@ -55,7 +56,7 @@ def pipeline_hidden(
         folder = Path(name)
         job = Job(
             strategy=folder / "strategy.json",
-            model_dir=model_dir.resolve(),
+            model_dir=absolute_model_path(model_dir),
             prompts=folder / "windows.jsonl",
             output=folder / "hidden.safetensors",
             task="hidden",

@@ -19,6 +19,8 @@ from torch import Tensor
 from llmpq.dist.io.model_files import load_tokenizer
 from llmpq.errors import SpecError
 from llmpq.models import load_config
+from llmpq.spec.fields import read_text
+from llmpq.spec.gguf.tokenizer import missing_tokenizer
 
 DEFAULT_WINDOW = 512
 DEFAULT_ROWS = 8
@@ -129,7 +131,10 @@ def read_windows(
     """
     tokenizer = load_tokenizer(Path(model_dir))
     if tokenizer is None:
-        raise SpecError(f"{model_dir}: found no tokenizer, expected one next to the weights")
+        raise SpecError(
+            f"{model_dir}: found no tokenizer, expected one next to the weights: "
+            f"{missing_tokenizer(Path(model_dir))}"
+        )
     positions = getattr(load_config(model_dir), "max_position_embeddings", None)
     if positions is not None and window - 1 > positions:
         raise SpecError(f"window: found {window} tokens, the model knows {positions} positions")
@@ -142,6 +147,6 @@ def _read_text(path: Path) -> str:
         size = path.stat().st_size
         if size > MAX_TEXT_BYTES:
             raise SpecError(f"{path}: found {size} bytes, expected at most {MAX_TEXT_BYTES}")
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_text(path)
+    except OSError as error:
         raise SpecError(f"{path}: cannot be read as text: {error}") from error

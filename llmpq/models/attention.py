@@ -49,6 +49,8 @@ class PackedBatch:
         block_tables: blocks of each row, in the order of its tokens; empty without a KV store.
         starts: position of each row's first token in this step.
         counts: tokens of each row in this step.
+        rope_lengths: length of each row's sequence for rotary angles that depend on it, which is
+            more than its tokens so far in a chunk of a prompt; empty for its tokens so far.
 
     Raises:
         SpecError: the rows have no tokens, or begin before position 0.
@@ -57,6 +59,7 @@ class PackedBatch:
     block_tables: Sequence[Sequence[int]]
     starts: Sequence[int]
     counts: Sequence[int]
+    rope_lengths: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if not len(self.block_tables) == len(self.starts) == len(self.counts) > 0:

@@ -6,8 +6,7 @@ The attention window and the KV shape of a layer follow from the configuration.
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,11 @@ from llmpq.logging import get_logger
 from llmpq.models.adapter import Skeleton
 from llmpq.models.attention import KVShape
 from llmpq.models.families import TESTED, UNSUPPORTED, family_of
-from llmpq.spec.gguf.config import gguf_config
+from llmpq.spec.facts.model_fields import CONFIG_FILE, model_fields
 from llmpq.spec.huggingface.language import language_fields
 
 _logger = get_logger(__name__)
 
-MAX_CONFIG_BYTES = 16 * 1024 * 1024
 MAX_LAYERS = 10_000
 
 
@@ -42,41 +40,30 @@ def load_config(model_dir: Path | str) -> PreTrainedConfig:
 
 def load_skeleton(model_dir: Path | str) -> tuple[PreTrainedConfig, Skeleton]:
     """Return the configuration of :func:`load_config` and the skeleton of its model."""
-    return prepare_config(read_config(Path(model_dir) / "config.json", gguf_config(model_dir)))
+    return prepare_config(read_config(model_fields(model_dir), str(Path(model_dir) / CONFIG_FILE)))
 
 
-def read_config(path: Path, fields: dict[str, Any] | None = None) -> PreTrainedConfig:
-    """Read a ``config.json`` with the classes of transformers; ``fields`` if they are known.
+def read_config(fields: Mapping[str, Any], path: str) -> PreTrainedConfig:
+    """Read the fields of a ``config.json`` with the classes of transformers.
 
     Of a multimodal model, the configuration is that of its language model.
 
+    Args:
+        fields: from ``model_fields``.
+        path: of the file, for messages.
+
     Raises:
-        SpecError: the file is missing or not JSON, ``model_type`` is unknown, or transformers
-            rejects a field.
+        SpecError: ``model_type`` is unknown, or transformers rejects a field.
     """
-    fields = dict(language_fields(fields or _read_json_object(path)))
-    model_type = fields.get("model_type")
+    language = dict(language_fields(fields))
+    model_type = language.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-        raise bad_field(str(path), "model_type", model_type, "a family that transformers knows")
+        raise bad_field(path, "model_type", model_type, "a family that transformers knows")
     try:
-        config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(fields)
+        config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(language)
     except Exception as error:  # transformers validates with many exception types
         raise SpecError(f"{path}: transformers rejects this configuration: {error}") from error
     return config
-
-
-def _read_json_object(path: Path) -> dict[str, object]:
-    if not path.is_file():
-        raise SpecError(f"{path}: found no such file, expected a model directory's config.json")
-    if path.stat().st_size > MAX_CONFIG_BYTES:
-        raise SpecError(f"{path}: larger than {MAX_CONFIG_BYTES} bytes, expected a configuration")
-    try:
-        fields = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise SpecError(f"{path}: not JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise SpecError(f"{path}: found a JSON {type(fields).__name__}, expected an object")
-    return fields
 
 
 def prepare_config(config: PreTrainedConfig) -> tuple[PreTrainedConfig, Skeleton]:

@@ -2,21 +2,63 @@
 
 Most families have one table; Gemma 3 has one per attention type. Scalings that depend on the
 sequence length (``longrope``, ``dynamic``) are computed row by row, so that a row does not depend
-on the other rows of its step.
+on the other rows of its step. The length is that of the whole sequence, not of the tokens so far:
+the tokens of a prompt have the same angles in one chunk and in several.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from llmpq.models.adapter import Skeleton, accepts
+from llmpq.models.attention import PackedBatch
 
 Table = tuple[Tensor, Tensor] | Tensor
 """``(cos, sin)``, or rotations as complex numbers (DeepSeek-V2)."""
+Span = tuple[int, int | None]
+"""Number of consecutive tokens of a row whose angles are for one length, and that length; ``None``
+for the length up to the last of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthScaling:
+    """How the rotary angles of a model depend on the length of a sequence.
+
+    Attributes:
+        switches_after: longest sequence with the first of the two tables of ``longrope``. One token
+            later, all keys have other angles and are computed again, as transformers does.
+        grows_after: longest sequence without ``dynamic`` scaling. The tokens of a longer prompt
+            have the angles of its length, each later token those of its own position.
+    """
+
+    switches_after: int | None = None
+    grows_after: int | None = None
+
+
+def length_scaling(config: PreTrainedConfig) -> LengthScaling:
+    """Return how the rotary angles of a model depend on the length of a sequence."""
+    stated = getattr(config, "rope_parameters", None) or {}
+    parts = [part for part in stated.values() if isinstance(part, Mapping)] or [stated]
+    kinds = {part.get("rope_type"): part for part in parts}
+    switch = kinds.get("longrope", {}).get("original_max_position_embeddings")
+    grows = config.max_position_embeddings if "dynamic" in kinds else None
+    return LengthScaling(switches_after=switch, grows_after=grows)
+
+
+def spans_of(batch: PackedBatch) -> Iterator[Span]:
+    """Yield the spans of the rows of a step."""
+    lengths = batch.rope_lengths or batch.lengths
+    for start, count, length in zip(batch.starts, batch.counts, lengths, strict=True):
+        together = min(count, max(0, length - start))
+        if together:
+            yield together, length if length > start + together else None
+        # Tokens of an answer beyond the length have the angles that they had when they were made.
+        yield from [(1, None)] * (count - together)
 
 
 def build_rotary(config: PreTrainedConfig, skeleton: Skeleton | None = None) -> nn.Module | None:
@@ -54,34 +96,38 @@ class RotaryTables(nn.Module):
         self._layer_types = list(layer_types or []) if self._is_typed else []
         self._num_layers: int = config.num_hidden_layers
         self.depends_on_length = _depends_on_length(rotary)
-        self.switches_after: int | None = None
-        if getattr(rotary, "rope_type", "default") == "longrope":
-            self.switches_after = config.rope_parameters["original_max_position_embeddings"]
+        self.switches_after = length_scaling(config).switches_after
 
-    def forward(self, hidden: Tensor, positions: Tensor, counts: Sequence[int]) -> list[Table]:
+    def forward(self, hidden: Tensor, positions: Tensor, spans: Sequence[Span]) -> list[Table]:
         """Return the table of every layer of the model, each of its tensors ``[1, N, ...]``.
 
         Args:
             hidden: tensor with the dtype and device of the result.
             positions: of the tokens, ``[1, N]`` int64 on the same device.
-            counts: tokens of each row.
+            spans: of all rows.
         """
         if not self._is_typed:
-            return [self._table(hidden, positions, counts, None)] * self._num_layers
+            return [self._table(hidden, positions, spans, None)] * self._num_layers
         kinds = set(self._layer_types)
-        tables = {kind: self._table(hidden, positions, counts, kind) for kind in kinds}
+        tables = {kind: self._table(hidden, positions, spans, kind) for kind in kinds}
         return [tables[kind] for kind in self._layer_types]
 
     def _table(
-        self, hidden: Tensor, positions: Tensor, counts: Sequence[int], kind: str | None
+        self, hidden: Tensor, positions: Tensor, spans: Sequence[Span], kind: str | None
     ) -> Table:
         if not self.depends_on_length:
             return self._call(hidden, positions, kind)
-        rows = []
-        for row in torch.split(positions, list(counts), dim=1):
+        parts = torch.split(positions, [count for count, _ in spans], dim=1)
+        made = []
+        for part, (count, length) in zip(parts, spans, strict=True):
             self._reset_length()
-            rows.append(self._call(hidden, row, kind))
-        return _joined(rows)
+            if length is None:
+                made.append(self._call(hidden, part, kind))
+                continue
+            # The modules of transformers take the largest position for the length.
+            last = part.new_full((1, 1), length - 1)
+            made.append(_first(self._call(hidden, torch.cat([part, last], 1), kind), count))
+        return _joined(made)
 
     def _reset_length(self) -> None:
         """Reset the state that ``dynamic`` scaling keeps of the longest sequence."""
@@ -94,6 +140,13 @@ class RotaryTables(nn.Module):
         arguments = {} if kind is None else {"layer_type": kind}
         table: Table = self.rotary(hidden, positions, **arguments)
         return table
+
+
+def _first(table: Table, count: int) -> Table:
+    """Return the table of the first ``count`` tokens."""
+    if isinstance(table, Tensor):
+        return table[:, :count]
+    return table[0][:, :count], table[1][:, :count]
 
 
 def _joined(rows: Sequence[Table]) -> Table:

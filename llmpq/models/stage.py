@@ -31,7 +31,7 @@ from llmpq.models.packed_attention import (
     StepAttention,
     use_packed_attention,
 )
-from llmpq.models.rotary import RotaryTables, Table, build_rotary
+from llmpq.models.rotary import RotaryTables, Table, build_rotary, spans_of
 from llmpq.models.token_layout import SharedKV, TokenLayout, layout_of
 from llmpq.spec.runtime_constants import ACTIVATION_BLOCK_VALUES, KV_BLOCK_SIZE, ROW_BLOCK
 
@@ -150,7 +150,10 @@ class DecoderStage(nn.Module):
         view = None if cache is None else cache.view(batch, returns_all=returns_all)
         step = StepAttention(batch, view, returns_all=returns_all)
         positions = batch.positions.to(hidden.device)
-        tables = None if self.rotary is None else self.rotary(hidden, positions, batch.counts)
+        tables = None
+        if self.rotary is not None:
+            spans = [*spans_of(batch)] if self.rotary.depends_on_length else []
+            tables = self.rotary(hidden, positions, spans)
         return self._arguments(hidden, positions, batch.longest, view, step, tables)
 
     def run_whole(self, hidden: Tensor, cache: KVStore | None = None) -> Tensor:
@@ -187,7 +190,9 @@ class DecoderStage(nn.Module):
             longest: tokens that ``view`` returns of each row, at least the longest context.
         """
         step, place = DecodeAttention(positions, view), positions[None]
-        tables = None if self.rotary is None else self.rotary(hidden, place, [1] * len(positions))
+        tables = None
+        if self.rotary is not None:
+            tables = self.rotary(hidden, place, [(1, None)] * len(positions))
         return self._arguments(hidden, place, longest, view, step, tables)
 
     def score_bias(self, longest: int, like: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llmpq.errors import SpecError, bad_field
+from llmpq.spec.fields import decode_text
 from llmpq.spec.precision import Phase
 
 Array = npt.NDArray[np.float64]
@@ -90,9 +91,10 @@ def read_iterations(path: str | Path) -> IterationTable:
     path = Path(path)
     try:
         data = path.read_bytes()
-        text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+        data = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+    except (OSError, EOFError) as error:
         raise SpecError(f"{path}: cannot be read: {error}") from None
+    text = decode_text(data, str(path))
     header = text.partition("\n")[0].strip().split(",")
     missing = [name for name in COLUMNS if name not in header]
     if missing:

@@ -22,8 +22,13 @@ from llmpq.models.config import kv_sources, read_config
 from llmpq.models.expert_layouts import use_stacked_experts
 from llmpq.models.token_layout import layout_of
 from llmpq.quant.modules.layer import has_plain_experts, is_router
-from llmpq.spec.fields import read_json
+from llmpq.spec.facts.model_fields import (
+    CONFIG_FILE,
+    absolute_model_path,
+    model_fields,
+)
 from llmpq.spec.huggingface.config import Config
+from llmpq.spec.huggingface.language import language_fields
 from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
 from llmpq.spec.precision import Dtype
 
@@ -37,10 +42,10 @@ def describe_dir(model_dir: Path) -> ModelSpec:
     Raises:
         SpecError: as :func:`describe` and ``read_config``.
     """
-    file = model_dir / "config.json"
-    config = read_config(file)
-    dtype = Config(read_json(file), str(file)).dtype()
-    return describe(config.get_text_config(), model_dir.resolve().name, dtype)
+    fields, file = model_fields(model_dir), str(model_dir / CONFIG_FILE)
+    config = read_config(fields, file)
+    dtype = Config(language_fields(fields), file).dtype()
+    return describe(config.get_text_config(), absolute_model_path(model_dir).name, dtype)
 
 
 def describe(config: PreTrainedConfig, name: str, dtype: Dtype) -> ModelSpec:

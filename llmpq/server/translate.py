@@ -22,6 +22,7 @@ from llmpq.server.protocol import (
 )
 from llmpq.server.tokenizer import ServerTokenizer
 from llmpq.spec.fields import read_json
+from llmpq.spec.gguf.tokenizer import missing_tokenizer
 
 MAX_CHOICES_OF_REQUEST = 4096
 DEFAULT_SAMPLING: Mapping[str, float] = {
@@ -77,7 +78,8 @@ class ServedModel:
             ApiError: there is none.
         """
         if self.tokenizer is None:
-            raise bad_request(f"The model has no tokenizer: {purpose}.")
+            reason = missing_tokenizer(Path(self.root))
+            raise bad_request(f"{reason[0].upper()}{reason[1:]}: {purpose}.")
         return self.tokenizer
 
 

@@ -20,6 +20,7 @@ from llmpq.spec.cluster import Cluster
 from llmpq.spec.codec import from_json
 from llmpq.spec.devices.figures import FIGURES, DeviceEntry, DeviceFile, DeviceSpec, completed
 from llmpq.spec.fields import Fields, read_json
+from llmpq.spec.gguf.header import find_gguf
 from llmpq.spec.huggingface.described import read_model_file
 from llmpq.spec.huggingface.families import load_model_dir, model_from_config
 from llmpq.spec.model import ModelSpec
@@ -63,7 +64,7 @@ def resolve_model(name_or_dir: str | Path) -> tuple[ModelSpec, Path | None]:
         SpecError: neither a directory with ``config.json`` nor a model file nor a catalogue name.
     """
     path = Path(name_or_dir)
-    if path.is_dir() or path.suffix == ".gguf":
+    if path.is_dir() or path.suffix == ".gguf" or find_gguf(path) is not None:
         return load_model_dir(path), path
     if path.suffix == ".json" and path.is_file():
         return read_model_file(path), path

@@ -1,14 +1,20 @@
-"""Strict reading and canonical writing of JSON files.
+"""Strict reading and canonical writing of JSON and text files.
 
 Every error names the file, the dotted path of the field, the value found and what was expected. An
 unknown field is an error, so that a misspelt option does not silently mean its default.
+
+Text is read as programs of today write it: PowerShell and Notepad begin UTF-8 with a byte-order
+mark, and PowerShell's ``>`` writes UTF-16.
 """
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import math
+import os
+import stat
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -20,6 +26,12 @@ T = TypeVar("T", bound=str)
 
 MAX_FILE_BYTES = 64 * 1024 * 1024
 SCHEMA = 1
+_STANDARD_OUTPUT = 1
+LFS_BYTES = 24
+"""Bytes at the start of a file that :func:`check_downloaded` needs."""
+_LFS_POINTER = b"version https://git-lfs"
+_LEAST_BYTES = 8
+_MARK_BYTES = 3
 
 
 class Fields:
@@ -147,18 +159,29 @@ class Fields:
         return field in self._left
 
 
-def read_json(path: str | Path) -> Any:
-    """Return the parsed JSON file; ``SpecError`` names the file, line and column when it is not."""
+def read_json(path: str | Path, *, allows_constants: bool = False) -> Any:
+    """Return the parsed JSON file.
+
+    Args:
+        path: of the file.
+        allows_constants: whether ``Infinity`` and ``NaN`` are numbers, as Python writes them.
+
+    Raises:
+        SpecError: it cannot be read or is no JSON; names the file, line and column.
+    """
     path = Path(path)
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise SpecError(f"{path}: larger than {MAX_FILE_BYTES} bytes, expected a small file")
-        return json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
+        data = path.read_bytes()
+        check_downloaded(path, data)
+        constant = None if allows_constants else _no_constant
+        return json.loads(decode_text(data, str(path)), parse_constant=constant)
     except FileNotFoundError:
         raise SpecError(f"{path}: no such file") from None
     except IsADirectoryError:
         raise SpecError(f"{path}: is a directory, expected a JSON file") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise SpecError(f"{path}: cannot be read: {error}") from None
     except json.JSONDecodeError as error:
         raise SpecError(
@@ -170,21 +193,117 @@ def read_json(path: str | Path) -> Any:
         raise SpecError(f"{path}: not acceptable JSON: {error}") from None
 
 
+def encoding_of(head: bytes) -> str:
+    """Return the encoding of a text file by its first bytes, a mark included."""
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "utf-16"
+    return "utf-8-sig"
+
+
+def encoding_of_file(path: Path) -> str:
+    """Return the encoding of a text file; a pipe or a device is UTF-8 without a mark.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    if not path.is_file():
+        return "utf-8"
+    with path.open("rb") as stream:
+        return encoding_of(stream.read(_MARK_BYTES))
+
+
+def decode_text(data: bytes, where: str) -> str:
+    """Return the text of a file's bytes, without a mark.
+
+    Raises:
+        SpecError: they are neither UTF-8 nor UTF-16 with a mark.
+    """
+    try:
+        return data.decode(encoding_of(data))
+    except UnicodeDecodeError as error:
+        raise SpecError(
+            f"{where}: found {error.object[error.start : error.start + 1]!r} at byte "
+            f"{error.start}, expected text in UTF-8: save the file as UTF-8"
+        ) from None
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file, without a mark; every end of a line becomes a line feed.
+
+    Raises:
+        OSError: it cannot be read.
+        SpecError: as :func:`decode_text`.
+    """
+    text = decode_text(path.read_bytes(), str(path))
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def check_downloaded(where: str | os.PathLike[str], head: bytes) -> None:
+    """Check that a file is not a pointer of Git LFS, as a clone without git-lfs has them.
+
+    Args:
+        where: name of the file.
+        head: its first bytes, at least 8 of them.
+
+    Raises:
+        SpecError: it is one.
+    """
+    head = head[: len(_LFS_POINTER)]
+    if len(head) >= _LEAST_BYTES and _LFS_POINTER.startswith(head):
+        raise SpecError(
+            f"{os.fspath(where)}: found a pointer of Git LFS: the file itself was not downloaded; "
+            "run 'git lfs pull' in its folder, or download the model with 'hf download'"
+        )
+
+
 def dump_json(value: object) -> str:
     """Return the canonical text of a file: two-space indent, given order, one final newline."""
     return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a file atomically: a reader never sees a part of it."""
+    """Write a file atomically: a reader never sees a part of it.
+
+    A link stays and its target is written; a pipe or a device gets the text, and so does the
+    standard output under whatever name.
+
+    Raises:
+        SpecError: it cannot be written.
+    """
     path = Path(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        found = path.stat() if path.exists() else None
+        if found is not None and _is_standard_output(found):
+            sys.stdout.flush()
+            _write_all(_STANDARD_OUTPUT, text.encode())
+        elif found is not None and not stat.S_ISREG(found.st_mode):
+            path.write_text(text, encoding="utf-8")
+        else:
+            _replace(Path(os.path.realpath(path)), text, found)
     except OSError as error:
         raise SpecError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
+def _replace(path: Path, text: str, found: os.stat_result | None) -> None:
+    """Put a new file in the place of a regular one, with its mode, or where there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    if found is not None:
+        partial.chmod(stat.S_IMODE(found.st_mode))
+    partial.replace(path)
+
+
+def _is_standard_output(found: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(found, os.fstat(_STANDARD_OUTPUT))
+    except OSError:  # it is closed
+        return False
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
 
 
 def digest_of(value: object) -> str:

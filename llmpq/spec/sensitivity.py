@@ -17,6 +17,7 @@ from typing import Annotated, Any, ClassVar
 from llmpq.errors import SpecError
 from llmpq.spec.codec import Rule, from_json, to_json
 from llmpq.spec.fields import SCHEMA, Fields, digest_of, dump_json, read_json, write_text
+from llmpq.spec.gguf.header import find_gguf, read_header
 from llmpq.spec.model import ModelSpec
 
 SHAPES_KEY = "shapes_sha256"
@@ -127,13 +128,16 @@ def shapes_digest(model: ModelSpec) -> str:
 
 
 def weights_digest(model_dir: str | Path) -> str:
-    """Digest of the safetensors files of a directory: names, sizes, and evenly spread samples.
+    """Digest of a model's safetensors or GGUF files: names, sizes, and evenly spread samples.
 
     Raises:
         SpecError: there is no such file, or one cannot be read.
     """
     state = hashlib.sha256()
+    gguf = find_gguf(model_dir)
     files = sorted(Path(model_dir).glob("*.safetensors"))
+    if gguf is not None:
+        files = list(read_header(gguf).files)
     if not files:
         raise SpecError(f"{model_dir}: found no safetensors files, expected the weights")
     try:

@@ -14,7 +14,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from llmpq.errors import SpecError, bad_field
-from llmpq.spec.fields import MAX_FILE_BYTES, write_text
+from llmpq.spec.fields import MAX_FILE_BYTES, read_text, write_text
 from llmpq.spec.precision import BITS, Phase
 
 MASTER_BITS = 0
@@ -214,10 +214,10 @@ def _lines(path: Path, max_bytes: float) -> list[str]:
     try:
         if path.stat().st_size > max_bytes:
             raise SpecError(f"{path}: larger than {max_bytes} bytes, expected a table")
-        return path.read_text(encoding="utf-8").splitlines()
+        return read_text(path).splitlines()
     except FileNotFoundError:
         raise SpecError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise SpecError(f"{path}: cannot be read: {error}") from None
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llmpq.errors import SpecError, bad_field
+from llmpq.spec.fields import encoding_of_file
 from llmpq.spec.lengths import LengthDistribution
 from llmpq.spec.tables import read_csv, whole_number
 from llmpq.spec.workload import Workload
@@ -186,7 +187,7 @@ def fit_trace(
 def _load_mooncake(path: Path) -> tuple[TraceRequest, ...]:
     requests = []
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding=encoding_of_file(path)) as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     requests.append(_mooncake_request(f"{path.name}:{number}", line))

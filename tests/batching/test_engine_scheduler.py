@@ -69,12 +69,13 @@ class Drafts:
 class Engine:
     """Executes the steps of a scheduler in order, and checks every read."""
 
-    def __init__(self, scheduler, block_size, drafts=None):
-        self.drafts = drafts
+    def __init__(self, scheduler, block_size, drafts=None, limits=None):
+        self.drafts, self.limits = drafts, limits
+        self.prompts = {}  # request -> prompt length
         if drafts is not None:
             drafts.engine = self
         self.scheduler, self.size = scheduler, block_size
-        self.memory = {}  # (block, offset) -> prefix up to and including the token
+        self.memory = {}  # (block, offset) -> angles, prefix up to and including the token
         self.tokens = {}  # prompt and answer of every request
         self.wanted = {}  # request -> answer length
         self.done = set()
@@ -85,6 +86,15 @@ class Engine:
         self.scheduler.add(request)
         self.tokens[request.request] = list(request.token_ids or (0,) * request.prompt_tokens)
         self.wanted[request.request] = wanted + request.prompt_tokens
+        self.prompts[request.request] = request.prompt_tokens
+
+    def angles(self, request, place, length):
+        """The rotary angles of a token of a sequence of some length."""
+        if self.limits is None:
+            return None
+        if self.limits.grows_after is not None:
+            return max(self.prompts[request], place + 1, self.limits.grows_after)
+        return self.limits.switches_after is not None and length > self.limits.switches_after
 
     def schedule(self, now_s=0.0):
         step = self.scheduler.schedule(now_s)
@@ -108,12 +118,15 @@ class Engine:
                 sequence = [*sequence, *self.drafts.last[chunk.request]]
                 assert chunk.first + chunk.count == len(sequence)
             end = chunk.first + chunk.count
+            length = len(sequence)
             for place in range(chunk.first, end):
                 entry = chunk.blocks[place // self.size], place % self.size
-                self.memory[entry] = tuple(sequence[: place + 1])
+                angles = self.angles(chunk.request, place, length)
+                self.memory[entry] = angles, tuple(sequence[: place + 1])
             for place in range(end):
                 entry = chunk.blocks[place // self.size], place % self.size
-                assert self.memory[entry] == tuple(sequence[: place + 1])
+                angles = self.angles(chunk.request, place, length)
+                assert self.memory[entry] == (angles, tuple(sequence[: place + 1]))
             assert chunk.makes_token == (end == len(sequence))
             if chunk.makes_token and chunk.request not in self.done:
                 wanted = self.wanted[chunk.request]
@@ -399,7 +412,7 @@ class RandomRun:
     def __init__(self, seed, scheduler, limits, drafts=None):
         self.chance = random.Random(seed)
         self.scheduler, self.limits = scheduler, limits
-        self.engine = Engine(scheduler, limits.block_size, drafts)
+        self.engine = Engine(scheduler, limits.block_size, drafts, limits)
         self.number, self.now_s, self.aborted = 0, 0.0, set()
         self.prefixes = [tuple(self.chance.randrange(2) for _ in range(20)) for _ in range(2)]
 
@@ -462,9 +475,14 @@ class RandomRun:
     num_speculative_tokens=st.sampled_from([0, 0, 1, 5]),
     share=st.sampled_from([0.3, 0.95]),
     name=st.sampled_from(QUEUE_ORDERS),
+    angles=st.sampled_from(
+        [{}, {}, {"switches_after": 5}, {"switches_after": 11}, {"grows_after": 6}]
+    ),
 )
-def test_random_schedules_compute_the_tokens_of_an_undisturbed_run(seed, name, share, **given_):
-    limits = EngineLimits(**given_)
+def test_random_schedules_compute_the_tokens_of_an_undisturbed_run(
+    seed, name, share, angles, **given_
+):
+    limits = EngineLimits(**given_, **angles)
     drafts = Drafts(seed, share) if limits.num_speculative_tokens else None
     scheduler = EngineScheduler(limits, queue_order(name), drafts)
     run = RandomRun(seed, scheduler, limits, drafts)
@@ -477,5 +495,5 @@ def test_random_schedules_compute_the_tokens_of_an_undisturbed_run(seed, name, s
     for request in set(range(run.number)) - run.aborted:
         assert request in run.engine.done
         assert len(run.engine.tokens[request]) == run.engine.wanted[request]
-    if name == "no_preempt":
+    if name == "no_preempt" and limits.switches_after is None:
         assert not scheduler.num_preemptions

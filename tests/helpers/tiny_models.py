@@ -149,10 +149,17 @@ class Pipeline:
             ]
         )
 
-    def packed_step(self, rows: Sequence[tuple[Sequence[int], int, list[int]]]) -> Tensor:
+    def packed_step(
+        self,
+        rows: Sequence[tuple[Sequence[int], int, list[int]]],
+        rope_lengths: Sequence[int] = (),
+    ) -> Tensor:
         """Run one step of (blocks, tokens already cached, new tokens); logits ``[R, V]``."""
         tables, starts, tokens = zip(*rows, strict=True)
-        batch = PackedBatch(block_tables=tables, starts=starts, counts=list(map(len, tokens)))
+        counts = list(map(len, tokens))
+        batch = PackedBatch(
+            block_tables=tables, starts=starts, counts=counts, rope_lengths=rope_lengths
+        )
         flat = torch.tensor([list(itertools.chain(*tokens))])
         hidden = self.master.embed(flat, batch.positions)
         for stage, cache in zip(self.stages, self.caches, strict=True):

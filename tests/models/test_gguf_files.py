@@ -17,12 +17,15 @@ import numpy as np
 from helpers.gguf_writer import write_gguf
 from helpers.tiny_models import load_reference
 
-from llmpq.dist.io.model_files import load_tokenizer
+from llmpq.assigner.even_plan import even_plan
+from llmpq.dist import model_dir_of
+from llmpq.dist.io.model_files import eos_token_ids, load_tokenizer
 from llmpq.errors import SpecError
-from llmpq.models import Checkpoint
+from llmpq.models import Checkpoint, load_config
 from llmpq.models.files import decoded
 from llmpq.quant.loading.loader import load_master, load_stage
 from llmpq.spec.huggingface.families import load_model_dir
+from llmpq.spec.sensitivity import weights_digest
 
 torch.set_num_threads(1)
 
@@ -246,3 +249,28 @@ def test_tensor_without_a_place_is_an_error(model_of, tmp_path):
     file = write_gguf(model_of("llama"), tmp_path / "model.gguf", extra=extra)
     with pytest.raises(SpecError, match=r"'blk.0.ssm_a.weight': has no place in a llama model"):
         Checkpoint(file)
+
+
+def test_a_file_of_a_hub_cache_is_read_by_its_link(model_of, tmp_path):
+    blob = tmp_path / "blobs" / "0a1b2c"
+    blob.parent.mkdir()
+    write_gguf(model_of("llama"), blob)
+    link = tmp_path / "snapshots" / "main" / "tiny-F32.gguf"
+    link.parent.mkdir(parents=True)
+    link.symlink_to("../../blobs/0a1b2c")
+    model = load_model_dir(link)
+    assert model.name == "tiny-F32.gguf"
+    plan = even_plan(link, bits=(16,), stages=1, shape=(1, 8, 4), micro_batch=(1, 1))
+    found = model_dir_of(plan, None)
+    assert found == model_dir_of(plan, link) == link
+    torch.testing.assert_close(run(found), run(model_of("llama")), atol=1e-4, rtol=0)
+    # The blob itself has no suffix.
+    assert load_model_dir(blob).layers == model.layers
+    assert weights_digest(link) == weights_digest(blob.parent / ".." / "snapshots/main") != ""
+
+
+def test_the_end_of_a_turn_ends_answers(model_of, tmp_path):
+    file = write_gguf(
+        model_of("llama"), tmp_path / "m.gguf", extra=[lambda writer: writer.add_eot_token_id(9)]
+    )
+    assert 9 in eos_token_ids(file, load_config(file))

@@ -37,8 +37,8 @@ def _write(directory, text):
     ("text", "message"),
     [
         ("{", "not JSON"),
-        ("[" * 100_000, "not JSON"),
-        ("[]", "expected an object"),
+        ("[" * 100_000, "not acceptable JSON"),
+        ("[]", "expected a JSON object"),
         ("{}", "model_type"),
         ('{"model_type": "no-such-family"}', "model_type"),
         ('{"model_type": 3}', "model_type"),
@@ -55,7 +55,7 @@ def test_broken_configuration_raises_an_error(tmp_path, text, message):
 
 
 def test_missing_configuration_raises_an_error(tmp_path):
-    with pytest.raises(SpecError, match=r"config\.json: found no such file"):
+    with pytest.raises(SpecError, match=r"config\.json: no such file"):
         load_config(tmp_path)
 
 

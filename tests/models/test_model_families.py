@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 import torch
 from helpers.tiny_models import Pipeline, Sequences, generate_alone, load_reference
+from safetensors.torch import load_file, save_file
 
 from llmpq.dist.kv.cache import KVCache
 from llmpq.errors import SpecError
@@ -116,6 +120,25 @@ def test_prefill_in_chunks_equals_prefill_at_once(tiny_model, case):
     torch.testing.assert_close(chunked, whole, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [("phi3", {"rope_parameters": LONGROPE}), CASES["llama-dynamic-rope"]],
+    ids=["longrope", "dynamic"],
+)
+def test_chunks_of_a_prompt_have_the_angles_of_the_whole_prompt(tiny_model, family, overrides):
+    model_dir = tiny_model(family, seed=1, **overrides)
+    pipeline, blocks, prompt = Pipeline(model_dir, [0, 3]), (0, 1), LONG + LONG[::-1]
+    tokens, logits = generate_alone(load_reference(model_dir), prompt, 4)
+    # A preempted answer is computed again, too; only longrope gives its prompt other angles then.
+    lengths = [len(prompt)] if family == "llama" else [len(prompt) + 3]
+    for start, end in ((0, 5), (5, 11), (11, 18)):
+        found = pipeline.packed_step([(blocks, start, prompt[start:end])], lengths)
+    torch.testing.assert_close(found[0], logits[0], atol=1e-4, rtol=0)
+    for start, end in ((0, 6), (6, 19), (19, 21)):
+        found = pipeline.packed_step([(blocks, start, tokens[start:end])], lengths)
+    torch.testing.assert_close(found[0], logits[3], atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("case", ["llama", "bloom", "gemma2", "mistral-sliding"])
 def test_stage_without_a_cache_equals_prefill(tiny_model, case):
     family, overrides = CASES[case]
@@ -198,3 +221,53 @@ def test_all_weights_move_to_the_device(tiny_model, family):
         token_ids = torch.zeros(1, batch.tokens, dtype=torch.int64, device="meta")
         hidden = stage(master.embed(token_ids, batch.positions), batch, cache)
         assert master.logits(hidden[0]).device.type == "meta"
+
+
+def _with_fields(model_dir, folder, **fields):
+    """Copy a model and change fields of its configuration."""
+    shutil.copytree(model_dir, folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    return folder
+
+
+def _assert_tokens_of(reference_dir, model_dir):
+    """Compare the tokens of a model with those of transformers on a directory."""
+    run = Sequences(Pipeline(model_dir, [0, 1, 3]))
+    run.prefill({"long": (1, LONG), "middle": (0, MIDDLE)})
+    run.decode(["long", "middle"], 7)
+    model = load_reference(reference_dir)
+    for name, prompt in (("long", LONG), ("middle", MIDDLE)):
+        tokens, logits = generate_alone(model, prompt, 8)
+        assert run.tokens[name] == tokens
+        assert (torch.stack(run.logits[name]) - logits).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "opt"])
+def test_a_stored_head_is_used_whatever_the_flag_says(tiny_model, tmp_path, family):
+    untied = tiny_model(family, seed=1, tie_word_embeddings=False)
+    model_dir = _with_fields(untied, tmp_path / "model", tie_word_embeddings=True)
+    _assert_tokens_of(model_dir, model_dir)
+
+
+def test_a_tied_matrix_that_is_stored_as_the_head_is_both(tiny_model, tmp_path):
+    model_dir = _with_fields(tiny_model("llama", seed=1, tie_word_embeddings=True), tmp_path / "m")
+    file = model_dir / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, file, metadata={"format": "pt"})
+    _assert_tokens_of(model_dir, model_dir)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_windows_by_layer_need_no_flag(tiny_model, tmp_path, family):
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    windows = {"sliding_window": 4, "layer_types": kinds}
+    plain = tiny_model(family, seed=1)
+    # transformers raises a TypeError without the flag.
+    reference = _with_fields(plain, tmp_path / "reference", use_sliding_window=True, **windows)
+    model_dir = _with_fields(plain, tmp_path / "model", **windows)
+    fields = json.loads((model_dir / "config.json").read_text())
+    fields.pop("use_sliding_window", None)
+    (model_dir / "config.json").write_text(json.dumps(fields))
+    _assert_tokens_of(reference, model_dir)

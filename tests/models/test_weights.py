@@ -219,13 +219,24 @@ def test_invalid_index_raises_an_error(copy_of, text):
         TensorFiles(model_dir)
 
 
-def test_link_out_of_the_directory_raises_an_error(copy_of, tmp_path):
+def test_link_out_of_the_directory_is_followed(copy_of, tmp_path):
     model_dir = copy_of()
     weights = model_dir / "model.safetensors"
     weights.rename(tmp_path / "elsewhere")
     weights.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(SpecError, match="leads outside"):
-        TensorFiles(model_dir)
+    assert Checkpoint(model_dir).layer_state_dict(0)
+
+
+@pytest.mark.parametrize("max_shard_size", ["5GB", "20KB"])
+def test_weights_without_an_index_are_those_with_one(copy_of, max_shard_size):
+    model_dir = copy_of("llama", max_shard_size=max_shard_size)
+    expected = Checkpoint(model_dir).layer_state_dict(2)
+    if max_shard_size == "20KB":
+        (model_dir / INDEX).unlink()
+    else:
+        (model_dir / "model.safetensors").rename(model_dir / "consolidated.safetensors")
+    found = Checkpoint(model_dir).layer_state_dict(2)
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
 
 
 def test_link_into_the_blobs_of_a_hub_cache_is_followed(copy_of, tmp_path):

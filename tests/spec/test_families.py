@@ -276,10 +276,10 @@ def test_layers_of_one_kind_share_it():
         ({"torch_dtype": "torch.float16"}, "float16"),
         ({"dtype": "bfloat16", "torch_dtype": "float16"}, "bfloat16"),
         ({"dtype": None, "torch_dtype": "float16"}, "float16"),
-        ({}, "float32"),
+        ({}, "bfloat16"),
     ],
 )
-def test_dtype_is_the_stated_one_or_float32(stated, expected):
+def test_dtype_is_the_stated_one_or_bfloat16(stated, expected):
     assert spec_of({**OPT, **stated}).dtype == expected
 
 

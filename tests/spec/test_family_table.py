@@ -21,7 +21,7 @@ from transformers.models.jetmoe import modeling_jetmoe
 
 from llmpq.profiler.describe import describe
 from llmpq.spec import catalog
-from llmpq.spec.huggingface.config import LAYERS, family_defaults
+from llmpq.spec.huggingface.config import LAYERS, class_sizes, family_defaults
 from llmpq.spec.huggingface.families import model_from_config, model_types
 from scripts import config_defaults
 
@@ -34,6 +34,7 @@ CASES = {
     "deepseek_v2 lite": ("deepseek_v2", {"q_lora_rank": None, "attention_bias": True}),
     "ernie4_5 biased": ("ernie4_5", {"use_bias": True}),
     "ernie4_5_moe range": ("ernie4_5_moe", {"moe_layer_interval": 2, "use_bias": True}),
+    "dots1 windows": ("dots1", {"max_window_layers": 1, "sliding_window": 6}),
     "falcon heads": ("falcon", {"multi_query": False, "bias": True}),
     "falcon serial": ("falcon", {"parallel_attn": False}),
     "gemma3n shared": (
@@ -142,6 +143,7 @@ def test_defaults_are_those_of_transformers(model_type):
     ):
         pytest.skip("written by another version of transformers")
     assert config_defaults.defaults_of(model_type) == family_defaults()[model_type]
+    assert config_defaults.sizes_of(model_type) == class_sizes()[model_type]
 
 
 def test_jetmoe_has_the_operators_and_the_cache_of_transformers(monkeypatch):

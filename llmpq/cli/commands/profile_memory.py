@@ -12,6 +12,7 @@ from llmpq.cli.run_options import run_progress
 from llmpq.dist.metrics.report import memory_parts
 from llmpq.errors import SpecError
 from llmpq.profiler.memory import measure_memory
+from llmpq.spec.facts.model_fields import absolute_model_path
 from llmpq.spec.plan import read_plan
 from llmpq.spec.precision import BITS, DTYPE_BYTES
 from llmpq.units import format_bytes
@@ -63,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
             dtype=None if options.dtype == "auto" else options.dtype,
         )
     with run_progress(plan.model.num_layers) as progress:
-        measured = measure_memory(plan, folder.resolve(), progress=progress)
+        measured = measure_memory(plan, absolute_model_path(folder), progress=progress)
     stages = []
     for stats in measured:
         predicted = plan.estimate.stages[stats.rank].memory.total

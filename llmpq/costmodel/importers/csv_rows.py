@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmpq.errors import SpecError
+from llmpq.spec.fields import encoding_of_file
 
 
 def csv_rows(file: Path, needed: Sequence[str]) -> list[tuple[int, dict[str, str]]]:
@@ -16,7 +17,7 @@ def csv_rows(file: Path, needed: Sequence[str]) -> list[tuple[int, dict[str, str
         SpecError: the file cannot be read, or lacks one of the ``needed`` columns.
     """
     try:
-        with file.open(encoding="utf-8", newline="") as lines:
+        with file.open(encoding=encoding_of_file(file), newline="") as lines:
             reader = csv.DictReader(lines)
             rows = list(enumerate(reader, start=2))
     except (OSError, UnicodeDecodeError) as error:

@@ -14,6 +14,7 @@ from llmpq.costmodel.comm import AlphaBetaCommModel, fit_links
 from llmpq.errors import SpecError
 from llmpq.spec.cluster import Cluster, Device
 from llmpq.spec.devices.figures import DeviceSpec
+from llmpq.spec.fields import encoding_of_file
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.precision import Dtype, Phase
 from llmpq.spec.tables import (
@@ -205,7 +206,7 @@ def _tables(folder: Path, header: str) -> list[Path]:
 
 
 def _header(file: Path) -> str:
-    with file.open(encoding="utf-8", errors="replace") as lines:
+    with file.open(encoding=encoding_of_file(file), errors="replace") as lines:
         return next((line.strip() for line in lines if line.strip() and line[0] != "#"), "")
 
 

@@ -164,8 +164,7 @@ class CompiledSteps:
             return False
         if self._longest is not None and batch.longest > self._longest:
             return False
-        is_alone = batch.is_decode or self._rotary.is_alone(batch.longest)
-        return is_alone and hidden.dtype == self._cache.dtype
+        return self._rotary.is_alone(batch) and hidden.dtype == self._cache.dtype
 
     def _append(self, index: int, choice: LayerChoice) -> None:
         number, (form, scores) = self._layers.first_layer + index, choice

@@ -124,6 +124,7 @@ class MasterEngine:
         drafts: proposes draft tokens; ``None`` for no speculative decoding.
         first_number: number of the first micro-batch; an engine that follows another one on the
             same ranks continues from that one's ``next_number``.
+        switches_after: as in ``EngineLimits``.
     """
 
     def __init__(  # noqa: PLR0913  the parts of the master
@@ -143,8 +144,10 @@ class MasterEngine:
         grammars: GrammarCompiler | None = None,
         drafts: MicroBatchDrafts | None = None,
         first_number: int = 0,
+        switches_after: int | None = None,
     ) -> None:
         self._master = master
+        self._switches_after = switches_after
         self._runners = {Phase.PREFILL: prefill_runner or runner, Phase.DECODE: runner}
         self._device = runner.device
         self._dtype = runner.dtype
@@ -328,13 +331,21 @@ class MasterEngine:
         members = [self._running[number] for number in batch.requests]
         if self._drafts is not None:
             self._drafts.propose(members)
-        # The newest token is not in the cache yet: its position is one less than the context.
-        rows = [
-            self._row(item.slot, length - 1, length, member.origin)
-            for item, member in zip(batch.sequences, members, strict=True)
-            for length in range(item.context_tokens, item.context_tokens + len(member.draft) + 1)
-        ]
-        tokens = [token for one in members for token in (one.token_ids[-1], *one.draft)]
+        rows: list[Row] = []
+        tokens: list[int] = []
+        for item, member in zip(batch.sequences, members, strict=True):
+            # The newest token is not in the cache yet: its position is one less than the context.
+            length = item.context_tokens
+            if length - 1 == self._switches_after:
+                # The rotary angles of all keys change with this token: they are computed again.
+                rows.append(self._row(item.slot, 0, length, member.origin))
+                tokens += [*member.request.prompt_token_ids, *member.token_ids][:length]
+            else:
+                rows.append(self._row(item.slot, length - 1, length, member.origin))
+                tokens.append(member.token_ids[-1])
+            for place, token in enumerate(member.draft, length):
+                rows.append(self._row(item.slot, place, place + 1, member.origin))
+                tokens.append(token)
         self._dispatch(batch, rows, tokens)
 
     def _row(self, slot: int, first: int, length: int, origin: int) -> Row:

@@ -319,24 +319,29 @@ class OnlineEngine:
         last = chunk.first + chunk.count - 1
         if chunk.num_draft_tokens:
             places = range(chunk.first, last + 1)
-            return [(self._row(chunk, place, place + 1), place) for place in places]
+            return [(self._row(chunk, answer, place, place + 1), place) for place in places]
         found = answer.prompt_logprobs
         needed = answer.num_prompt_tokens - 1
         if found is None or len(found) >= needed or chunk.first >= needed:
-            row = self._row(chunk, chunk.first, last + 1)
+            row = self._row(chunk, answer, chunk.first, last + 1)
             return [(row, last if chunk.makes_token else None)]
         # A stage returns the last token of a row: every position is a row of its own.
         return [
             (
-                self._row(chunk, position, position + 1),
+                self._row(chunk, answer, position, position + 1),
                 position if position < needed or chunk.makes_token else None,
             )
             for position in range(chunk.first, last + 1)
         ]
 
-    def _row(self, chunk: ScheduledChunk, first: int, length: int) -> Row:
-        blocks = chunk.blocks[: self._limits.blocks_for(length)]
-        return Row(blocks=blocks, first=first, length=length)
+    def _row(self, chunk: ScheduledChunk, answer: OnlineAnswer, first: int, length: int) -> Row:
+        limits, rope_length = self._limits, 0
+        if limits.grows_after is not None:
+            rope_length = answer.num_prompt_tokens
+        elif limits.switches_after is not None:
+            rope_length = max(length, len(answer.tokens))
+        blocks = chunk.blocks[: limits.blocks_for(length)]
+        return Row(blocks=blocks, first=first, length=length, rope_length=rope_length)
 
     def _complete(self) -> None:
         """Complete the oldest step: the next token of every sequence whose chunk makes one."""

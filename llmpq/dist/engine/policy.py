@@ -18,6 +18,7 @@ from llmpq.batching.speculation import SpeculativeConfig, row_cost_of
 from llmpq.dist.io.job import EngineOptions
 from llmpq.dist.io.prompts import Request
 from llmpq.errors import SpecError
+from llmpq.spec.facts.model_fields import absolute_model_path
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import Plan
@@ -116,7 +117,7 @@ def draft_limits(
     if config is None or config.model is None:
         return None
     model = load_model_dir(config.model)
-    if plan.draft is not None and Path(plan.draft.model).resolve() == Path(config.model):
+    if plan.draft is not None and absolute_model_path(plan.draft.model) == Path(config.model):
         return planned_limits(plan, num_blocks, model.max_positions)
     parts = [stage.memory for stage in plan.estimate.stages]
     plan_bytes = sum(part.weights + part.master for part in parts)

@@ -101,6 +101,7 @@ class MicroBatchDrafts:
         clock: Callable[[], float],
     ) -> None:
         self._config = config
+        self._limits = limits
         self._row_cost = RowCost(limits.row_cost)
         self._model = model
         self._schedule: DraftModelSchedule | None = None
@@ -115,7 +116,7 @@ class MicroBatchDrafts:
         longest, cost = self._longest(members)
         for member, paid in zip(members, longest, strict=True):
             member.draft = ()
-            most = min(paid, left, _most_draft_tokens(member))
+            most = min(paid, left, _most_draft_tokens(member, self._limits))
             if most > 0 and not member.is_complete:
                 count = self._draft(member, most)
                 member.credit.spend(count, cost)
@@ -139,7 +140,7 @@ class MicroBatchDrafts:
             DraftWish(
                 member.draft_number or 0,
                 len(_tokens_of(member)),
-                0 if member.is_complete else _most_draft_tokens(member),
+                0 if member.is_complete else _most_draft_tokens(member, self._limits),
                 member.credit,
             )
             for member in members
@@ -198,9 +199,11 @@ class MicroBatchDrafts:
                     self._schedule.forget(number)
 
 
-def _most_draft_tokens(member: RunningRequest) -> int:
+def _most_draft_tokens(member: RunningRequest, limits: EngineLimits) -> int:
     """Return the longest draft: the last token of an answer is never an input."""
-    return member.request.max_new_tokens - len(member.token_ids) - 1
+    tokens = len(member.request.prompt_token_ids) + len(member.token_ids)
+    left = member.request.max_new_tokens - len(member.token_ids) - 1
+    return min(left, limits.tokens_before_switch(tokens))
 
 
 def _tokens_of(member: RunningRequest) -> list[int]:

@@ -92,6 +92,7 @@ def packed_batch_of(rows: Sequence[Row]) -> PackedBatch:
         block_tables=[row.blocks for row in rows],
         starts=[row.first for row in rows],
         counts=[row.length - row.first for row in rows],
+        rope_lengths=[row.rope_length or row.length for row in rows],
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.errors import SpecError
+from llmpq.spec.facts.model_fields import absolute_model_path
 from llmpq.spec.fields import read_json
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan import Plan
@@ -39,7 +40,7 @@ def checked_speculation(
         )
     if config is None or config.model is None:
         return config
-    folder = Path(config.model).resolve()
+    folder = absolute_model_path(config.model)
     found, expected = load_model_dir(folder).vocab_size, load_model_dir(model_dir).vocab_size
     if found != expected:
         raise SpecError(

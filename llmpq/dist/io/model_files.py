@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 
 from llmpq.dist.io.prompts import Tokenizer
 from llmpq.errors import SpecError
-from llmpq.spec.fields import read_json
+from llmpq.spec.facts.end_tokens import end_token_ids
 from llmpq.spec.gguf.tokenizer import tokenizer_arguments
 
 
@@ -42,13 +42,5 @@ def load_tokenizer(model_dir: Path) -> Tokenizer | None:
 
 
 def eos_token_ids(model_dir: Path, config: PreTrainedConfig) -> frozenset[int]:
-    """Return the end tokens of ``generation_config.json``, else of the model's configuration."""
-    path = model_dir / "generation_config.json"
-    found = read_json(path) if path.is_file() else {}
-    value = found.get("eos_token_id") if isinstance(found, dict) else None
-    if value is None:
-        value = getattr(config, "eos_token_id", None)
-    values = value if isinstance(value, list) else [value]
-    if not all(item is None or isinstance(item, int) for item in values):
-        raise SpecError(f"{path}: field 'eos_token_id': found {value!r}, expected token numbers")
-    return frozenset(item for item in values if item is not None)
+    """Return the end tokens of a model; see :func:`end_token_ids`."""
+    return end_token_ids(model_dir, getattr(config, "eos_token_id", None))

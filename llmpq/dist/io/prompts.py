@@ -7,17 +7,18 @@ field. Needs no torch, so that a command can check prompts before it starts a ra
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from llmpq.dist.io.sampling_params import GREEDY, SamplingParams
 from llmpq.dist.io.structured_outputs import grammar_of
 from llmpq.errors import SpecError
 from llmpq.spec.codec import from_json, to_json
-from llmpq.spec.fields import Fields
+from llmpq.spec.fields import Fields, decode_text, encoding_of
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import Plan
 
@@ -93,6 +94,7 @@ class RequestLimits:
         max_positions: longest sequence of the model, ``None`` when unlimited.
         eos_token_ids: the model's own end tokens.
         sampling_params: those of prompts without parameters of their own.
+        missing_tokenizer: what to say where the model has none.
     """
 
     prompt_tokens: int
@@ -102,6 +104,7 @@ class RequestLimits:
     vocab_size: int
     eos_token_ids: frozenset[int] = frozenset()
     sampling_params: SamplingParams = GREEDY
+    missing_tokenizer: str = "the model has no tokenizer"
 
 
 def request_limits(
@@ -174,8 +177,8 @@ def make_request(prompt: Prompt, limits: RequestLimits, tokenizer: Tokenizer | N
     if token_ids is None:
         if tokenizer is None:
             raise SpecError(
-                f"{prompt.where}: field 'prompt': found text, but the model directory holds no "
-                "tokenizer; expected 'prompt_token_ids'"
+                f"{prompt.where}: field 'prompt': found text, but {limits.missing_tokenizer}; "
+                "expected 'prompt_token_ids'"
             )
         token_ids = tuple(tokenizer.encode(prompt.text or ""))
     _check_tokens(prompt.where, "prompt_token_ids", token_ids, limits.vocab_size)
@@ -239,16 +242,26 @@ def prompt_to_json(prompt: Prompt) -> dict[str, Any]:
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield number and bytes of every line that is not blank."""
+    """Yield number and bytes in UTF-8 of every line that is not blank, without a mark."""
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
+            for number, line in enumerate(_in_utf8(path, file), start=1):
                 if line.strip():
                     yield number, line
     except FileNotFoundError:
         raise SpecError(f"{path}: no such file") from None
     except OSError as error:
         raise SpecError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _in_utf8(path: Path, file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of a file; only those of UTF-16 are decoded, and encoded again."""
+    first = file.readline()
+    if encoding_of(first) == "utf-16":
+        yield from decode_text(first + file.read(), str(path)).encode().splitlines(keepends=True)
+        return
+    yield first.removeprefix(codecs.BOM_UTF8)
+    yield from file
 
 
 def parse_line(path: Path, number: int, line: bytes) -> Fields:

@@ -64,6 +64,7 @@ from llmpq.errors import CapacityError, SpecError, StageError
 from llmpq.kernels.gpu.device import open_device
 from llmpq.models import Master, kv_shapes, load_config
 from llmpq.models.config import kv_sources
+from llmpq.models.rotary import length_scaling
 from llmpq.models.token_layout import message_features
 from llmpq.quant.loading.loader import load_master, load_stage
 from llmpq.spec.catalog import device as device_spec
@@ -137,6 +138,8 @@ def frame_limits(
     shapes = kv_shapes(config, 0, plan.model.num_layers) if plan.is_split else ()
     cached = DTYPES[plan.dtype_of(plan.stages[0])]  # stages that send keys and values have one
     kv_bits = 8 if plan.kv_bits == 8 else 8 * cached.itemsize
+    switch = length_scaling(config).switches_after or 0
+    is_crossed = 0 < switch < plan.workload.max_context_tokens
     return FrameLimits(
         digest=digest.digest()[:8],
         num_blocks=max(
@@ -153,8 +156,15 @@ def frame_limits(
         # A row has at least one token.
         mixed_rows=0 if engine is None else engine.token_budget,
         mixed_tokens=0 if engine is None else engine.token_budget,
+        recomputed_tokens=switch + 1 if is_crossed else 0,
         kv_token_bytes=tuple(token_bytes(shape, cached, kv_bits) for shape in shapes),
     )
+
+
+def with_length_scaling(limits: EngineLimits, config: PreTrainedConfig) -> EngineLimits:
+    """Return the limits of an engine for a model's rotary angles."""
+    scaling = length_scaling(config)
+    return replace(limits, switches_after=scaling.switches_after, grows_after=scaling.grows_after)
 
 
 def engine_limits_of(job: Job, plan: Plan) -> EngineLimits | None:
@@ -434,7 +444,8 @@ class MasterRank:
         self._should_drain = None if folder is None else DrainFlag(folder)
         self._config = config = checked_config(plan, job.model_dir)
         self._grammars = GrammarCompiler(job.model_dir, eos_token_ids(job.model_dir, config))
-        limits, config_of_drafts = engine_limits(plan, job.engine), job.engine.speculative_config
+        limits = with_length_scaling(engine_limits(plan, job.engine), config)
+        config_of_drafts = job.engine.speculative_config
         self._drafts = drafts_of(config_of_drafts, limits, self._draft_model, self._clock.now)
         self._next_number = 0
         self._has_tokens = False
@@ -502,7 +513,7 @@ class MasterRank:
             runner=PipelineSteps(
                 master=self._master, runner=self._runner, communicator=self._communicator
             ),
-            limits=engine_limits(plan, job.engine),
+            limits=with_length_scaling(engine_limits(plan, job.engine), config),
             order=queue_order(job.engine.scheduler, **alpha),
             model=ModelLimits(
                 max_model_len=max_context_of(job, plan),
@@ -557,4 +568,5 @@ class MasterRank:
             grammars=self._grammars,
             drafts=self._drafts,
             first_number=self._next_number,
+            switches_after=length_scaling(self._config).switches_after,
         )

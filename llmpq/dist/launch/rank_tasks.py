@@ -54,6 +54,7 @@ from llmpq.dist.transport.rendezvous import RankIdentity, connect
 from llmpq.dist.transport.topology import topology_of
 from llmpq.errors import SpecError
 from llmpq.spec.fields import dump_json, write_text
+from llmpq.spec.gguf.tokenizer import missing_tokenizer
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan import Plan, read_plan
 
@@ -122,7 +123,8 @@ def _serve(job: Job, plan: Plan, progress: RunProgress, start: StartLog) -> Meas
 
 def _limits(job: Job, plan: Plan) -> RequestLimits:
     eos = eos_token_ids(job.model_dir, checked_config(plan, job.model_dir))
-    return request_limits(plan, load_model_dir(job.model_dir), eos, job.sampling)
+    limits = request_limits(plan, load_model_dir(job.model_dir), eos, job.sampling)
+    return replace(limits, missing_tokenizer=missing_tokenizer(job.model_dir))
 
 
 def _serve_online(job: Job, plan: Plan, progress: RunProgress, start: StartLog) -> Measurement:

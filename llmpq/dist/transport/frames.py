@@ -9,7 +9,8 @@ Header, little-endian, then one row of the table for each of ``max_rows`` sequen
 
     4s magic | B version | B kind | B dtype | B buffer | 8s plan digest | Q sequence | Q micro_batch
     | I rows | I tokens | I hidden | I layer | Q payload bytes
-    | table: rows x (I first, I length, Q origin), zeros | I crc32 of everything before
+    | table: rows x (I first, I length, I rope_length, Q origin), zeros
+    | I crc32 of everything before
 
 A row of ``length`` tokens has ``ceil(length / block_size)`` blocks. The block tables follow the
 header of a frame with rows::
@@ -42,12 +43,12 @@ from llmpq.errors import StageError
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
 
 MAGIC = b"LPQ1"
-VERSION = 4
+VERSION = 5
 MAX_TEXT_BYTES = 64 * 1024
 """The longest text of a control frame."""
 
 _FIXED = struct.Struct("<4sBBBB8sQQIIIIQ")
-_ROW = struct.Struct("<IIQ")
+_ROW = struct.Struct("<IIIQ")
 _CHECKSUM = struct.Struct("<I")
 _BLOCK = np.dtype("<u4")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32)
@@ -84,6 +85,8 @@ class FrameLimits:
     Attributes:
         digest: 8 bytes that identify the plan and the model.
         max_context: tokens of the longest sequence.
+        recomputed_tokens: tokens of a sequence whose keys and values a decode step computes again;
+            0 where none does.
         prefill_rows, prefill_tokens: sequences of the largest prefill micro-batch, and tokens of
             its longest prompt.
         mixed_rows, mixed_tokens: sequences and tokens of the largest mixed step; 0 for none.
@@ -104,6 +107,7 @@ class FrameLimits:
     dtype: torch.dtype
     other_dtypes: tuple[torch.dtype, ...] = ()
     kv_token_bytes: tuple[int, ...] = ()
+    recomputed_tokens: int = 0
     mixed_rows: int = 0
     mixed_tokens: int = 0
     block_size: int = KV_BLOCK_SIZE
@@ -119,6 +123,7 @@ class FrameLimits:
             dtype=torch.int32,
             other_dtypes=(),
             kv_token_bytes=(),
+            recomputed_tokens=0,
             mixed_rows=rows,
             mixed_tokens=tokens,
         )
@@ -149,14 +154,19 @@ class FrameLimits:
             rows = max(self.prefill_rows, self.decode_rows)
             return rows, self.prefill_rows * self.prefill_tokens
         if kind is FrameKind.DECODE:
-            return self.decode_rows, self.decode_rows
+            return self.decode_rows, self.decode_tokens
         return self.mixed_rows, self.mixed_tokens
+
+    @property
+    def decode_tokens(self) -> int:
+        """Tokens of the largest decode micro-batch."""
+        return self.decode_rows * max(1, self.recomputed_tokens)
 
     @property
     def max_payload_bytes(self) -> int:
         """Size of the largest payload other than a text."""
         prefill_tokens = self.prefill_rows * self.prefill_tokens
-        tokens = max(prefill_tokens, self.decode_rows, self.mixed_tokens)
+        tokens = max(prefill_tokens, self.decode_tokens, self.mixed_tokens)
         widest = max(one.itemsize for one in (self.dtype, *self.other_dtypes))
         hidden = tokens * self.hidden_size * widest
         return max(hidden, prefill_tokens * max(self.kv_token_bytes, default=0))
@@ -172,12 +182,14 @@ class Row:
         length: its tokens after the step.
         origin: number of the prefill micro-batch that filled its blocks; distinguishes the owners
             of a block where keys and values are sent.
+        rope_length: length of the sequence for rotary angles that depend on it; 0 for ``length``.
     """
 
     blocks: tuple[int, ...]
     first: int
     length: int
     origin: int = 0
+    rope_length: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -245,7 +257,9 @@ def encode_header(frame: Frame, limits: FrameLimits, sequence: int, buffer: int 
         MAGIC, VERSION, frame.kind, dtype, buffer, limits.digest, sequence, frame.micro_batch,
         rows, tokens, hidden, frame.layer, size,
     )  # fmt: skip
-    table = b"".join(_ROW.pack(row.first, row.length, row.origin) for row in frame.rows)
+    table = b"".join(
+        _ROW.pack(row.first, row.length, row.rope_length, row.origin) for row in frame.rows
+    )
     body = (fixed + table).ljust(limits.header_bytes - _CHECKSUM.size, b"\0")
     return body + _CHECKSUM.pack(zlib.crc32(body))
 
@@ -336,8 +350,8 @@ def _read_table(body: bytes, rows: int, limits: FrameLimits) -> tuple[Row, ...]:
     if body.count(0, end) != len(body) - end:
         raise _refused("table", "entries beyond its rows", "zeros")
     return tuple(
-        Row(blocks=(), first=first, length=length, origin=origin)
-        for first, length, origin in _ROW.iter_unpack(body[_FIXED.size : end])
+        Row(blocks=(), first=first, length=length, origin=origin, rope_length=rope_length)
+        for first, length, rope_length, origin in _ROW.iter_unpack(body[_FIXED.size : end])
     )
 
 
@@ -380,10 +394,11 @@ def _check_tensor(header: Header, limits: FrameLimits) -> None:
     _expect("payload bytes", header.payload_bytes, tokens * hidden * header.dtype.itemsize)
     is_prefill = header.frame.kind is FrameKind.PREFILL
     longest = limits.prefill_tokens if is_prefill else limits.max_context
-    if header.frame.kind is FrameKind.DECODE:
+    if header.frame.kind is FrameKind.DECODE and not limits.recomputed_tokens:
         _expect("tokens of a decode step", tokens, rows)
     for row in header.frame.rows:
-        if not row.first < row.length <= longest:
+        is_known = row.rope_length <= limits.max_context
+        if not (row.first < row.length <= longest and is_known):
             raise _refused("row", row, f"positions of a sequence of at most {longest} tokens")
     _expect("tokens of the rows", sum(row.length - row.first for row in header.frame.rows), tokens)
 

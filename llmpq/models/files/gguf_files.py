@@ -29,11 +29,11 @@ from llmpq.models.files.decoded import (
     StoredRows,
     WrappedRows,
 )
-from llmpq.models.files.headers import Header
 from llmpq.models.files.sources import ByteRange, FileStamp, TensorSource, opened
 from llmpq.models.files.tensor_files import TensorFiles
 from llmpq.spec.gguf.config import config_of
 from llmpq.spec.gguf.header import GgufHeader, GgufTensor, read_header
+from llmpq.spec.safetensors.headers import Header
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

@@ -1,24 +1,22 @@
 """TensorFiles: the safetensors of one model directory, as one mapping from name to tensor.
 
-Single or sharded safetensors; pickled weights are never read. Headers are checked when the
-directory is opened, tensors are read on request. A file that changed in between is an error.
+Single or sharded safetensors, with or without an index; pickled weights are never read. Headers are
+checked when the directory is opened, tensors are read on request. A file that changed in between is
+an error.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from llmpq.errors import SpecError, bad_field
+from llmpq.errors import SpecError
 from llmpq.models.files.decoded import DecodedSource, decode_blocks
-from llmpq.models.files.headers import Header, read_header, unique_keys
 from llmpq.models.files.sources import (
     TORCH_DTYPES,
     Allocate,
@@ -32,42 +30,35 @@ from llmpq.models.files.sources import (
     read_source,
     will_need,
 )
+from llmpq.spec.safetensors.files import find_weights, weights_dtype
+from llmpq.spec.safetensors.headers import Header, read_header
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-MAX_INDEX_BYTES = 32 * 1024 * 1024
 FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Dtypes of weights that are not codes."""
 
-_OF_CODES = ".scales"
 _SAMPLE_BYTES = 4096
 _MAX_SAMPLES = 16
-_PICKLED = {".bin", ".pt", ".pth", ".ckpt"}
 
 
 class TensorFiles:
     """The safetensors files of one directory, as one mapping from name to tensor.
 
     Args:
-        model_dir: directory with ``model.safetensors`` or an index and its shards.
+        model_dir: directory with the files that ``find_weights`` finds.
 
     Raises:
-        SpecError: no such weights, a shard that is missing or outside the directory, a header
-            that is not consistent, or an index that disagrees with the headers.
+        SpecError: no such weights, a shard that is missing, a header that is not consistent, or
+            an index that disagrees with the headers.
     """
 
     def __init__(self, model_dir: Path | str) -> None:
         self.directory = Path(model_dir)
         self.headers: dict[str, Header] = {}
         self._stamps: dict[str, FileStamp] = {}
-        self._file_of: dict[str, str] = {}
-        if (self.directory / SINGLE_FILE).exists():
-            self._add_file(SINGLE_FILE)
-            self._file_of = dict.fromkeys(self.headers[SINGLE_FILE].entries, SINGLE_FILE)
-        elif (self.directory / INDEX_FILE).exists():
-            self._add_shards(self.directory / INDEX_FILE)
-        else:
-            raise SpecError(self._no_weights())
+        files = find_weights(self.directory)
+        for name in files.names:
+            self._add_file(name)
+        self._file_of = files.assign(self.headers)
 
     @property
     def names(self) -> Iterable[str]:
@@ -84,14 +75,11 @@ class TensorFiles:
         Raises:
             SpecError: no tensor holds floating-point numbers.
         """
-        stored: Counter[torch.dtype] = Counter()
-        for header in self.headers.values():
-            for name, entry in header.entries.items():
-                if TORCH_DTYPES[entry.dtype] in FLOATING and not name.endswith(_OF_CODES):
-                    stored[TORCH_DTYPES[entry.dtype]] += entry.end - entry.begin
-        if not stored:
+        name = weights_dtype(self.headers.values())
+        if name is None:
             raise SpecError(f"{self.directory}: found no floating-point weights")
-        return stored.most_common(1)[0][0]
+        found: torch.dtype = getattr(torch, name)
+        return found
 
     @property
     def decodes(self) -> bool:
@@ -190,41 +178,9 @@ class TensorFiles:
         path = self.directory / name
         if not path.is_file():
             raise SpecError(f"{path}: found no such file, expected a shard of the checkpoint")
-        if not self._may_read(path):
-            raise SpecError(f"{path}: leads outside the model directory")
         with opened(path) as descriptor, os.fdopen(descriptor, "rb", closefd=False) as stream:
             stamp = self._stamps[name] = FileStamp.of(descriptor)
             self.headers[name] = read_header(stream, file_bytes=stamp.size, where=str(path))
-
-    def _may_read(self, path: Path) -> bool:
-        """Return whether a link stays inside the directory, or in the blobs of its hub cache."""
-        roots = [self.directory.resolve()]
-        snapshots = roots[0].parent
-        if snapshots.name == "snapshots":
-            roots.append(snapshots.parent / "blobs")
-        return any(path.resolve().is_relative_to(root) for root in roots)
-
-    def _add_shards(self, index: Path) -> None:
-        if not self._may_read(index):
-            raise SpecError(f"{index}: leads outside the model directory")
-        weight_map = _read_weight_map(index)
-        for name in sorted(set(weight_map.values())):
-            if PurePosixPath(name).name != name or "\\" in name or name in {"", ".", ".."}:
-                raise bad_field(str(index), "weight_map", name, "a file of this directory")
-            self._add_file(name)
-        for tensor, file in weight_map.items():
-            if tensor not in self.headers[file].entries:
-                raise SpecError(f"{index}: tensor '{tensor}' is not in {file}")
-        self._file_of = dict(weight_map)
-
-    def _no_weights(self) -> str:
-        pickled = [p.name for p in sorted(self.directory.glob("*")) if p.suffix in _PICKLED]
-        if pickled:
-            return (
-                f"{self.directory}: found only pickled weights ({pickled[0]}), expected "
-                "safetensors; pickles can run code and are never read: convert the checkpoint"
-            )
-        return f"{self.directory}: found no weights, expected {SINGLE_FILE} or {INDEX_FILE}"
 
 
 def _sample(source: TensorSource) -> ByteRange:
@@ -232,19 +188,3 @@ def _sample(source: TensorSource) -> ByteRange:
     part = source.ranges[len(source.ranges) // 2]
     count = min(_SAMPLE_BYTES, part.nbytes)
     return ByteRange(file=part.file, begin=part.begin + (part.nbytes - count) // 2, nbytes=count)
-
-
-def _read_weight_map(index: Path) -> dict[str, str]:
-    if index.stat().st_size > MAX_INDEX_BYTES:
-        raise SpecError(f"{index}: larger than {MAX_INDEX_BYTES} bytes, expected an index")
-    try:
-        fields = json.loads(index.read_bytes(), object_pairs_hook=unique_keys)
-    except (ValueError, RecursionError, OSError) as error:
-        raise SpecError(f"{index}: not JSON: {error}") from error
-    weight_map = fields.get("weight_map") if isinstance(fields, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise bad_field(str(index), "weight_map", weight_map, "an object of tensors and files")
-    for file in weight_map.values():
-        if not isinstance(file, str):
-            raise bad_field(str(index), "weight_map", file, "the name of a file")
-    return weight_map

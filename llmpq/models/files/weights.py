@@ -171,12 +171,16 @@ class Checkpoint:
             SpecError: as :meth:`layer_sources`.
         """
         sources = {}
-        for key, value in Master(self.config).state_dict().items():
+        master = Master(self.config)
+        embedding = f"{master.embedding_name}.weight"
+        for key, value in master.state_dict().items():
             if key in without:
                 continue
             stored = self._root + key
             if key.startswith("lm_head."):
                 stored = self.head_name(key.removeprefix("lm_head."))
+            elif key == embedding and master.lm_head is None and not self._is_stored(stored):
+                stored = self.head_name("weight")  # a tied matrix that is stored as the head
             sources[key] = self._source(stored, value)
         return sources
 
@@ -190,6 +194,9 @@ class Checkpoint:
 
     def _load(self, sources: Mapping[str, TensorSource]) -> dict[str, Tensor]:
         return {key: self.tensors.load(source) for key, source in sources.items()}
+
+    def _is_stored(self, name: str) -> bool:
+        return find_stored(self.tensors, name) is not None or name in self._renamed
 
     def _source(self, name: str, wanted: Tensor, *, is_transposed: bool = False) -> TensorSource:
         """Find what goes into ``wanted``, fusing experts stored one by one."""

@@ -17,6 +17,9 @@ from llmpq.multillm.running.dataflow import JOINT
 from llmpq.multillm.schedule import ApplicationSchedule, plans_of
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, Device
+from llmpq.spec.facts.model_fields import absolute_model_path
+from llmpq.spec.gguf.header import find_gguf
+from llmpq.spec.gguf.tokenizer import missing_tokenizer
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan import Plan
 from llmpq.units import format_bytes
@@ -92,7 +95,10 @@ def prepare_models(
             contexts.append(max_model_len(plan, EngineOptions(), spec.max_positions))
         tokenizer = load_tokenizer(folder)
         if tokenizer is None:
-            raise SpecError(f"{folder}: found no tokenizer, expected one for the texts of prompts")
+            raise SpecError(
+                f"{folder}: found no tokenizer, expected one for the texts of prompts: "
+                f"{missing_tokenizer(folder)}"
+            )
         found[model.name] = RunModel(
             name=model.name, folder=folder, tokenizer=tokenizer, context=min(contexts)
         )
@@ -102,8 +108,8 @@ def prepare_models(
 def _folder(name: str, given: Path, plans: Sequence[Plan]) -> Path:
     sources = [given, *(Path(plan.model.source) for plan in plans if plan.model.source)]
     for path in sources:
-        if path.is_dir():
-            return path.resolve()
+        if path.is_dir() or find_gguf(path) is not None:
+            return absolute_model_path(path)
     raise SpecError(
         f"model '{name}': found no folder of weights in {', '.join(map(str, sources))}, expected "
         f"--model {name}=DIR"

@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from llmpq.errors import SpecError
-from llmpq.models.files.tensor_files import INDEX_FILE, SINGLE_FILE
 from llmpq.spec.fields import dump_json
+from llmpq.spec.safetensors.files import INDEX_FILE, SINGLE_FILE
 
 SHARD_BYTES = 1 << 30
 

@@ -33,10 +33,10 @@ from llmpq.errors import SpecError
 from llmpq.kernels.cpu.tiles import TiledWeight, tiled_shapes
 from llmpq.kernels.packed import PackedWeight, packed_row_bytes
 from llmpq.logging import get_logger
-from llmpq.models.files.headers import DTYPE_BITS
 from llmpq.models.files.sources import TORCH_DTYPES, read_into
 from llmpq.quant.loading.assembly import Matrix
 from llmpq.spec.precision import Precision
+from llmpq.spec.safetensors.headers import DTYPE_BITS
 
 _logger = get_logger(__name__)
 

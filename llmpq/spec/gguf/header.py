@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from llmpq.errors import SpecError, bad_field
+from llmpq.spec.fields import LFS_BYTES, check_downloaded
 
 Value = int | float | bool | str | tuple[int | float | bool | str, ...]
 
@@ -131,7 +132,7 @@ def find_gguf(model: Path | str) -> Path | None:
         SpecError: a directory without ``config.json`` has several GGUF models.
     """
     path = Path(model)
-    if path.suffix == ".gguf" and path.is_file():
+    if path.is_file() and (path.suffix == ".gguf" or _has_magic(path)):
         return path
     if not path.is_dir() or (path / "config.json").exists():
         return None
@@ -142,6 +143,15 @@ def find_gguf(model: Path | str) -> Path | None:
             "expected the path of one"
         )
     return found[0] if found else None
+
+
+def _has_magic(path: Path) -> bool:
+    """Return whether a file of any name begins as a GGUF file, such as a blob of a hub cache."""
+    try:
+        with path.open("rb") as stream:
+            return stream.read(len(_MAGIC)) == _MAGIC
+    except OSError:
+        return False
 
 
 def read_header(path: Path) -> GgufHeader:
@@ -207,6 +217,8 @@ Parsed = tuple[dict[str, Value], dict[str, int], dict[str, GgufTensor]]
 def _read_file(path: Path, file_bytes: int) -> Parsed:
     try:
         with path.open("rb") as stream:
+            check_downloaded(path, stream.read(LFS_BYTES))
+            stream.seek(0)
             return _Reader(stream, path, file_bytes).parse()
     except OSError as error:
         raise SpecError(f"{path}: cannot be read: {error.strerror}") from None

@@ -29,11 +29,20 @@ SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_expe
 DEFAULTS_FILE = "config_defaults.json"
 
 
-@cache
 def family_defaults() -> Mapping[str, Mapping[str, Any]]:
     """Return the defaults of transformers' configuration classes by ``model_type``."""
+    return _defaults("families")
+
+
+def class_sizes() -> Mapping[str, Mapping[str, Any]]:
+    """Return the sizes that transformers' classes have by default, by ``model_type``."""
+    return _defaults("sizes")
+
+
+@cache
+def _defaults(part: str) -> Mapping[str, Mapping[str, Any]]:
     with resources.as_file(resources.files("llmpq") / "data" / DEFAULTS_FILE) as path:
-        return cast(Mapping[str, Mapping[str, Any]], read_json(path)["families"])
+        return cast(Mapping[str, Mapping[str, Any]], read_json(path)[part])
 
 
 class Config(Fields):
@@ -144,9 +153,9 @@ class Config(Fields):
         return frozenset(value)
 
     def dtype(self) -> Dtype:
-        """Return the checkpoint's number format; float32, torch's default, if not stated."""
+        """Return the checkpoint's number format; bfloat16, today's usual one, if not stated."""
         name = next((name for name in ("dtype", "torch_dtype") if self.has(name)), None)
-        value = "float32" if name is None else self.take(name)
+        value = "bfloat16" if name is None else self.take(name)
         text = value.removeprefix("torch.") if isinstance(value, str) else ""
         if text not in DTYPE_BYTES:
             raise self.error(str(name), value, f"one of {', '.join(DTYPE_BYTES)}")

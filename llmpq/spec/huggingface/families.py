@@ -1,8 +1,9 @@
 """Model families: a ``ModelSpec`` from any supported ``config.json``, without torch.
 
 Operators have their module path inside transformers' decoder layer as name. Sizes that define the
-model must be in the file; fields that older files leave out (key-value heads, head size, biases,
-ties, windows) have the defaults of transformers, which differ by family. Models that are not
+model must be in the file, but for the text part of a multimodal model, which published files leave
+to transformers' class. Fields that older files leave out (key-value heads, head size, biases, ties,
+windows) have the defaults of transformers, which differ by family. Models that are not
 decoder-only or of an unknown family are errors that name file and field.
 """
 
@@ -13,9 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmpq.spec.fields import read_json
-from llmpq.spec.gguf.config import gguf_config
-from llmpq.spec.huggingface.config import HIDDEN, Config, family_defaults
+from llmpq.spec.facts.model_fields import (
+    CONFIG_FILE,
+    absolute_model_path,
+    model_fields,
+)
+from llmpq.spec.huggingface.config import HIDDEN, Config, class_sizes, family_defaults
 from llmpq.spec.huggingface.described import MODEL_FILE, read_model_file
 from llmpq.spec.huggingface.gptq import stored_head, stored_precisions
 from llmpq.spec.huggingface.language import language_fields
@@ -29,13 +33,14 @@ def load_model_dir(path: str | Path) -> ModelSpec:
     A directory of an unknown family may have a model file instead (``llmpq-profile describe``).
 
     Raises:
-        SpecError: as ``model_from_config``, ``stored_precisions`` and ``stored_head``.
+        SpecError: as ``model_fields``, ``model_from_config``, ``stored_precisions`` and
+            ``stored_head``.
     """
     folder = Path(path)
-    file = folder / "config.json"
-    config, name = gguf_config(folder) or read_json(file), folder.resolve().name
+    file = folder / CONFIG_FILE
+    config, name = model_fields(folder), absolute_model_path(folder).name
     described = folder / MODEL_FILE
-    is_known = isinstance(config, dict) and language_fields(config).get("model_type") in VARIANTS
+    is_known = language_fields(config).get("model_type") in VARIANTS
     if not is_known and described.is_file():
         model = replace(read_model_file(described), name=name)
     else:
@@ -59,6 +64,7 @@ def model_from_config(config: Mapping[str, Any], name: str, where: str) -> Model
         SpecError: not a decoder-only model of a known family, or a field is missing or invalid.
     """
     fields = Config(config, where)
+    is_part = isinstance(config.get("text_config"), Mapping)
     config = language_fields(config)
     family = config.get("model_type")
     if config.get("is_encoder_decoder"):
@@ -69,9 +75,10 @@ def model_from_config(config: Mapping[str, Any], name: str, where: str) -> Model
             family,
             f"one of {', '.join(model_types())}, or a description by 'llmpq-profile describe'",
         )
-    return _read(
-        VARIANTS[family], Config(config, where, defaults=family_defaults()[family]), family, name
-    )
+    defaults = family_defaults()[family]
+    if is_part:
+        defaults = {**defaults, **class_sizes()[family]}
+    return _read(VARIANTS[family], Config(config, where, defaults=defaults), family, name)
 
 
 def _read(variant: Variant, fields: Config, family: str, name: str) -> ModelSpec:

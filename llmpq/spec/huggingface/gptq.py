@@ -7,7 +7,6 @@ match counts. Only names of tensors are read, not their data.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.errors import SpecError, bad_field
+from llmpq.spec.facts.model_fields import model_fields
 from llmpq.spec.fields import read_json
-from llmpq.spec.gguf.config import gguf_config
+from llmpq.spec.huggingface.language import language_fields
 from llmpq.spec.huggingface.quantization import FIELD, codes_config
 from llmpq.spec.precision import Precision, heaviest, unquantized
+from llmpq.spec.safetensors.files import find_weights, read_headers
 
 # Older checkpoints have it in a separate file.
 OLD_FILE = "quantize_config.json"
@@ -28,7 +29,6 @@ ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}
 QUANTIZED_BITS = (3, 4, 8)
 
 _MAX_PATTERN = 4096
-_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _CODES = ".qweight"
 
@@ -90,13 +90,11 @@ def find_config(model_dir: Path | str) -> dict[str, Any] | None:
     """Return what a model directory says about its quantization; ``None``: it is not quantized.
 
     Raises:
-        SpecError: ``config.json`` is missing or not an object.
+        SpecError: as ``model_fields``, or what it says is no object.
     """
     directory = Path(model_dir)
-    config = gguf_config(directory) or read_json(directory / "config.json")
-    if not isinstance(config, dict):
-        raise bad_field(str(directory / "config.json"), "(top level)", config, "an object")
-    found = config.get(FIELD)
+    config = model_fields(directory)
+    found = config.get(FIELD, language_fields(config).get(FIELD))
     if found is None and (directory / OLD_FILE).is_file():
         found = read_json(directory / OLD_FILE)
         if isinstance(found, dict):
@@ -198,29 +196,9 @@ def _of_layer(found: set[Precision], directory: Path, index: int) -> Precision:
 
 
 def _tensor_names(directory: Path) -> Iterable[str]:
-    """Return the names of all tensors, from the index or the header of the only file."""
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        fields = read_json(index)
-        names = fields.get("weight_map") if isinstance(fields, dict) else None
-    else:
-        names = _header(directory / "model.safetensors")
-    if not isinstance(names, dict):
-        raise bad_field(str(index), "weight_map", names, "an object of tensors and files")
-    return names
-
-
-def _header(path: Path) -> object:
-    try:
-        with path.open("rb") as stream:
-            size = int.from_bytes(stream.read(8), "little")
-            if size > _MAX_HEADER_BYTES:
-                raise SpecError(f"{path}: found a header of {size} bytes, expected safetensors")
-            return json.loads(stream.read(size))
-    except OSError as error:
-        raise SpecError(f"{path}: cannot be read: {error}") from None
-    except (ValueError, RecursionError):
-        raise SpecError(f"{path}: found no header of safetensors") from None
+    """Return the names of all tensors, from the index or the headers of the files."""
+    files = find_weights(directory)
+    return files.file_of or files.assign(read_headers(files))
 
 
 def _rules(value: object, where: str) -> tuple[Rule, ...]:

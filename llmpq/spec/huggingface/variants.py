@@ -224,7 +224,9 @@ VARIANTS: dict[str, Variant] = {
     "dbrx": Variant(attention=mixtures.dbrx_attention, feed_forward=mixtures.dbrx_feed_forward),
     "diffllama": Variant(attention=SelfAttention(others=4)),
     "dots1": Variant(
-        attention=SelfAttention(norm="heads"), feed_forward=_SHARED, windows=windows.from_layer
+        attention=SelfAttention(norm="heads"),
+        feed_forward=_SHARED,
+        windows=windows.always_from_layer,
     ),
     "ernie4_5": Variant(
         attention=SelfAttention(bias="use_bias"), feed_forward=Gated(bias="use_bias")
@@ -463,7 +465,7 @@ VARIANTS: dict[str, Variant] = {
         attention=SelfAttention(out_bias="attention_out_bias"),
         feed_forward=Gated(bias="mlp_bias"),
     ),
-    "smollm3": Variant(feed_forward=Gated(bias="mlp_bias"), windows=windows.named),
+    "smollm3": Variant(feed_forward=Gated(bias="mlp_bias"), windows=windows.without_positions),
     "solar_open": Variant(feed_forward=replace(_SHARED, layers=None)),
     "stablelm": Variant(
         attention=SelfAttention(

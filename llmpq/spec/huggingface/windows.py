@@ -32,14 +32,35 @@ def uniform(fields: Config) -> Sequence[int | None]:
 
 def if_used(fields: Config) -> Sequence[int | None]:
     """Return windows of all layers if ``use_sliding_window`` is set (Qwen3-MoE)."""
-    return [_used_window(fields)] * fields.layers()
+    return by_name(fields, [_used_window(fields)] * fields.layers())
+
+
+def without_positions(fields: Config) -> Sequence[int | None]:
+    """Return windows of the layers that rotate nothing, if used (SmolLM3)."""
+    window, count = _used_window(fields), fields.layers()
+    every = fields.size("no_rope_layer_interval")
+    rotates: Sequence[object] = [(index + 1) % every for index in range(count)]
+    if fields.has("no_rope_layers"):
+        rotates = fields.take("no_rope_layers")
+        if not isinstance(rotates, list) or len(rotates) != count:
+            raise fields.error("no_rope_layers", rotates, f"one entry for each of {count} layers")
+    return by_name(fields, [None if rotated else window for rotated in rotates])
 
 
 def from_layer(fields: Config) -> Sequence[int | None]:
     """Return windows from ``max_window_layers`` on, if used (Qwen)."""
-    window, count = _used_window(fields), fields.layers()
+    return _from_layer(fields, _used_window(fields))
+
+
+def always_from_layer(fields: Config) -> Sequence[int | None]:
+    """Return windows from ``max_window_layers`` on (dots.llm1)."""
+    return _from_layer(fields, _window(fields))
+
+
+def _from_layer(fields: Config, window: int | None) -> Sequence[int | None]:
     first = fields.size("max_window_layers", minimum=0)
-    return by_name(fields, [window if index >= first else None for index in range(count)])
+    pattern = [window if index >= first else None for index in range(fields.layers())]
+    return by_name(fields, pattern)
 
 
 def every_other(fields: Config) -> Sequence[int | None]:
@@ -67,7 +88,7 @@ def by_period(period: int, field: str | None = None) -> Windows:
 
 
 def named(fields: Config) -> Sequence[int | None]:
-    """Return windows where ``layer_types`` says, else none (SmolLM3, Mellum)."""
+    """Return windows where ``layer_types`` says, else none (Mellum)."""
     return by_name(fields, [None] * fields.layers())
 
 

@@ -263,3 +263,22 @@ def test_an_answer_that_is_complete_is_handed_over_though_the_run_breaks(tiny_mo
         engine.run(requests, lambda request, tokens, _: answers.update({request.id: tokens}))
     (number,) = answers
     assert list(answers[number]) == expected[number]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_sequences_that_grow_past_the_switch_of_longrope_are_those_of_transformers(
+    tiny_model, stages
+):
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": 8,
+    }
+    model_dir = tiny_model("phi3", seed=1, rope_parameters=rope, original_max_position_embeddings=8)
+    requests, expected = requests_with_stops(model_dir)
+    for prefill, decode, batch in ((3, 4, 5), (1, 3, 7)):
+        plan = make_plan(CUTS[stages], prefill=prefill, decode=decode, batch=batch)
+        answers, _ = run_threads(plan, model_dir, requests)
+        assert {number: list(tokens) for number, (tokens, _) in answers.items()} == expected

@@ -31,6 +31,15 @@ PROMPTS = [PREFIX, [3, 4], [*PREFIX[:33], 5, 6], [50] * 18, [61], [*PREFIX[:20],
 FREE = SamplingParams(ignore_eos=True, max_tokens=8)
 WIDE = {"layers": 3, "hidden": 128, "intermediate": 192, "heads": 4, "kv_heads": 2}
 """Wide enough for compiled decode steps."""
+SWITCH = 20
+"""Longest sequence with the first table of ``longrope``."""
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * i for i in range(16)],
+    "long_factor": [4.0 + i for i in range(16)],
+    "original_max_position_embeddings": SWITCH,
+}
 _expected: dict[Path, list[list[int]]] = {}
 
 
@@ -215,3 +224,37 @@ def test_keys_and_values_of_8_bits_give_the_same_tokens_in_any_chunks(tiny_model
     serve(model_dir, 2, chunked, kv_bits=8, token_budget=5, prefix_caching=False)
     for number in range(len(PROMPTS)):
         assert whole.tokens(str(number)) == chunked.tokens(str(number))
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"token_budget": 512},
+        {"token_budget": 7},
+        {"num_blocks": 5, "token_budget": 12},
+        {"speculative_config": SpeculativeConfig(num_speculative_tokens=4, prompt_lookup_min=1)},
+    ],
+    ids=["at once", "chunks", "few blocks", "drafts"],
+)
+def test_angles_of_the_length_change_no_token(tiny_model, monkeypatch, num_stages, options):
+    """Chunks, prefixes of shorter and longer prompts, and growth past the switch."""
+    monkeypatch.setattr(DraftCredit, "longest", lambda *_: 31)
+    model_dir = tiny_model(
+        "phi3", seed=1, shape=WIDE, rope_parameters=LONGROPE,
+        original_max_position_embeddings=SWITCH, max_position_embeddings=256,
+    )  # fmt: skip
+    prompts = [
+        PREFIX[:18], PREFIX, PREFIX[:SWITCH], [*PREFIX[:33], 5], PREFIX[:19], [50] * 12,
+    ]  # fmt: skip
+    script = Script()
+    for number, prompt in enumerate(prompts):
+        params = replace(FREE, max_tokens=12)
+        item = GenerationRequest(id=str(number), prompt_token_ids=tuple(prompt), sampling=params)
+        script.add(1 + 6 * number, item)
+    serve(model_dir, num_stages, script, **options)
+    model = load_reference(model_dir)
+    model.generation_config.eos_token_id = None
+    for number, prompt in enumerate(prompts):
+        expected, _ = generate_alone(model, prompt, 12)
+        assert script.tokens(str(number)) == expected[len(prompt) :]

@@ -188,3 +188,14 @@ def test_sampling_parameters_that_cannot_be_used_are_refused(tmp_path, params, m
     path = _file(tmp_path, {"id": "a", "prompt_token_ids": [1], "sampling_params": params})
     with pytest.raises(SpecError, match=message):
         make_request(read_prompts(path)[0], LIMITS, None)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_files_of_windows_are_read(tmp_path, encoding):
+    lines = [{"id": "a", "prompt": "Grüße"}, {"id": "b", "prompt_token_ids": [1, 2]}]
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes("".join(json.dumps(x) + "\r\n" for x in lines).encode(encoding))
+    text, tokens = read_prompts(path)
+    assert (text.id, text.text) == ("a", "Grüße")
+    assert (tokens.id, tokens.token_ids) == ("b", (1, 2))
+    assert "line 2" in tokens.where

@@ -199,7 +199,7 @@ def test_mutated_block_tables_raise_only_stage_errors():
 def test_rows_may_share_blocks_that_they_only_read():
     limits = replace(LIMITS, mixed_rows=3, mixed_tokens=9)
     rows = (
-        Row(blocks=(5, 0), first=16, length=21, origin=2),
+        Row(blocks=(5, 0), first=16, length=21, origin=2, rope_length=30),
         Row(blocks=(5, 3), first=18, length=19),
         Row(blocks=(1,), first=0, length=3),
     )
@@ -238,3 +238,21 @@ def test_mutated_headers_raise_only_stage_errors(count, seed):
         assert rows == len(header.frame.rows) <= 3
         assert all(row.length <= 40 for row in header.frame.rows)
     assert accepted > 0
+
+
+def test_decode_steps_have_whole_sequences_only_where_angles_change():
+    rows = (Row(blocks=(0, 1), first=0, length=17), Row(blocks=(2,), first=4, length=5))
+    hidden = torch.randn(1, 18, 8).to(torch.bfloat16)
+    sent = Frame(kind=FrameKind.DECODE, micro_batch=1, rows=rows, hidden=hidden)
+    limits = replace(LIMITS, recomputed_tokens=17)
+    header = decode_header(encode_header(sent, limits, 0), limits, 0)
+    assert assemble(header, encode_tables(sent), sent.payload, limits).rows == rows
+    with pytest.raises(StageError, match="shape"):
+        _header(sent)
+
+
+def test_a_length_beyond_the_longest_sequence_is_refused():
+    frame = _prefill()
+    rows = tuple(replace(row, rope_length=41) for row in frame.rows)
+    with pytest.raises(StageError, match="row"):
+        _header(replace(frame, rows=rows))

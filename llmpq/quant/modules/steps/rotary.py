@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from llmpq.kernels.cpu.step import StepProgram, UnsupportedStepError
-from llmpq.models import DecoderStage
+from llmpq.models import DecoderStage, PackedBatch
 from llmpq.models.rotary import RotaryTables
 from llmpq.quant.modules.steps.parts import parts_of
 
@@ -56,10 +56,13 @@ class RotaryRows:
         ]
         self.buffers = [(self._places[2 * kind], self._places[2 * kind + 1]) for kind in kinds]
 
-    def is_alone(self, longest: int) -> bool:
-        """Whether the angles of each token are its own in rows of up to ``longest`` tokens."""
+    def is_alone(self, batch: PackedBatch) -> bool:
+        """Whether the angles of each token follow from its position."""
         switch = None if self._rotary is None else self._rotary.switches_after
-        return switch is None or longest <= switch
+        if switch is None:
+            return True
+        lengths = list(batch.rope_lengths or batch.lengths)
+        return max(lengths) <= switch or (batch.is_decode and lengths == batch.lengths)
 
     def fill(self, positions: Tensor, longest: int) -> None:
         """Copy the rows at ``positions`` ``[R]`` into the buffers."""
@@ -72,10 +75,10 @@ class RotaryRows:
         """Compute the tables of at least ``longest`` positions; return each layer's kind."""
         length = max(_FEWEST_POSITIONS, 2 * self._length)
         length = max(length, longest)
-        counts, switch = [length], rotary.switches_after
+        spans, switch = [(length, None)], rotary.switches_after
         if switch is not None and length > switch:
-            counts = [switch, length - switch]
-        made = rotary(self._like, torch.arange(length)[None], counts)
+            spans = [(switch, None), (length - switch, None)]
+        made = rotary(self._like, torch.arange(length)[None], spans)
         kinds: dict[int, int] = {}
         tables: list[Tensor] = []
         for table in made:

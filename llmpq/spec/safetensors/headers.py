@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from llmpq.errors import SpecError
+from llmpq.spec.fields import check_downloaded
 
 # A third of the format's own limit, enough for 300,000 tensors: parsed JSON takes up to ten times
 # its size in memory.
@@ -83,7 +84,9 @@ def read_header(stream: BinaryIO, *, file_bytes: int, where: str) -> Header:
         SpecError: a header that is too long, is not JSON, or describes tensors that overlap, leave
             gaps or leave the file.
     """
-    length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+    first = stream.read(_LENGTH_BYTES)
+    check_downloaded(where, first)
+    length = int.from_bytes(first, "little")
     available = file_bytes - _LENGTH_BYTES
     if not 2 <= length <= min(MAX_HEADER_BYTES, available):
         raise SpecError(

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from llmpq.errors import SpecError
-from llmpq.models.files.headers import (
+from llmpq.spec.safetensors.headers import (
     MAX_HEADER_BYTES,
     parse_header,
     read_header,

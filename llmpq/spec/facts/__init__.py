@@ -1,0 +1,1 @@
+"""Facts of a model, each from all the files that state it."""
