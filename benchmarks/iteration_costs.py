@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from llmpq.errors import LlmpqError, SpecError
 from llmpq.multillm.cost import Array, Form, IterationModel, read_iterations
 from llmpq.spec.precision import Phase
 
@@ -30,7 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
-    record = collect(options.data)
+    try:
+        record = collect(options.data)
+    except LlmpqError as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return error.exit_status
     print(json.dumps(record, indent=1) if options.json else report(record))
     return 0
 
@@ -39,7 +44,10 @@ def collect(folder: Path) -> dict[str, Any]:
     """Return the relative errors of all tables, by table, phase and form."""
     pooled: dict[str, list[Array]] = {form: [] for form in FORMS}
     tables = {}
-    for file in sorted((folder / "iterations").glob("*.csv.gz")):
+    files = sorted((folder / "iterations").glob("*.csv.gz"))
+    if not files:
+        raise SpecError(f"{folder}: found no iterations/*.csv.gz, expected SamuLLM's tables")
+    for file in files:
         found = errors(file)
         for form in FORMS:
             pooled[form] += [found[phase.value, form] for phase in Phase]
@@ -55,6 +63,8 @@ def errors(file: Path) -> dict[tuple[str, str], Array]:
     table = read_iterations(file)
     batches = np.unique(table.batch)[1:-1]
     count = int(HELD_OUT * len(batches))
+    if not count:
+        raise SpecError(f"{file}: found {len(batches) + 2} batch sizes, too few to hold some out")
     unseen = np.random.default_rng(0).choice(batches, count, replace=False)
     is_unseen = np.isin(table.batch, unseen)
     found: dict[tuple[str, str], Array] = {}
