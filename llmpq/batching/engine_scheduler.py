@@ -94,9 +94,19 @@ class EngineScheduler:
     @property
     def queued_tokens(self) -> int:
         """Tokens to compute before every request has its next token; running prompts included."""
-        preempted = sum(sequence.tokens for sequence in self._preempted)
         running = sum(max(0, item.tokens - item.computed - 1) for item in self._running.values())
-        return self._waiting_tokens + preempted + running
+        return self.waiting_tokens + running
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens of the requests without blocks."""
+        return self._waiting_tokens + sum(sequence.tokens for sequence in self._preempted)
+
+    @property
+    def started_tokens(self) -> int:
+        """Prompt tokens of the running sequences that have no token of their answer."""
+        running = self._running.values()
+        return sum(one.tokens for one in running if one.tokens == one.request.prompt_tokens)
 
     @property
     def is_idle(self) -> bool:
