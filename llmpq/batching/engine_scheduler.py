@@ -64,6 +64,7 @@ class EngineScheduler:
         self._next_step = 0
         self._newly_preempted: list[int] = []  # not yet reported by a step
         self._num_arrived = self._arrived_tokens = self._waiting_tokens = 0
+        self._prefill_s, self._prefill_tokens = 0.0, 0  # of the steps with prompts
         self.num_preemptions = 0
         self.prefix_cache_queries = 0
         """Prompt tokens of admitted requests."""
@@ -258,8 +259,12 @@ class EngineScheduler:
     def _measure(self, step: StepInFlight, now_s: float) -> None:
         """Take the times of a step; one with prompts says nothing of a row."""
         is_decode = all(chunk.count == 1 + chunk.num_draft_tokens for chunk in step.chunks)
-        rows = sum(chunk.count for chunk in step.chunks) if is_decode else None
-        self._row_cost.complete_step(step.start_s, now_s, rows)
+        tokens = sum(chunk.count for chunk in step.chunks)
+        rows = tokens if is_decode else None
+        seconds = self._row_cost.complete_step(step.start_s, now_s, rows)
+        if not is_decode:
+            self._prefill_s += max(0.0, seconds)
+            self._prefill_tokens += tokens
 
     def _verify(
         self, sequence: EngineSequence, chunk: ScheduledChunk, accepted: Sequence[int]
@@ -376,7 +381,8 @@ class EngineScheduler:
         if not self._waiting or (self._running and self.free_blocks <= self._watermark):
             return
         mean = self._arrived_tokens / self._num_arrived
-        for request in self._order(self._waiting.values(), QueueState(now_s, mean)):
+        prefill_s = mean * self._prefill_s / max(1, self._prefill_tokens)
+        for request in self._order(self._waiting.values(), QueueState(now_s, mean, prefill_s)):
             yield self._sequences[request.request]
 
     def _start(self, sequence: EngineSequence) -> bool:
