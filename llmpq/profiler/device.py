@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llmpq.dist.launch.control_groups import PROCESSES, group_values
 from llmpq.dist.launch.process_environment import cpuinfo, usable_isas
+from llmpq.dist.metrics.control_groups import PROCESSES, group_values
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node, limited_set
 from llmpq.units import KIB
 

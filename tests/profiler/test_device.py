@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from llmpq.dist.launch import control_groups
+from llmpq.dist.metrics import control_groups
 from llmpq.profiler import device
 from llmpq.profiler.device import (
     HostCpu,

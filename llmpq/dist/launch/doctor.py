@@ -23,8 +23,8 @@ import transformers
 
 import llmpq
 from llmpq.dist.kv.blocks import slot_blocks
-from llmpq.dist.launch.control_groups import available_memory_bytes
 from llmpq.dist.launch.rank import torch_device
+from llmpq.dist.metrics.control_groups import available_memory_bytes
 from llmpq.dist.transport.channels import RankChannels
 from llmpq.dist.transport.communicator import error_from_frame
 from llmpq.dist.transport.errors import stage_name

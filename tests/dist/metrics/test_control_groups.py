@@ -2,8 +2,8 @@
 
 import pytest
 
-from llmpq.dist.launch import control_groups
-from llmpq.dist.launch.control_groups import available_memory_bytes
+from llmpq.dist.metrics import control_groups
+from llmpq.dist.metrics.control_groups import available_memory_bytes
 
 HOST = "MemTotal:  9 kB\nMemAvailable:  20000000 kB\n"
 STAT = "anon 100\nfile 7800\ninactive_file 7000\nactive_file 800\nslab 5\n"
