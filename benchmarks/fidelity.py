@@ -5,7 +5,7 @@ data (``--data``, or LLMPQ_SHARED_DATA, or ``../shared/data``); tables that are 
 left out. For each, 30 % of the shapes are held out, seeds 0-4, for the paper's regression and for
 ours; then the largest 30 %, with the deviations that were claimed. Tables on which ours is worse
 than the paper's are listed. ``benchmarks/fit_ablation.py`` has the errors by number of points. Run
-``OMP_NUM_THREADS=1 python benchmarks/fidelity.py``.
+``OMP_NUM_THREADS=1 python -m benchmarks.fidelity``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import platform
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from llmpq.errors import SpecError
 from llmpq.spec import catalog
 from llmpq.spec.precision import Phase
 from llmpq.spec.tables import LatencySample, LatencyTable
+from scripts.docs_site.evidence import lines_of
 
 DEVICES = ("a100_sxm", "l40s", "h100_sxm", "h200_sxm")
 MODELS = ("meta-llama/Llama-3.1-8B", "meta-llama/Llama-2-13b-hf", "meta-llama/Meta-Llama-3-70B")
@@ -81,25 +83,26 @@ def main() -> int:
     unseen = [
         {"tables": group}
         | {
-            name: f"{100 * found[key].mean:.2f} / {100 * found[key].p95:.1f}"
+            name: [round(100 * found[key].mean, 2), round(100 * found[key].p95, 1)]
             for key, name in COLUMNS.items()
         }
         for group, found in ((group, report(errors)) for group, errors in pooled.items())
     ]
     further = [
         {"direction": direction, "tables": group}
-        | {name: f"{float(np.mean([one[name] for one in found])):.2g}" for name in found[0]}
+        | {name: float(f"{np.mean([one[name] for one in found]):.2g}") for name in found[0]}
         for (direction, group), found in beyond.items()
     ]
     write_tables(
         options.output,
-        "python benchmarks/fidelity.py",
+        "python -m benchmarks.fidelity",
         [
             {
                 "title": "Unseen shapes",
                 "rows": unseen,
                 "note": "Relative error on 30 % held-out shapes, mean / 95th percentile in "
                 "percent, seeds 0 to 4.",
+                "formats": ["", *["{:.2f} / {:.1f}"] * len(COLUMNS)],
             },
             {
                 "title": "Outside the measured range",
@@ -107,6 +110,7 @@ def main() -> int:
                 "note": "Learned from the smallest 70 % of the shapes in one direction. Mean error "
                 "and mean stated deviation as shares; ratio: 68th percentile of error / stated, "
                 "below 1 means that the statement was cautious.",
+                "formats": ["", "", *["{:.2g}"] * 3],
             },
         ],
     )
@@ -121,7 +125,12 @@ def add_data_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, default=default, help="with helix/ and samullm/")
 
 
-def write_tables(file: Path, command: str, renewed: list[dict[str, Any]]) -> None:
+def write_tables(
+    file: Path,
+    command: str,
+    renewed: list[dict[str, Any]],
+    samples: list[dict[str, Any]] | None = None,
+) -> None:
     """Write tables of a topic of the documentation; the file's tables of other titles stay."""
     known = json.loads(file.read_text(encoding="utf-8"))["tables"] if file.exists() else []
     titles = {one["title"] for one in renewed}
@@ -130,12 +139,17 @@ def write_tables(file: Path, command: str, renewed: list[dict[str, Any]]) -> Non
         "command": command,
         "date": datetime.now(UTC).date().isoformat(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores; fitting is deterministic",
-        "versions": {"python": platform.python_version(), "numpy": np.__version__},
+        "versions": {
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            "aiconfigurator-core": version("aiconfigurator-core"),
+        },
         "tables": [*renewed, *(one for one in known if one["title"] not in titles)],
     }
+    if samples is not None:
+        result["samples"] = samples
     file.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(result, indent=1, ensure_ascii=False)
-    file.write_text(text + "\n", encoding="utf-8")
+    file.write_text(lines_of(result) + "\n", encoding="utf-8")
 
 
 def tables(database: Path | None, data: Path) -> Iterator[tuple[str, str, LatencyTable]]:

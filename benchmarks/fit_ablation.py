@@ -8,7 +8,12 @@ Three laws learn from 12, 20, 36 and all shapes that are not held out (30 %, see
 - the law that plans are priced with, recorded as ``--label``. Other labels in the file stay, so
   that laws of several commits are compared in one table.
 
-Run ``OMP_NUM_THREADS=1 python benchmarks/fit_ablation.py --label NAME``; the tables are those of
+Then one in twenty of the samples that are learned from is made 1.5 to 5 times as slow, or as fast,
+with the seed of the split; what is asked stays as measured. Whole iterations on one, two and four
+GPUs are learned by ``llmpq.multillm.cost``, from all but three tenths of the batch sizes. The
+samples of the file are the mean errors of every split.
+
+Run ``OMP_NUM_THREADS=1 python -m benchmarks.fit_ablation --label NAME``; the tables are those of
 ``benchmarks/fidelity.py``.
 """
 
@@ -17,20 +22,35 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from fidelity import RESULTS, SEEDS, add_data_options, tables, write_tables
 
+from benchmarks.fidelity import (
+    PAPERS_RANGE,
+    RESULTS,
+    SEEDS,
+    add_data_options,
+    tables,
+    write_tables,
+)
+from benchmarks.iteration_costs import forecast, split_batches
 from llmpq.costmodel.tables.fidelity import split_shapes, summarise
 from llmpq.costmodel.tables.latency import LawName, RegressionLatencyModel
 from llmpq.costmodel.tables.nnls import solve_nnls
+from llmpq.multillm.cost import IterationModel, read_iterations
 from llmpq.spec.precision import Phase
 from llmpq.spec.tables import LatencySample, LatencyTable
 
+TITLE, ROBUST_TITLE = "By law", "With outliers"
+FIGURES = ("mean", "median", "p95")
+CHANGES = {"none": 0, "slow": 1, "fast": -1}
+"""Powers of the factor of an outlier."""
+OUTLIERS = (1.5, 5.0)
+"""Least and largest factor of an outlier."""
 COUNTS = (12, 20, 36)
 """Shapes learned from, in the one-layer tables at 16 bits; all tables are also learned whole."""
 
@@ -51,42 +71,99 @@ def main() -> int:
         "interpolated": interpolated,
         options.label: _product("hinged"),
     }
-    errors: dict[tuple[str, str, Phase, str], list[float]] = {}
-    seconds: dict[str, list[float]] = {law: [] for law in laws}
+    errors: dict[tuple[str, str, str, Phase, str], list[list[float]]] = {}
     for group, _, table in tables(options.database, options.data):
-        for learned, kept, held in _splits(group, table):
-            for law, fit in laws.items():
-                started = time.perf_counter()
-                answer = fit(kept)
-                answer(1.0, 1.0)
-                seconds[law].append(time.perf_counter() - started)
-                errors.setdefault((group, learned, held[0].phase, law), []).extend(
-                    abs(answer(one.batch, one.tokens) / one.seconds - 1.0) for one in held
-                )
+        for learned, kept, held, seed in _splits(group, table):
+            for name, power in CHANGES.items():
+                if power and (learned != "all" or group == PAPERS_RANGE):
+                    continue
+                changed = planted(kept, seed, power)
+                for law, fit in laws.items():
+                    answer = fit(changed)
+                    key = (group, learned, name, held[0].phase, law)
+                    errors.setdefault(key, []).append(
+                        [abs(answer(one.batch, one.tokens) / one.seconds - 1.0) for one in held]
+                    )
+    for file in sorted((options.data / "samullm" / "iterations").glob("*.csv.gz")):
+        degree = int(file.name.split("_tp")[1][0])
+        group = f"whole iterations, {degree} GPU{'s' * (degree > 1)}"
+        for name, power in CHANGES.items():
+            for phase, found in iterations(file, power).items():
+                key = (group, "all", name, phase, options.label)
+                errors.setdefault(key, []).append(found)
     rows = [
-        {"tables": group, "learned from": learned, "phase": phase.value, "law": law}
-        | {name: round(100 * getattr(figures, name), 2) for name in ("mean", "median", "p95")}
-        for (group, learned, phase, law), found in errors.items()
-        for figures in [summarise(found)]
-    ]
-    times = [
-        {"law": law, "ms": round(1e3 * float(np.median(found)), 2)}
-        for law, found in seconds.items()
+        {"tables": group, "learned from": int(learned) if learned.isdigit() else learned}
+        | {"outliers": name, "phase": phase.value, "law": law}
+        | {figure: round(100 * getattr(summary, figure), 2) for figure in FIGURES}
+        for (group, learned, name, phase, law), found in errors.items()
+        for summary in [summarise([error for split in found for error in split])]
     ]
     for row in rows:
         print(*row.values(), sep="\t")
-    command = f"python benchmarks/fit_ablation.py --label {options.label}"
-    kept = json.loads(options.output.read_text())["tables"] if options.output.exists() else []
-    known = {one["title"]: one["rows"] for one in kept}
-    renewed = []
-    for title, note, own in (
-        ("By law", "Relative errors on held-out shapes, in percent.", rows),
-        ("Milliseconds a fit", "Median over all fits, other work on the machine.", times),
-    ):
-        others = [row for row in known.get(title, []) if row["law"] not in laws]
-        renewed.append({"title": title, "rows": [*others, *own], "note": note})
-    write_tables(options.output, command, renewed)
+    command = f"python -m benchmarks.fit_ablation --label {options.label}"
+    known = json.loads(options.output.read_text()) if options.output.exists() else {}
+    old = {one["title"]: one["rows"] for one in known.get("tables", [])}
+    clean = [
+        {key: value for key, value in row.items() if key != "outliers"}
+        for row in rows
+        if row["outliers"] == "none" and not str(row["tables"]).startswith("whole iterations")
+    ]
+    others = [row for row in old.get(TITLE, []) if row["law"] not in laws]
+    robust = [row for row in rows if row["law"] == options.label and row["learned from"] == "all"]
+    write_tables(
+        options.output,
+        command,
+        [
+            {
+                "title": TITLE,
+                "rows": [*others, *clean],
+                "note": "Relative errors on held-out shapes, in percent.",
+            },
+            {
+                "title": ROBUST_TITLE,
+                "rows": [
+                    {key: row[key] for key in ("tables", "outliers", "phase", *FIGURES)}
+                    for row in robust
+                    if row["tables"] != PAPERS_RANGE
+                ],
+                "note": "The same errors where one sample in twenty that was learned from is made "
+                f"{OUTLIERS[0]:g} to {OUTLIERS[1]:g} times as slow or as fast.",
+            },
+        ],
+        [
+            {"tables": group, "learned from": learned, "outliers": name}
+            | {"phase": phase.value, "law": law}
+            | {"mean_percent": [round(100 * float(np.mean(split)), 3) for split in found]}
+            for (group, learned, name, phase, law), found in errors.items()
+        ],
+    )
     return 0
+
+
+def planted(samples: Sequence[LatencySample], seed: int, power: int) -> list[LatencySample]:
+    """Return samples of which one in twenty is slower (1), faster (-1) or as it was (0)."""
+    chance = np.random.default_rng(seed)
+    count = max(1, len(samples) // 20)
+    chosen = chance.permutation(len(samples))[:count].tolist()
+    factors = dict(zip(chosen, chance.uniform(*OUTLIERS, count).tolist(), strict=True))
+    return [
+        replace(one, seconds=one.seconds * factors.get(place, 1.0) ** power)
+        for place, one in enumerate(samples)
+    ]
+
+
+def iterations(file: Path, power: int) -> dict[Phase, list[float]]:
+    """Return the errors of whole iterations at batch sizes that were held out, by phase."""
+    learned, held = split_batches(read_iterations(file))
+    count = max(1, len(learned.seconds) // 20)
+    chance = np.random.default_rng(0)
+    chosen = chance.permutation(len(learned.seconds))[:count]
+    learned.seconds[chosen] *= chance.uniform(*OUTLIERS, count) ** power
+    return {
+        phase: np.abs(forecast(IterationModel(learned), phase, own) / own.seconds - 1.0).tolist()
+        for phase in Phase
+        for own in [held.select(held.is_prefill == (phase is Phase.PREFILL))]
+    }
 
 
 def interpolated(samples: Sequence[LatencySample]) -> Answer:
@@ -138,8 +215,8 @@ def _product(law: LawName) -> Fit:
 
 def _splits(
     group: str, table: LatencyTable
-) -> list[tuple[str, list[LatencySample], list[LatencySample]]]:
-    """Return what is learned from and what is asked, by phase and bitwidth."""
+) -> list[tuple[str, list[LatencySample], list[LatencySample], int]]:
+    """Return what is learned from and what is asked, by phase and bitwidth, and the seed."""
     found = []
     for phase in Phase:
         own = [one for one in table.samples if one.phase is phase]
@@ -148,7 +225,7 @@ def _splits(
                 parts = split_shapes(table, seed)
                 kept, held = ([one for one in part.select(phase, bits)] for part in parts)
                 if held:
-                    found.append(("all", kept, held))
+                    found.append(("all", kept, held, seed))
             if group != "one layer":
                 continue
             one_width = LatencyTable(samples=tuple(one for one in own if one.bits == 16))
@@ -156,7 +233,7 @@ def _splits(
             order = np.random.default_rng(seed).permutation(len(left.samples))
             for count in COUNTS:
                 few = [left.samples[index] for index in order[:count]]
-                found.append((str(count), few, list(asked.samples)))
+                found.append((str(count), few, list(asked.samples), seed))
     return found
 
 

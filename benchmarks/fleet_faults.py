@@ -48,8 +48,9 @@ RETRY_AFTER_S = 0.5
 STALE_S = 1.0
 LOAD_BODY = json.dumps(
     {
-        "is_ready": True, "running": 0, "waiting": 0, "queued_tokens": 0, "free_kv_tokens": 1000,
-        "kv_tokens": 1000, "token_budget": 256, "prefill_step_s": 0.5, "decode_step_s": 0.1,
+        "is_ready": True, "running": 0, "waiting": 0, "queued_tokens": 0, "waiting_tokens": 0,
+        "free_kv_tokens": 1000, "kv_tokens": 1000, "token_budget": 256,
+        "prefill_step_s": 0.5, "decode_step_s": 0.1,
         "prompt_tokens": 0, "new_tokens": 0, "answers": 0,
     }
 ).encode()  # fmt: skip

@@ -97,7 +97,7 @@ BATCHED_OPTIONS = (
 LLAMA_SETTINGS = (("-kvu",), (), ("-kvu", "--poll", "0"), ("-kvu", "--cache-ram", "0"))
 """Options of llama.cpp's server by round: one cache for all slots, threads that do not spin, no
 store of prompts. Flash attention, other samplers and one thread were tried and are not faster."""
-ORDERS = ("fcfs", "larry", "no_preempt", "trail")
+ORDERS = ("fcfs", "larry", "no_preempt")
 WARM_UP = 2
 ROUND_NUMBERS = 1_000_000
 """Numbers of requests between those of two rounds. No server sees a number twice, as it would

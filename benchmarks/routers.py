@@ -82,8 +82,9 @@ from routers import scripted
 asyncio.run(scripted(int(sys.argv[1])))
 """
 LOAD = {
-    "is_ready": True, "running": 0, "waiting": 0, "queued_tokens": 0, "free_kv_tokens": 9000,
-    "kv_tokens": 9000, "token_budget": 256, "prefill_step_s": 0.01, "decode_step_s": 0.001,
+    "is_ready": True, "running": 0, "waiting": 0, "queued_tokens": 0, "waiting_tokens": 0,
+    "free_kv_tokens": 9000, "kv_tokens": 9000, "token_budget": 256,
+    "prefill_step_s": 0.01, "decode_step_s": 0.001,
     "prompt_tokens": 0, "new_tokens": 0, "answers": 0,
 }  # fmt: skip
 BODY = json.dumps({"model": "demo", "prompt": "word " * 200, "max_tokens": 16}).encode()

@@ -65,6 +65,7 @@ class EngineScheduler:
         self._next_step = 0
         self._newly_preempted: list[int] = []  # not yet reported by a step
         self._num_arrived = self._arrived_tokens = self._waiting_tokens = 0
+        self._prefill_s, self._prefill_tokens = 0.0, 0  # of the steps with prompts
         self.num_preemptions = 0
         self.prefix_cache_queries = 0
         """Prompt tokens of admitted requests."""
@@ -95,9 +96,19 @@ class EngineScheduler:
     @property
     def queued_tokens(self) -> int:
         """Tokens to compute before every request has its next token; running prompts included."""
-        preempted = sum(sequence.tokens for sequence in self._preempted)
         running = sum(max(0, item.tokens - item.computed - 1) for item in self._running.values())
-        return self._waiting_tokens + preempted + running
+        return self.waiting_tokens + running
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens of the requests without blocks."""
+        return self._waiting_tokens + sum(sequence.tokens for sequence in self._preempted)
+
+    @property
+    def started_tokens(self) -> int:
+        """Prompt tokens of the running sequences that have no token of their answer."""
+        running = self._running.values()
+        return sum(one.tokens for one in running if one.tokens == one.request.prompt_tokens)
 
     @property
     def is_idle(self) -> bool:
@@ -249,8 +260,12 @@ class EngineScheduler:
     def _measure(self, step: StepInFlight, now_s: float) -> None:
         """Take the times of a step; one with prompts says nothing of a row."""
         is_decode = all(chunk.count == 1 + chunk.num_draft_tokens for chunk in step.chunks)
-        rows = sum(chunk.count for chunk in step.chunks) if is_decode else None
-        self._row_cost.complete_step(step.start_s, now_s, rows)
+        tokens = sum(chunk.count for chunk in step.chunks)
+        rows = tokens if is_decode else None
+        seconds = self._row_cost.complete_step(step.start_s, now_s, rows)
+        if not is_decode:
+            self._prefill_s += max(0.0, seconds)
+            self._prefill_tokens += tokens
 
     def _verify(
         self, sequence: EngineSequence, chunk: ScheduledChunk, accepted: Sequence[int]
@@ -374,7 +389,8 @@ class EngineScheduler:
         if not self._waiting or (self._running and self.free_blocks <= self._watermark):
             return
         mean = self._arrived_tokens / self._num_arrived
-        for request in self._order(self._waiting.values(), QueueState(now_s, mean)):
+        prefill_s = mean * self._prefill_s / max(1, self._prefill_tokens)
+        for request in self._order(self._waiting.values(), QueueState(now_s, mean, prefill_s)):
             yield self._sequences[request.request]
 
     def _start(self, sequence: EngineSequence) -> bool:

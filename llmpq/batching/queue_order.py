@@ -50,10 +50,13 @@ class QueueState(NamedTuple):
     Attributes:
         now_s: time on the clock of the arrivals.
         mean_prompt_tokens: mean over all requests that have arrived so far.
+        mean_prefill_s: seconds in which the steps so far compute so many tokens; 0 before the first
+            step with a prompt is complete.
     """
 
     now_s: float
     mean_prompt_tokens: float
+    mean_prefill_s: float
 
 
 Scores = Callable[[Collection[WaitingView], QueueState], Iterable[float]]
@@ -104,31 +107,36 @@ def larry(
     *,
     alpha: float,
     unit: float | None = None,
+    unit_s: float | None = None,
 ) -> list[float]:
     """Score by waiting time, and against prompt length while the queue is long (LARRY, Sec. 4.1).
 
     The paper's Equation 1 is missing from its public text. This reconstruction agrees with what
     the text says about its terms and its extremes, but no ``alpha`` that was tried has all of its
-    results (docs/evidence/larry.md): ``alpha * wait_s - |queue| * prompt_tokens / unit``.
+    results (docs/evidence/larry.md):
+    ``alpha * wait_s / unit_s - |queue| * prompt_tokens / unit``.
 
     Args:
         waiting: the queue.
         state: of the engine.
-        alpha: weight of a second of waiting; 0 is shortest prompt first, above about 1000 FCFS.
+        alpha: weight of waiting; 0 is shortest prompt first, above about 1000 FCFS.
         unit: tokens; the mean prompt by default. Scaling ``alpha`` by ``c`` and ``unit`` by
             ``1 / c`` changes nothing.
+        unit_s: seconds; the mean prefill time of a prompt by default, so that one ``alpha`` does
+            for short and for long prompts. It is a second before it is known.
     """
     weight = len(waiting) / (state.mean_prompt_tokens if unit is None else unit)
+    rate = alpha / (unit_s or state.mean_prefill_s or 1.0)
     now_s = state.now_s
-    return [alpha * (now_s - item.arrival_s) - weight * item.prompt_tokens for item in waiting]
+    return [rate * (now_s - item.arrival_s) - weight * item.prompt_tokens for item in waiting]
 
 
 def trail(waiting: Collection[WaitingView], state: QueueState) -> list[float]:  # noqa: ARG001
     """Score by the fewest predicted answer tokens (TRAIL with ``c = 0``: LARRY, Sec. 6).
 
     Running sequences are not preempted for shorter ones. A request without a prediction counts with
-    its longest answer. Simulations predict the true length; the server predicts nothing, so that
-    its order is that of ``max_tokens``.
+    its longest answer. Simulations predict the true length; a server predicts nothing and does not
+    have this order.
     """
     return [
         -float(item.max_tokens if item.predicted_tokens is None else item.predicted_tokens)
@@ -163,9 +171,19 @@ _SCORES: dict[str, Scores | None] = {
     "priority": by_priority,
 }
 QUEUE_ORDERS = ("larry", *_SCORES)
+SERVED_ORDERS = tuple(name for name in QUEUE_ORDERS if name != "trail")
+"""Orders of a server, which does not predict the lengths of answers."""
+ALPHA = 1.0
+"""Default weight of waiting in LARRY, in mean prefill times of a prompt."""
 
 
-def queue_order(name: str, *, alpha: float = 1.0, unit: float | None = None) -> QueueOrder:
+def queue_order(
+    name: str,
+    *,
+    alpha: float = ALPHA,
+    unit: float | None = None,
+    unit_s: float | None = None,
+) -> QueueOrder:
     """Return an order.
 
     Args:
@@ -174,16 +192,19 @@ def queue_order(name: str, *, alpha: float = 1.0, unit: float | None = None) -> 
             (highest response ratio next) or ``priority``.
         alpha: of LARRY, see :func:`larry`.
         unit: of LARRY.
+        unit_s: of LARRY.
 
     Raises:
-        SpecError: the name is unknown, ``alpha`` is negative, or ``unit`` is not positive.
+        SpecError: the name is unknown, ``alpha`` is negative, or a unit is not positive.
     """
-    if not alpha >= 0 or (unit is not None and not unit > 0):
+    units = [one for one in (unit, unit_s) if one is not None]
+    if not alpha >= 0 or not all(one > 0 for one in units):
         raise SpecError(
-            f"queue order: found alpha {alpha} and unit {unit}, expected at least 0 and above 0"
+            f"queue order: found alpha {alpha}, unit {unit} and unit_s {unit_s}, expected at least "
+            "0 and above 0"
         )
     if name == "larry":
-        return QueueOrder(name=name, scores=partial(larry, alpha=alpha, unit=unit))
+        return QueueOrder(name=name, scores=partial(larry, alpha=alpha, unit=unit, unit_s=unit_s))
     if name not in _SCORES:
         raise SpecError(f"queue order: found '{name}', expected one of {', '.join(QUEUE_ORDERS)}")
     return QueueOrder(name=name, scores=_SCORES[name], reserves_answer=name == "no_preempt")

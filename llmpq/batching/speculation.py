@@ -172,17 +172,19 @@ class RowCost:
         """Return the expected seconds of a step; ``None`` before any is measured."""
         return self._mean_s + self._row_s * (rows - self._mean_rows) if self._steps else None
 
-    def complete_step(self, start_s: float, end_s: float, rows: int | None = None) -> None:
-        """Take a complete step: the seconds since it began or the one before it was complete.
+    def complete_step(self, start_s: float, end_s: float, rows: int | None = None) -> float:
+        """Take a complete step; return the seconds since it began or the last was complete.
 
         Args:
             start_s: when it was dispatched.
             end_s: when its tokens were chosen.
             rows: of a decode step; ``None`` for a step with prompts, which says nothing of a row.
         """
-        if rows is not None:
-            self.observe(rows, end_s - max(start_s, self._last_end_s))
+        seconds = end_s - max(start_s, self._last_end_s)
         self._last_end_s = end_s
+        if rows is not None:
+            self.observe(rows, seconds)
+        return seconds
 
     def observe(self, rows: int, seconds: float) -> None:
         """Take a measured decode step; at most ``MOST_DISTURBED`` of the expected time counts."""

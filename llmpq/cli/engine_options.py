@@ -7,7 +7,7 @@ import math
 import os
 from pathlib import Path
 
-from llmpq.batching.queue_order import QUEUE_ORDERS
+from llmpq.batching.queue_order import ALPHA, SERVED_ORDERS
 from llmpq.cli.common import check_least
 from llmpq.cli.options import (
     add_speculative_option,
@@ -38,14 +38,15 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     engine = parser.add_argument_group("engine")
     engine.add_argument(
         "--scheduler",
-        choices=QUEUE_ORDERS,
+        choices=SERVED_ORDERS,
         default="fcfs",
         help="order in which waiting requests are admitted (default fcfs)",
     )
     engine.add_argument(
         "--alpha",
         type=float,
-        help="--scheduler larry: weight of a second of waiting; 0 is shortest prompt first",
+        help="--scheduler larry: weight of waiting, in mean prefill times of a prompt (default "
+        f"{ALPHA:g}; 0 is shortest prompt first)",
     )
     budget = engine.add_mutually_exclusive_group()
     budget.add_argument(

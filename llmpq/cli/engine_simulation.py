@@ -9,7 +9,7 @@ from typing import Any
 from llmpq.batching import uniform_depth
 from llmpq.batching.draft_model import DraftLimits, planned_limits
 from llmpq.batching.engine_step import EngineLimits
-from llmpq.batching.queue_order import QUEUE_ORDERS, queue_order
+from llmpq.batching.queue_order import ALPHA, QUEUE_ORDERS, queue_order
 from llmpq.batching.speculation import row_cost_of
 from llmpq.cli.common import print_json, progress_bar
 from llmpq.errors import SpecError
@@ -54,8 +54,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--alpha",
         type=float,
-        default=1.0,
-        help="larry: weight of a second of waiting (default 1; 0 is spf, above 1000 fcfs)",
+        default=ALPHA,
+        help="larry: weight of waiting, in mean prefill times of a prompt (default "
+        f"{ALPHA:g}; 0 is spf, above 1000 fcfs)",
     )
     group.add_argument(
         "--unit",

@@ -175,7 +175,8 @@ class AsyncEngine:
         Args:
             plan: the strategy; prefill and decode on the same stages.
             model_dir: directory with the weights.
-            scheduler: order of the waiting queue, a name in ``llmpq.batching.QUEUE_ORDERS``.
+            scheduler: order of the waiting queue, ``fcfs``, ``larry``, ``no_preempt``, ``spf``,
+                ``hrrn`` or ``priority``.
             alpha: weight of waiting time in the order ``larry``.
             token_budget: most tokens of a step; by default 1,024, or fewer where the plan has less
                 memory.

@@ -203,6 +203,7 @@ def _teams(
                 law = measured_law(
                     read(table.iterations),
                     Operations.of(model.spec),
+                    prompt_tokens=shape.prompt,
                     kv_tokens=kv_tokens,
                     max_model_len=context,
                 )

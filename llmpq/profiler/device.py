@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 from llmpq.dist.launch.process_environment import cpuinfo, usable_isas
+from llmpq.dist.metrics.control_groups import PROCESSES, group_values
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node, limited_set
 from llmpq.units import KIB
 
-T = TypeVar("T")
-
-CGROUPS = Path("/sys/fs/cgroup")
 _FLAGS = {
     "amx": ("amx_tile", "amx_int8", "amx_bf16", "avx512_bf16", "avx512_vnni"),
     "avx512_bf16": ("avx512_bf16", "avx512_vnni"),
@@ -105,9 +101,7 @@ def instruction_set(cpu_isa: str | None = None, text: str | None = None) -> str:
     return next(name for name in allowed if flags.issuperset(_FLAGS[name]))
 
 
-def host_memory_bytes(
-    meminfo: str | None = None, processes: Path = Path("/proc/self/cgroup")
-) -> int:
+def host_memory_bytes(meminfo: str | None = None, processes: Path = PROCESSES) -> int:
     """Return the memory of this host, or the limit of its control group if that is less.
 
     Args:
@@ -123,7 +117,7 @@ def host_memory_bytes(
         if lines
         else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     )
-    return min([whole, *_group_values(processes, "memory", _memory_limit)])
+    return min([whole, *group_values("memory", _memory_limit, processes)])
 
 
 def _memory_limit(group: Path) -> int | None:
@@ -136,24 +130,12 @@ def _memory_limit(group: Path) -> int | None:
     return None
 
 
-def cpu_quota(processes: Path = Path("/proc/self/cgroup")) -> float | None:
+def cpu_quota(processes: Path = PROCESSES) -> float | None:
     """Return the CPU quota of this process in cores, ``None`` for no limit.
 
     Containers and ``scripts/hetbox`` set such a quota (control groups, version 1 or 2).
     """
-    return min(_group_values(processes, "cpu", _quota), default=None)
-
-
-def _group_values(processes: Path, controller: str, read: Callable[[Path], T | None]) -> list[T]:
-    """Return what ``read`` finds in the control groups of this process and in their parents."""
-    found = []
-    for line in processes.read_text().splitlines() if processes.exists() else ():
-        _, names, path = line.split(":", 2)
-        if names == "" or controller in names.split(","):
-            root = CGROUPS if names == "" else CGROUPS / names
-            group = root / path.strip("/")
-            found += [read(one) for one in (group, *group.parents) if one.is_relative_to(root)]
-    return [value for value in found if value is not None]
+    return min(group_values("cpu", _quota, processes), default=None)
 
 
 def _quota(group: Path) -> float | None:

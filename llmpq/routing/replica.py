@@ -56,12 +56,14 @@ class ReplicaStats:
 
     Attributes:
         queued_tokens: prompt tokens that have not been computed, chunks of running prompts too.
+        waiting_tokens: prompt tokens of the requests without KV blocks.
         free_tokens: tokens that its free KV blocks hold.
         running: sequences that have blocks.
         waiting: requests in its queue.
     """
 
     queued_tokens: int = 0
+    waiting_tokens: int = 0
     free_tokens: int = 0
     running: int = 0
     waiting: int = 0
@@ -81,7 +83,8 @@ class ReplicaView(NamedTuple):
     Attributes:
         capacity: of the replica.
         queued_tokens: prompt tokens to compute.
-        free_tokens: tokens of free KV blocks less the queued prompts; negative under pressure.
+        free_tokens: tokens of free KV blocks less the prompts without blocks; negative under
+            pressure.
         requests: running and waiting ones.
         outstanding: requests that this router sent and that have not ended.
     """
@@ -132,13 +135,21 @@ class Replica:
         """Count the end of a request, answered or not."""
         self.outstanding -= 1
 
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the KV memory that was in use, 0 to 1."""
+        free = min(self.capacity.kv_tokens, max(0, self._stats.free_tokens))
+        return 1.0 - free / self.capacity.kv_tokens
+
     def view(self) -> ReplicaView:
         """Return the statistics with what was routed since."""
         queued = self._stats.queued_tokens + self._since_tokens
+        # The blocks of a running prompt are not free any more, computed or not.
+        without_blocks = self._stats.waiting_tokens + self._since_tokens
         return ReplicaView(
             capacity=self.capacity,
             queued_tokens=queued,
-            free_tokens=self._stats.free_tokens - queued,
+            free_tokens=self._stats.free_tokens - without_blocks,
             requests=self._stats.running + self._stats.waiting + len(self._since),
             outstanding=self.outstanding,
         )

@@ -65,6 +65,7 @@ class Service:
             "running": stats.running,
             "waiting": stats.waiting,
             "queued_tokens": self.admission.queued_tokens,
+            "waiting_tokens": max(0, self.admission.queued_tokens - stats.started_tokens),
             "free_kv_tokens": round(kv_tokens * (1.0 - stats.kv_cache_usage)),
             "kv_tokens": kv_tokens,
             "token_budget": budget,

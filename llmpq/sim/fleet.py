@@ -152,6 +152,7 @@ def engine_stats(engine: SimulatedEngine, limits: EngineLimits) -> ReplicaStats:
     scheduler = engine.scheduler
     return ReplicaStats(
         queued_tokens=scheduler.queued_tokens,
+        waiting_tokens=scheduler.waiting_tokens,
         free_tokens=scheduler.free_blocks * limits.block_size,
         running=scheduler.num_running,
         waiting=scheduler.num_waiting,

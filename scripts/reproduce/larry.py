@@ -49,8 +49,15 @@ LIMITS = EngineLimits(
     block_size=KV_BLOCK_SIZE,
     prefix_caching=False,
 )
+
+
+def larry_order(alpha: float = ALPHA, unit: float | None = None) -> QueueOrder:
+    """Return LARRY with waits in seconds: its alpha is then that of one server."""
+    return queue_order("larry", alpha=alpha, unit=unit, unit_s=1.0)
+
+
 ORDERS = {
-    "LARRY": queue_order("larry", alpha=ALPHA),
+    "LARRY": larry_order(),
     "FCFS": queue_order("fcfs"),
     "TRAIL+": queue_order("trail"),
     "No-Preempt": queue_order("no_preempt"),
@@ -173,8 +180,7 @@ def collect(folder: Path) -> Record:
         say(f"{server}, {law}: alpha")
         entry["alphas"] = {
             str(alpha): [
-                case.play(queue_order("larry", alpha=alpha), case.rate)
-                for case in cases[:ALPHA_SEEDS]
+                case.play(larry_order(alpha=alpha), case.rate) for case in cases[:ALPHA_SEEDS]
             ]
             for alpha in ALPHAS
         }
@@ -216,7 +222,7 @@ Change = Callable[[Case], tuple[Case, QueueOrder]]
 
 def choices(traces: Mapping[str, Sequence[TraceRequest]]) -> dict[str, Change]:
     """Return the free choices of the reconstruction and of the servers, one changed at a time."""
-    default = queue_order("larry", alpha=ALPHA)
+    default = larry_order()
 
     def with_order(order: QueueOrder) -> Change:
         return lambda case: (case, order)
@@ -241,13 +247,13 @@ def choices(traces: Mapping[str, Sequence[TraceRequest]]) -> dict[str, Change]:
 
     def with_all_memory(case: Case) -> tuple[Case, QueueOrder]:
         tokens = case.limits.num_blocks * case.limits.block_size
-        return case, queue_order("larry", alpha=ALPHA, unit=float(tokens))
+        return case, larry_order(unit=float(tokens))
 
     return {
         "as above": with_order(default),
-        "unit: 256 tokens": with_order(queue_order("larry", alpha=ALPHA, unit=256.0)),
-        "unit: 1024 tokens": with_order(queue_order("larry", alpha=ALPHA, unit=1024.0)),
-        "unit: 4096 tokens": with_order(queue_order("larry", alpha=ALPHA, unit=4096.0)),
+        "unit: 256 tokens": with_order(larry_order(unit=256.0)),
+        "unit: 1024 tokens": with_order(larry_order(unit=1024.0)),
+        "unit: 4096 tokens": with_order(larry_order(unit=4096.0)),
         "unit: all tokens of the KV memory": with_all_memory,
         "watermark 0": with_limits(watermark=0.0),
         "watermark 5 %": with_limits(watermark=0.05),

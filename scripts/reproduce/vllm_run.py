@@ -13,18 +13,20 @@ from __future__ import annotations
 
 import argparse
 import csv
-import itertools
 import json
 import sys
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from operator import eq
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.queue_order import queue_order
-from llmpq.errors import LlmpqError, SpecError
+from llmpq.errors import LlmpqError, SpecError, bad_field
 from llmpq.sim.engine import simulate_engine
 from llmpq.sim.engine_costs import StepShape, WorkerCosts
 from llmpq.sim.engine_report import EngineReport
@@ -50,7 +52,7 @@ class Line:
     """Values over one axis, straight between points and beyond the last.
 
     Args:
-        points: value by place.
+        points: value by place; a single one counts everywhere.
     """
 
     def __init__(self, points: dict[int, float]) -> None:
@@ -60,7 +62,7 @@ class Line:
     def __call__(self, place: float) -> float:
         """Return the value at a place."""
         places, values = self._places, self._values
-        if place <= places[0]:
+        if place <= places[0] or len(places) == 1:
             return values[0]
         upper = min(bisect_right(places, place), len(places) - 1)
         low, high = places[upper - 1], places[upper]
@@ -71,13 +73,25 @@ class Line:
 class Attention:
     """Microseconds of one layer's attention over prompts and decode steps, straight between points.
 
+    Points with prompts, with decode steps and with both may lie on grids of their own, and places
+    on one axis may depend on those before it: each axis is interpolated between the nearest places
+    that have points.
+
     Args:
         points: by ``(prefill_chunk, kv_prefill, n_decode, kv_decode)``.
+
+    Raises:
+        SpecError: there are no points.
     """
 
     def __init__(self, points: dict[tuple[int, ...], float]) -> None:
-        self._points = points
-        self._axes = [sorted({key[axis] for key in points}) for axis in range(4)]
+        if not points:
+            raise SpecError("attention profile: found no points, expected some")
+        # 0 means that there is none of a phase: nothing lies between it and the first point.
+        kinds: dict[tuple[bool, ...], dict[tuple[int, ...], float]] = {}
+        for point, value in points.items():
+            kinds.setdefault(_kind(point), {})[point] = value
+        self._axes = {kind: _axes(found) for kind, found in kinds.items()}
 
     def prefill(self, chunk: float, before: float) -> float:
         """Return the time of one prompt's chunk behind ``before`` tokens of it."""
@@ -93,33 +107,45 @@ class Attention:
 
     @lru_cache(maxsize=1 << 18)  # noqa: B019  one object a run
     def _at(self, place: tuple[float, ...]) -> float:
-        total = weight = 0.0
-        for corner, share in self._corners(place):
-            value = self._points.get(corner)
-            if value is not None:
-                total, weight = total + share * value, weight + share
-        if not weight:
-            raise SpecError(f"attention profile: nothing near {place}")
-        return total / weight
+        wanted = _kind(place)
+        alike = max(self._axes, key=lambda kind: sum(map(eq, kind, wanted)))
+        return _value(self._axes[alike], place)
 
-    def _corners(self, place: tuple[float, ...]) -> list[tuple[tuple[int, ...], float]]:
-        """Return the corners of the cell that holds a place, and the share of each."""
-        ends: list[list[tuple[int, float]]] = []
-        for axis, value in zip(self._axes, place, strict=True):
-            # 0 means that there is none of a phase: nothing lies between it and the first point.
-            points = [point for point in axis if (point > 0) == (value > 0)] or axis
-            inside = min(max(value, points[0]), points[-1])
-            upper = min(bisect_right(points, inside), len(points) - 1)
-            low, high = points[max(upper - 1, 0)], points[upper]
-            share = 0.0 if low == high else (inside - low) / (high - low)
-            ends.append([(low, 1 - share), (high, share)] if share else [(low, 1.0)])
-        corners = []
-        for chosen in itertools.product(*ends):
-            share = 1.0
-            for _, part in chosen:
-                share *= part
-            corners.append((tuple(point for point, _ in chosen), share))
-        return corners
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """Places on an axis in order, and what is at each of them: the next axis, or a value."""
+
+    places: list[int]
+    found: list[_Axis | float]
+
+    def at(self, place: Sequence[float]) -> float:
+        """Return the value at a place, that of the nearest point beyond the first and the last."""
+        inside = min(max(place[0], self.places[0]), self.places[-1])
+        upper = bisect_left(self.places, inside)
+        high = _value(self.found[upper], place[1:])
+        if self.places[upper] == inside:
+            return high
+        low = _value(self.found[upper - 1], place[1:])
+        below, above = self.places[upper - 1], self.places[upper]
+        return low + (inside - below) / (above - below) * (high - low)
+
+
+def _value(found: _Axis | float, place: Sequence[float]) -> float:
+    return found.at(place) if isinstance(found, _Axis) else found
+
+
+def _axes(points: dict[tuple[int, ...], float]) -> _Axis | float:
+    if () in points:
+        return points[()]
+    below: dict[int, dict[tuple[int, ...], float]] = {}
+    for (first, *others), value in points.items():
+        below.setdefault(first, {})[tuple(others)] = value
+    return _Axis(sorted(below), [_axes(below[place]) for place in sorted(below)])
+
+
+def _kind(place: Sequence[float]) -> tuple[bool, ...]:
+    return tuple(value > 0 for value in place)
 
 
 class Costs:
@@ -131,11 +157,14 @@ class Costs:
 
     def __init__(self, folder: Path) -> None:
         dense = _lines(folder, "dense", "tokens")
+        missing = [name for name in (*PER_LAYER, *ONCE) if name not in dense]
+        if missing:
+            raise bad_field(str(_file(folder, "dense")), "layer", sorted(dense), missing[0])
         self._dense = {name: Line(points) for name, points in dense.items()}
         ends = _lines(folder, "per_sequence", "sequences")
         self._ends = {name: Line(points) for name, points in ends.items()}
-        rows = _rows(_file(folder, "attention"))
         keys = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
+        rows = _rows(_file(folder, "attention"), *keys, "time_us")
         self._attention = Attention(
             {tuple(int(row[key]) for key in keys): float(row["time_us"]) for row in rows}
         )
@@ -210,7 +239,8 @@ def report(record: Record) -> str:
 
 def trace_of(folder: Path) -> list[TraceRequest]:
     """Return the workload, from its first arrival on."""
-    rows = _rows(_one(folder, "workload_*.csv"))
+    path = _one(folder, "workload_*.csv")
+    rows = _rows(path, "arrival_time_ns", "input_toks", "output_toks")
     first = int(rows[0]["arrival_time_ns"])
     return [
         TraceRequest(
@@ -224,20 +254,34 @@ def trace_of(folder: Path) -> list[TraceRequest]:
 
 def limits_of(bench: Path) -> EngineLimits:
     """Return what the real run was bounded by."""
-    meta = json.loads((bench / "meta.json").read_text())
-    engine, cache = meta["engine_kwargs"], meta["kv_cache"]
+    path = _one(bench, "meta.json")
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SpecError(f"{path}: found no JSON: {error}") from None
     return EngineLimits(
-        token_budget=engine["max_num_batched_tokens"],
-        max_sequences=engine["max_num_seqs"],
-        num_blocks=cache["num_gpu_blocks"] - NULL_BLOCKS,
-        block_size=cache["block_size"],
+        token_budget=_number(path, meta, "engine_kwargs", "max_num_batched_tokens"),
+        max_sequences=_number(path, meta, "engine_kwargs", "max_num_seqs"),
+        num_blocks=_number(path, meta, "kv_cache", "num_gpu_blocks") - NULL_BLOCKS,
+        block_size=_number(path, meta, "kv_cache", "block_size"),
         watermark=0.0,
     )
 
 
+def _number(path: Path, meta: Any, *names: str) -> int:
+    """Return a field within fields."""
+    found = meta
+    for name in names:
+        found = found.get(name) if isinstance(found, dict) else None
+    if not isinstance(found, int):
+        raise bad_field(str(path), ".".join(names), found, "a whole number")
+    return found
+
+
 def measured(bench: Path) -> dict[str, float]:
     """Return the real run's means; arrivals are put on the engine's clock by the first request."""
-    rows = [json.loads(line) for line in (bench / "requests.jsonl").read_text().splitlines()]
+    path = _one(bench, "requests.jsonl")
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     first = rows[0]
     shift_s = first["queued_ts"] - first["arrival_time"]
     return {
@@ -247,6 +291,7 @@ def measured(bench: Path) -> dict[str, float]:
         "per_token_s": fmean(
             (row["last_token_ts"] - row["first_token_ts"]) / (row["output_toks"] - 1)
             for row in rows
+            if row["output_toks"] > 1
         ),
         "makespan_s": max(row["last_token_ts"] for row in rows) - first["queued_ts"],
     }
@@ -257,7 +302,9 @@ def simulated(made: EngineReport) -> dict[str, float]:
     return {
         "first_token_s": fmean(one.first_token_s - one.arrival_s for one in made.requests),
         "per_token_s": fmean(
-            (one.end_s - one.first_token_s) / (one.new_tokens - 1) for one in made.requests
+            (one.end_s - one.first_token_s) / (one.new_tokens - 1)
+            for one in made.requests
+            if one.new_tokens > 1
         ),
         "makespan_s": made.makespan_s,
     }
@@ -265,7 +312,8 @@ def simulated(made: EngineReport) -> dict[str, float]:
 
 def theirs(bench: Path) -> dict[str, float]:
     """Return what LLMServingSim simulated."""
-    rows = _rows(bench / "their_simulation.csv")
+    path = _one(bench, "their_simulation.csv")
+    rows = _rows(path, "arrival", "TTFT", "TPOT", "end_time")
     first = min(int(row["arrival"]) for row in rows)
     return {
         "first_token_s": fmean(int(row["TTFT"]) for row in rows) / 1e9,
@@ -276,7 +324,7 @@ def theirs(bench: Path) -> dict[str, float]:
 
 def _lines(folder: Path, what: str, axis: str) -> dict[str, dict[int, float]]:
     found: dict[str, dict[int, float]] = {}
-    for row in _rows(_file(folder, what)):
+    for row in _rows(_file(folder, what), "layer", axis, "time_us"):
         found.setdefault(row["layer"], {})[int(row[axis])] = float(row["time_us"])
     return found
 
@@ -292,9 +340,14 @@ def _one(folder: Path, pattern: str) -> Path:
     return found[0]
 
 
-def _rows(path: Path) -> list[dict[str, str]]:
+def _rows(path: Path, *columns: str) -> list[dict[str, str]]:
+    """Return the rows of a CSV file that has some columns and at least one row."""
     with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+        rows = list(csv.DictReader(file))
+    missing = [name for name in columns if not rows or not rows[0].get(name)]
+    if missing:
+        raise bad_field(str(path), missing[0], list(rows[0]) if rows else None, "a column")
+    return rows
 
 
 if __name__ == "__main__":

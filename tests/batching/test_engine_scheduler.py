@@ -285,6 +285,8 @@ def test_queued_tokens_are_those_before_the_next_token_of_every_request():
     assert scheduler.queued_tokens == 15
     step = scheduler.schedule(0.0)
     assert scheduler.queued_tokens == 2 - 1 + 5
+    # The blocks of the whole first prompt are allocated.
+    assert (scheduler.waiting_tokens, scheduler.started_tokens) == (5, 10)
     scheduler.complete(step.number, {})
     scheduler.abort(1)
     assert scheduler.queued_tokens == 1

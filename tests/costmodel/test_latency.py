@@ -198,14 +198,16 @@ def test_the_claimed_deviation_far_outside_covers_the_error():
     assert found.relative_deviation > 0.45 * error
 
 
-def test_measurements_that_contradict_each_other_count_as_the_mean_of_their_bounds():
+def test_between_measurements_that_contradict_each_other_the_law_decides():
     samples = tuple(
         LatencySample(phase=DECODE, bits=16, batch=batch, tokens=1, seconds=seconds)
         for batch, seconds in ((1, 4.0), (2, 1.0), (4, 9.0))
     )
     model = RegressionLatencyModel(LatencyTable(samples=samples))
-    assert model.seconds(DECODE, 16, 1, 1) == pytest.approx(2.0)
-    assert model.seconds(DECODE, 16, 2, 1) == pytest.approx(2.0)
+    law = fit_law(gather(samples))
+    for batch in (1, 2):
+        expected = min(max(law.seconds(batch, 1), 1.0), 4.0)
+        assert model.seconds(DECODE, 16, batch, 1) == pytest.approx(expected)
     assert model.seconds(DECODE, 16, 4, 1) == 9.0
 
 

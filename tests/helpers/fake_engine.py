@@ -69,6 +69,7 @@ class FakeEngine:
         self.active: set[str] = set()
         self.aborted: set[str] = set()
         self.made = 0
+        self.started_tokens = 0
         self.is_closed = False
         self.starts = asyncio.Event()  # cleared, requests wait before their first token
         self.starts.set()
@@ -76,7 +77,11 @@ class FakeEngine:
     @property
     def stats(self) -> ServingStats:
         return ServingStats(
-            running=len(self.active), num_blocks=64, block_size=16, token_budget=256
+            running=len(self.active),
+            started_tokens=self.started_tokens,
+            num_blocks=64,
+            block_size=16,
+            token_budget=256,
         )
 
     def token(self, request: GenerationRequest, place: int) -> int:

@@ -17,6 +17,7 @@ from llmpq.server.transport import Gate, TransportLimits
 
 LOAD = {
     "server_load": 1, "is_ready": True, "running": 1, "waiting": 0, "queued_tokens": 7,
+    "waiting_tokens": 7,
     "free_kv_tokens": 900, "kv_tokens": 1000, "token_budget": 256, "prefill_step_s": 0.5,
     "decode_step_s": 0.1, "prompt_tokens": 50, "new_tokens": 20, "answers": 5,
 }  # fmt: skip
@@ -26,7 +27,8 @@ def random_load(source, *, can_refuse=False):
     """Statistics of a replica at a random time; one that can refuse takes no requests at times."""
     kv_tokens = source.choice((4000, 9000))
     return LOAD | {
-        "queued_tokens": source.randrange(2000),
+        "queued_tokens": source.randrange(1000, 2000),
+        "waiting_tokens": source.randrange(1000),
         "free_kv_tokens": source.randrange(kv_tokens),
         "kv_tokens": kv_tokens,
         "running": source.randrange(20),

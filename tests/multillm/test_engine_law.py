@@ -54,12 +54,14 @@ def iterations():
 
 def test_a_measured_engine_has_the_seconds_of_its_iterations():
     fitted = iterations()
-    law = measured_law(fitted, Operations(1.0, 1.0), kv_tokens=10_000, max_model_len=4096)
+    law = measured_law(
+        fitted, Operations(1.0, 1.0), prompt_tokens=64, kv_tokens=10_000, max_model_len=4096
+    )
     for batch in (1, 7, 256):
-        decode = law.decode[batch] @ [1.0, batch * 90.0, batch * 120.0]
-        assert decode == pytest.approx(fitted.seconds(Phase.DECODE, batch, batch * 90, 120))
+        decode = law.decode[batch] @ [1.0, batch * 90.0, 0.0]
+        assert decode == pytest.approx(fitted.seconds(Phase.DECODE, batch, 90), rel=0.02)
         prefill = law.prefill[batch] @ [1.0, batch * 64.0]
-        assert prefill == pytest.approx(fitted.seconds(Phase.PREFILL, batch, batch * 64, 64))
+        assert prefill == pytest.approx(fitted.seconds(Phase.PREFILL, batch, 64), rel=0.02)
     assert law.max_tokens == 10_000
     assert law.token_budget == 4096
 

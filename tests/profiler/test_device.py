@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from llmpq.dist.metrics import control_groups
 from llmpq.profiler import device
 from llmpq.profiler.device import (
     HostCpu,
@@ -87,7 +88,7 @@ def test_processors_have_the_instructions_of_their_flags(flags, name):
 def test_memory_is_that_of_the_host_or_of_a_smaller_group(
     tmp_path, monkeypatch, files, groups, expected
 ):
-    monkeypatch.setattr(device, "CGROUPS", tmp_path)
+    monkeypatch.setattr(control_groups, "CGROUPS", tmp_path)
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
@@ -162,7 +163,7 @@ def test_a_quota_of_version_two(tmp_path, monkeypatch, text, quota):
 
 
 def check_quota(tmp_path, monkeypatch, files, groups, quota):
-    monkeypatch.setattr(device, "CGROUPS", tmp_path)
+    monkeypatch.setattr(control_groups, "CGROUPS", tmp_path)
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

@@ -19,7 +19,7 @@ from llmpq.routing import (
     WorkloadMeans,
     load_balancer,
 )
-from llmpq.routing.balancers import freed_tokens
+from llmpq.routing.balancers import _steps, freed_tokens
 
 MEANS = WorkloadMeans(prompt_tokens=100.0, new_tokens=50.0)
 CAPACITY = ReplicaCapacity(kv_tokens=1000, token_budget=100)
@@ -173,10 +173,24 @@ def test_statistics_replace_only_what_was_routed_before_they_were_asked_for():
     for second, tokens in enumerate((10, 20, 40)):
         replica.route(RoutedRequest(prompt_tokens=tokens), float(second))
     assert replica.view() == ReplicaView(CAPACITY, 70, 930, 3, 3)
-    replica.update(ReplicaStats(queued_tokens=5, free_tokens=900, running=2), asked_s=1.0)
+    stats = ReplicaStats(queued_tokens=5, waiting_tokens=5, free_tokens=900, running=2)
+    replica.update(stats, asked_s=1.0)
     assert replica.view() == ReplicaView(CAPACITY, 65, 835, 4, 3)
     replica.finish()
     assert replica.view().outstanding == 2
+
+
+def test_the_memory_of_a_running_prompt_is_subtracted_once():
+    replica = Replica(CAPACITY)
+    # A prompt of 600 tokens has its blocks, 500 of them are not computed; one of 50 waits.
+    replica.update(ReplicaStats(queued_tokens=550, waiting_tokens=50, free_tokens=400), 0.0)
+    assert (replica.view().queued_tokens, replica.view().free_tokens) == (550, 350)
+    assert replica.kv_cache_usage == pytest.approx(0.6)
+    idle = view(queued=550, free=1000)  # waits for no memory either
+    request = RoutedRequest(prompt_tokens=350)
+    assert load_balancer("sal").rank(request, {0: replica.view(), 1: idle}, MEANS) == [1, 0]
+    (memory, compute), _ = (_steps(request, one, MEANS) for one in (replica.view(), idle))
+    assert (memory, compute) == (0.0, 9.0)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 500)), max_size=30))

@@ -34,7 +34,9 @@ def test_the_larger_of_both_waits_is_sal_itself():
     views = {}
     for number, (queued, free) in enumerate([(900, 4000), (100, 40), (0, 10), (500, 500)]):
         replica = Replica(capacity)
-        replica.update(ReplicaStats(queued_tokens=queued, free_tokens=free), 0.0)
+        replica.update(
+            ReplicaStats(queued_tokens=queued, waiting_tokens=queued, free_tokens=free), 0.0
+        )
         views[number] = replica.view()
     means = WorkloadMeans(prompt_tokens=300, new_tokens=50)
     for tokens in (1, 64, 700):

@@ -178,6 +178,9 @@ def test_queued_tokens_count_until_the_first_token():
             sock.sendall(completion(served.port, prompt=[5] * 5, max_tokens=2))
         wait_until(lambda: served.service.admission.queued_tokens == 10)
         assert client.post("/v1/completions", json={"prompt": [5]}).status_code == 503
+        for engine.started_tokens, waiting in ((0, 10), (5, 5), (15, 0)):
+            found = client.get("/load").json()
+            assert (found["queued_tokens"], found["waiting_tokens"]) == (10, waiting)
         served.call(engine.starts.set)
         wait_until(lambda: served.service.admission.num_choices == 0)
         assert served.service.admission.queued_tokens == 0

@@ -10,9 +10,9 @@ from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.queue_order import queue_order
 from llmpq.routing import BALANCERS, WorkloadMeans, load_balancer
 from llmpq.sim.costs import Hop
-from llmpq.sim.engine import simulate_engine
+from llmpq.sim.engine import SimulatedEngine, simulate_engine
 from llmpq.sim.engine_costs import WorkerCosts
-from llmpq.sim.fleet import FleetReplica, replica_capacity, simulate_fleet
+from llmpq.sim.fleet import FleetReplica, engine_stats, replica_capacity, simulate_fleet
 from llmpq.spec.trace import TraceRequest, draw_arrivals
 
 LIMITS = EngineLimits(token_budget=128, max_sequences=32, num_blocks=200, block_size=16)
@@ -51,6 +51,17 @@ def test_every_request_ends_once_on_the_replica_that_it_was_routed_to(balancer):
         routed = {number for number, chosen in enumerate(fleet.routed) if chosen == index}
         assert {record.request for record in report.requests} == routed
     assert fleet.total.steps == sum(report.steps for report in fleet.replicas)
+
+
+def test_statistics_count_the_blocks_of_a_running_prompt_once():
+    engine = SimulatedEngine(COSTS, LIMITS, FCFS)
+    for number, tokens in enumerate((1600, 2000)):  # of 3200; the second waits for memory
+        engine.add(number, TraceRequest(arrival_s=0.0, prompt_tokens=tokens, new_tokens=4))
+    engine.advance(0.01)
+    stats = engine_stats(engine, LIMITS)
+    assert (stats.running, stats.waiting, stats.free_tokens) == (1, 1, 1600)
+    assert stats.waiting_tokens == 2000
+    assert stats.queued_tokens == 1600 - 128 - 1 + 2000
 
 
 def test_round_robin_gives_each_replica_every_third_request():

@@ -4,10 +4,14 @@ Matrix products take a function of the rows that they multiply, with steps where
 kernels; attention one of its work, rows times tokens, and rows times one of the tokens. A constant
 and terms in tokens and in sequences are added. No coefficient is negative, so the law is positive
 and never falls with batch or tokens. Without knots it is the regression of LLM-PQ, Sec. 4.1.
+
+Samples far from the law on which most others agree are left out. Weighted fits find that law: of
+least absolute errors, and then of errors that count no more than small ones.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +35,18 @@ SMOOTHNESS = 0.2
 STEP_CHARGE = 0.03
 """Weight of a step's relative height against relative errors, times the square of the ratio of the
 samples around it: a bend is preferred to a step."""
+MIN_TESTED = 12
+"""Samples from which a fit is tested on some of them; fewer do not show an outlier."""
+OUTLIER, OUTLIER_SPREADS = 1.4, 10.0
+"""Ratio to the law and standard deviations of the other samples from which a sample is an outlier,
+both of them. Kernels that get faster with more rows are up to 1.3 times off, as are their
+neighbours (Helix's V100)."""
+FITS = 3
+"""Weighted fits of each kind that find the law on which most samples agree."""
+_SMALL_ERROR = 0.02
+"""Relative error up to which a sample has its full weight in them."""
+_STANDARD = 1.4826
+"""Standard deviation of normal errors, relative to their median size."""
 _LEAST_SHARE = 1e-3
 """Of the least measured seconds: what a law answers at least."""
 
@@ -52,6 +68,12 @@ class Samples:
             tokens=self.tokens[chosen],
             seconds=self.seconds[chosen],
         )
+
+    def precedes(self) -> npt.NDArray[np.bool_]:
+        """Return whether the sample of a row is no larger than that of a column ``[P, P]``."""
+        fewer = self.batch[:, None] <= self.batch
+        result: npt.NDArray[np.bool_] = fewer & (self.tokens[:, None] <= self.tokens)
+        return result
 
     @property
     def rows(self) -> Array:
@@ -120,9 +142,59 @@ class Law:
         total += self.of_work(rows * tokens) + rows * self.of_length(tokens)
         return max(total, self.least)
 
+    def seconds_of(self, samples: Samples) -> Array:
+        """Return the seconds at the shapes of samples ``[P]``."""
+        shapes = zip(samples.batch.tolist(), samples.tokens.tolist(), strict=True)
+        return np.array([self.seconds(batch, tokens) for batch, tokens in shapes])
 
-def fit_law(samples: Samples) -> Law:
-    """Fit a law to relative errors, with a preference for equal neighbouring slopes."""
+
+def fit_without_outliers(samples: Samples) -> tuple[Law, Samples]:
+    """Return the law of the samples that agree with most others, and the samples to trust.
+
+    These have in addition a slow one without a larger shape and a fast one without a smaller one:
+    kernels change, and nothing else was measured there.
+    """
+    law = fit_law(samples)
+    gaps = _gaps(law, samples)
+    # An outlier bends the first fit towards itself.
+    if len(samples) < MIN_TESTED or np.abs(gaps).max() <= math.log(OUTLIER) / 2.0:
+        return law, samples
+    for weights in FITS * (_absolute,) + FITS * (_bounded,):
+        gaps = _gaps(fit_law(samples, weights(gaps)), samples)
+    spread = _STANDARD * float(np.median(np.abs(gaps)))
+    most = max(math.log(OUTLIER), OUTLIER_SPREADS * spread)
+    precedes = samples.precedes()
+    has_larger, has_smaller = precedes.sum(axis=1) > 1, precedes.sum(axis=0) > 1
+    kept = ~((gaps > most) & has_larger | (gaps < -most) & has_smaller)
+    return fit_law(samples.take(np.abs(gaps) <= most)), samples.take(kept)
+
+
+def _gaps(law: Law, samples: Samples) -> Array:
+    """Return the logarithms of measured over fitted seconds ``[P]``."""
+    result: Array = np.log(samples.seconds / law.seconds_of(samples))
+    return result
+
+
+def _absolute(gaps: Array) -> Array:
+    """Return weights with which the squares of relative errors become absolute gaps ``[P]``."""
+    squares = np.maximum(np.expm1(-gaps) ** 2, np.finfo(float).tiny)
+    result: Array = np.sqrt(np.minimum(1.0, _SMALL_ERROR * np.abs(gaps) / squares))
+    return result
+
+
+def _bounded(gaps: Array) -> Array:
+    """Return weights with which no relative error counts more than a small one ``[P]``."""
+    result: Array = _SMALL_ERROR / np.maximum(np.abs(np.expm1(-gaps)), _SMALL_ERROR)
+    return result
+
+
+def fit_law(samples: Samples, weights: Array | None = None) -> Law:
+    """Fit a law to relative errors, with a preference for equal neighbouring slopes.
+
+    Args:
+        samples: of one phase and bitwidth.
+        weights: of the relative errors, up to 1 ``[P]``; 1 by default.
+    """
     rows, tokens = samples.rows, samples.tokens
     bends_with_length = len(samples) >= MIN_LENGTH_SAMPLES
     knots = {
@@ -146,14 +218,15 @@ def fit_law(samples: Samples) -> Law:
     order = (
         list(parts) if is_prefill else ["constant", *(name for name in parts if name != "constant")]
     )
-    weights = 1.0 / samples.seconds
+    rates = 1.0 / samples.seconds
     charges = {
-        "steps": np.diag(step_charges * _near(steps, rows, weights)),
-        "rows": _smoothing(rows, weights, knots["rows"]),
-        "work": _smoothing(rows * tokens, weights, knots["work"]),
-        "length": float(np.median(rows)) * _smoothing(tokens, weights, knots["length"]),
+        "steps": np.diag(step_charges * _near(steps, rows, rates)),
+        "rows": _smoothing(rows, rates, knots["rows"]),
+        "work": _smoothing(rows * tokens, rates, knots["work"]),
+        "length": float(np.median(rows)) * _smoothing(tokens, rates, knots["length"]),
     }
-    found = _solve({name: parts[name] for name in order}, charges, weights)
+    target = np.ones(len(samples)) if weights is None else weights
+    found = _solve({name: parts[name] for name in order}, charges, rates, target)
     jumps = np.concatenate([[0.0], np.cumsum(found["steps"])])
     return Law(
         phase=samples.phase,
@@ -177,18 +250,20 @@ def paper_features(phase: Phase, batch: Array, tokens: Array) -> Array:
     return np.stack(columns, axis=1)
 
 
-def _solve(parts: dict[str, Array], charges: dict[str, Array], weights: Array) -> dict[str, Array]:
+def _solve(
+    parts: dict[str, Array], charges: dict[str, Array], rates: Array, weights: Array
+) -> dict[str, Array]:
     """Return the coefficients of each part, ``[P, C]`` columns, ``charges`` ``[K, C]`` added."""
     edges = np.cumsum([0, *(one.shape[1] for one in parts.values())])
     first = dict(zip(parts, edges, strict=False))
-    blocks = [np.column_stack(list(parts.values())) * weights[:, None]]
+    blocks = [np.column_stack(list(parts.values())) * (rates * weights)[:, None]]
     for name, charge in charges.items():
         block = np.zeros((len(charge), edges[-1]))
         block[:, first[name] : first[name] + charge.shape[1]] = charge
         blocks.append(block)
     matrix = np.vstack(blocks)
     target = np.zeros(len(matrix))
-    target[: len(weights)] = 1.0
+    target[: len(weights)] = weights
     solution = solve_nnls(matrix, target)
     return dict(zip(parts, np.split(solution, edges[1:-1]), strict=True))
 
@@ -217,10 +292,10 @@ def _determined_steps(rows: Array) -> tuple[Array, Array]:
     return steps[near], STEP_CHARGE * (above[near] / below[near]) ** 2
 
 
-def _smoothing(sizes: Array, weights: Array, knots: Array) -> Array:
+def _smoothing(sizes: Array, rates: Array, knots: Array) -> Array:
     """Return one row a knot that charges the change of slope there ``[K, K + 1]``."""
     widths = np.diff(np.concatenate([[0.0], knots]))
-    charge = widths * _near(knots, sizes, weights) * np.sqrt(len(sizes) / (len(knots) + 1))
+    charge = widths * _near(knots, sizes, rates) * np.sqrt(len(sizes) / (len(knots) + 1))
     charges = SMOOTHNESS * charge[:, None]
     result: Array = charges * (
         np.eye(len(knots), len(knots) + 1, 1) - np.eye(len(knots), len(knots) + 1)
@@ -228,7 +303,7 @@ def _smoothing(sizes: Array, weights: Array, knots: Array) -> Array:
     return result
 
 
-def _near(places: Array, sizes: Array, weights: Array) -> Array:
-    """Return the weight of samples near each place ``[K]``: larger sizes weigh less."""
-    result: Array = np.interp(places, np.sort(sizes), np.sort(weights)[::-1])
+def _near(places: Array, sizes: Array, rates: Array) -> Array:
+    """Return one over the seconds near each place ``[K]``: larger sizes take longer."""
+    result: Array = np.interp(places, np.sort(sizes), np.sort(rates)[::-1])
     return result

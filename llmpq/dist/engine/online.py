@@ -439,6 +439,7 @@ class OnlineEngine:
             running=scheduler.num_running,
             waiting=scheduler.num_waiting + len(self._compiling),
             queued_tokens=scheduler.queued_tokens,
+            started_tokens=scheduler.started_tokens,
             kv_cache_usage=1 - scheduler.free_blocks / limits.num_blocks,
             num_preemptions=scheduler.num_preemptions,
             prefix_cache_queries=scheduler.prefix_cache_queries,

@@ -66,6 +66,7 @@ class ServingStats:
         running: requests that have blocks.
         waiting: requests in the queue.
         queued_tokens: prompt tokens that have not been computed yet.
+        started_tokens: tokens of the prompts that have blocks and no token of their answer.
         kv_cache_usage: share of the KV blocks in use, 0 to 1.
         num_preemptions: since the start, as all that follow.
         prefix_cache_queries: prompt tokens looked up in the prefix cache.
@@ -81,6 +82,7 @@ class ServingStats:
     running: int = 0
     waiting: int = 0
     queued_tokens: int = 0
+    started_tokens: int = 0
     kv_cache_usage: float = 0.0
     num_preemptions: int = 0
     prefix_cache_queries: int = 0

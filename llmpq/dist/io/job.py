@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from llmpq.batching.length import ORACLE, Prediction
+from llmpq.batching.queue_order import SERVED_ORDERS
 from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.dist.io.sampling_params import GREEDY, SamplingParams
-from llmpq.errors import SpecError
+from llmpq.errors import SpecError, bad_field
 from llmpq.spec.codec import Rule, from_json, to_json
 from llmpq.spec.fields import Fields, dump_json, read_json, write_text
 from llmpq.spec.plan import Plan
@@ -74,7 +75,7 @@ class EngineOptions:
     """Options of an engine that serves requests as they arrive; ``None`` is the plan's own.
 
     Attributes:
-        scheduler: order of the waiting queue, a name in ``llmpq.batching.queue_order``.
+        scheduler: order of the waiting queue, one of ``queue_order.SERVED_ORDERS``.
         alpha: weight of waiting time in the order ``larry``.
         token_budget: most tokens of a step.
         max_sequences: most sequences that run at a time.
@@ -92,6 +93,11 @@ class EngineOptions:
     max_model_len: Annotated[int, Rule(minimum=2)] | None = None
     prefix_caching: bool = True
     speculative_config: SpeculativeConfig | None = None
+
+    def __post_init__(self) -> None:
+        if self.scheduler not in SERVED_ORDERS:
+            expected = f"one of {', '.join(SERVED_ORDERS)}"
+            raise bad_field("engine", "scheduler", self.scheduler, expected)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

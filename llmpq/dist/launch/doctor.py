@@ -24,6 +24,7 @@ import transformers
 import llmpq
 from llmpq.dist.kv.blocks import slot_blocks
 from llmpq.dist.launch.rank import torch_device
+from llmpq.dist.metrics.control_groups import available_memory_bytes
 from llmpq.dist.transport.channels import RankChannels
 from llmpq.dist.transport.communicator import error_from_frame
 from llmpq.dist.transport.errors import stage_name
@@ -32,7 +33,7 @@ from llmpq.errors import LlmpqError, StageError
 from llmpq.models import Checkpoint
 from llmpq.spec.plan import Plan
 from llmpq.spec.schedule import draft_bytes
-from llmpq.units import KIB, format_bytes
+from llmpq.units import format_bytes
 
 SMALL_FRAMES = 9
 MIN_FRAMES, MAX_FRAMES, LARGE_BYTES = 4, 2000, 8 << 20
@@ -67,7 +68,7 @@ def examine(plan: Plan, rank: int, model_dir: Path) -> dict[str, Any]:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
-        "available_bytes": _available_bytes(),
+        "available_bytes": available_memory_bytes(),
         "cores": len(os.sched_getaffinity(0)),
         "wall_clock_s": time.time(),
         "perf_clock_s": time.perf_counter(),
@@ -224,20 +225,3 @@ def _memory_problems(plan: Plan, facts: Sequence[dict[str, Any]]) -> Iterator[_P
                 f"for rank {', '.join(str(one['rank']) for one in ranks)}"
             )
             yield ranks[0], "memory", "error", message
-
-
-def _available_bytes() -> int:
-    """Return the available memory of this host or of this process's cgroup."""
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    available = next(int(line.split()[1]) * KIB for line in lines if "MemAvailable" in line)
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            most, now = (Path("/sys/fs/cgroup", name).read_text().strip() for name in (limit, used))
-        except OSError:
-            continue
-        if most.isdecimal():
-            available = min(available, int(most) - int(now))
-    return available

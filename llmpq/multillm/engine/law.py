@@ -1,6 +1,6 @@
 """Seconds of an engine as tables of the simulator, from measured iterations or from layers.
 
-- A table of whole iterations (``llmpq.multillm.cost``) gives the weights by batch directly.
+- A table of whole iterations (``llmpq.multillm.cost``).
 - Per-layer costs on one device, or on a team of devices that share every layer: layers over the
   devices of the team, and two all-reduces a layer.
 - A plan of ours, a pipeline of stages: sequences that decode are split evenly over the steps in
@@ -8,8 +8,7 @@
   there are steps the slowest of them. Prompts follow each other, so a chunk takes the slowest
   stage. A stage receives and sends a message in each step.
 
-Without a table of iterations, seconds are evaluated at some batches, contexts and prompts, and are
-linear between them.
+Seconds are evaluated at some batches, contexts and prompts, and are linear between them.
 """
 
 from __future__ import annotations
@@ -81,21 +80,25 @@ class Operations:
 
 
 def measured_law(
-    iterations: IterationModel, operations: Operations, *, kv_tokens: int, max_model_len: int
+    iterations: IterationModel,
+    operations: Operations,
+    *,
+    prompt_tokens: float,
+    kv_tokens: int,
+    max_model_len: int,
 ) -> EngineLaw:
     """Return vLLM 0.2-0.4 with measured iterations.
 
     Args:
         iterations: seconds of whole iterations.
         operations: of the model.
+        prompt_tokens: usual prompt.
         kv_tokens: tokens whose keys and values the memory holds.
         max_model_len: longest sequence.
     """
-    batches = np.arange(MAX_SEQUENCES + 1).clip(1)
-    prefill = iterations.weights(Phase.PREFILL, batches)
     return _separate(
-        np.stack([prefill[:, 0], prefill[:, 1:].sum(1)], axis=1),
-        iterations.weights(Phase.DECODE, batches),
+        _prefill_weights(partial(iterations.seconds, Phase.PREFILL), prompt_tokens, MAX_SEQUENCES),
+        _decode_weights(partial(iterations.seconds, Phase.DECODE), MAX_SEQUENCES),
         operations,
         kv_tokens,
         max_model_len,

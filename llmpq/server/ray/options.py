@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
-from llmpq.batching.queue_order import QUEUE_ORDERS
+from llmpq.batching.queue_order import SERVED_ORDERS
 from llmpq.errors import SpecError
 from llmpq.routing import BALANCERS
 
@@ -88,8 +88,8 @@ class FleetOptions:
             if name not in ENGINE_SETTINGS:
                 raise _wrong(f"engine.{name}", "a setting", f"one of {', '.join(ENGINE_SETTINGS)}")
         order = self.engine.get("scheduler", "fcfs")
-        if order not in QUEUE_ORDERS:
-            raise _wrong("engine.scheduler", order, f"one of {', '.join(QUEUE_ORDERS)}")
+        if order not in SERVED_ORDERS:
+            raise _wrong("engine.scheduler", order, f"one of {', '.join(SERVED_ORDERS)}")
 
     def engine_settings(self) -> dict[str, Any]:
         """Return the arguments of ``AsyncEngine.start``."""

@@ -88,6 +88,11 @@ class Backend:
         """Requests that were sent and have not ended."""
         return self._replica.outstanding
 
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the KV memory in use at the last poll, 0 to 1."""
+        return self._replica.kv_cache_usage
+
     def view(self) -> ReplicaView:
         """Return what a balancer reads."""
         return self._replica.view()
@@ -201,8 +206,9 @@ def report_of_load(found: Mapping[str, Any]) -> Report | None:
     """
     if not found.get("is_ready"):
         return None
-    names = ("queued_tokens", "free_kv_tokens", "kv_tokens", "token_budget", "running", "waiting")
-    numbers = {name: found.get(name) for name in (*names, *Totals._fields)}
+    names = ("queued_tokens", "waiting_tokens", "free_kv_tokens", "running", "waiting")
+    limits = ("kv_tokens", "token_budget")
+    numbers = {name: found.get(name) for name in (*names, *limits, *Totals._fields)}
     seconds = {name: found.get(name) for name in ("prefill_step_s", "decode_step_s")}
     for name, value in {**numbers, **seconds}.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e15:
@@ -220,6 +226,7 @@ def report_of_load(found: Mapping[str, Any]) -> Report | None:
     return Report(
         stats=ReplicaStats(
             queued_tokens=counts["queued_tokens"],
+            waiting_tokens=counts["waiting_tokens"],
             free_tokens=counts["free_kv_tokens"],
             running=counts["running"],
             waiting=counts["waiting"],

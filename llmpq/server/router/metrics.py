@@ -83,6 +83,4 @@ def _queued(backend: Backend) -> float:
 
 
 def _usage(backend: Backend) -> float:
-    view = backend.view()
-    free = min(view.capacity.kv_tokens, max(0, view.free_tokens + view.queued_tokens))
-    return 1.0 - free / view.capacity.kv_tokens
+    return backend.kv_cache_usage

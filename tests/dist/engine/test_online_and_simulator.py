@@ -201,7 +201,7 @@ def recorded(scheduler: EngineScheduler) -> list[tuple[float, EngineStep]]:
     num_blocks=st.integers(11, 30),
     max_sequences=st.integers(1, 6),
     prefix_caching=st.booleans(),
-    order=st.sampled_from(["fcfs", "spf", "no_preempt"]),
+    order=st.sampled_from(["fcfs", "spf", "no_preempt", "larry"]),
     drafts=st.sampled_from([0, 0, 1, 5]),
     draft_blocks=st.none() | st.integers(1, 30),
 )

@@ -163,6 +163,7 @@ def test_a_node_gets_the_strategy_of_its_label():
         ({"strategies": {"a": "b"}, "balancer": "best"}, "'balancer': found best"),
         ({"strategies": {"a": "b"}, "engine": {"gpu": 1}}, "'engine.gpu': found a setting"),
         ({"strategies": {"a": "b"}, "engine": {"scheduler": "x"}}, "'engine.scheduler': found x"),
+        ({"strategies": {"a": "b"}, "engine": {"scheduler": "trail"}}, "'engine.scheduler'"),
     ],
 )
 def test_arguments_that_cannot_be_used_are_refused(args, message):

@@ -27,7 +27,8 @@ from llmpq.spec.fleet import Fleet, FleetMember, write_fleet
 REPLICA = """
 import http.server, json, signal, sys
 LOAD = dict(is_ready=True, prefill_step_s=1, decode_step_s=1, kv_tokens=64, token_budget=64)
-ZERO = ("queued_tokens", "free_kv_tokens", "running", "waiting", "answers", "new_tokens")
+ZERO = ("queued_tokens", "waiting_tokens", "free_kv_tokens", "running", "waiting", "answers",
+        "new_tokens")
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         body = LOAD | dict.fromkeys((*ZERO, "prompt_tokens"), 0)
