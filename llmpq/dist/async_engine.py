@@ -30,6 +30,7 @@ from llmpq.dist.io.job import (
 )
 from llmpq.dist.io.structured_outputs import grammar_of
 from llmpq.dist.launch.rank_thread import CLOSE_TIMEOUT_S, RankThread
+from llmpq.dist.limited.form_checker import DEFAULT_FORM_TIMEOUT_S, FormChecker
 from llmpq.dist.metrics.progress import RunProgress
 from llmpq.errors import SpecError, StageError, StoppedError
 from llmpq.logging import get_logger
@@ -114,7 +115,13 @@ class AsyncEngine:
         start_s: seconds of each step of the last start of rank 0.
     """
 
-    def __init__(self, ranks: RankThread, max_restarts: int) -> None:
+    def __init__(
+        self,
+        ranks: RankThread,
+        forms: FormChecker,
+        max_restarts: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.stats = ServingStats()
         self.error: BaseException | None = None
         self.max_model_len = 0
@@ -122,6 +129,7 @@ class AsyncEngine:
         self.num_restarts = 0
         self.start_s: dict[str, float] = {}
         self._ranks = ranks
+        self._forms = forms
         self._max_restarts = max_restarts
         self._listener = ranks.listen()
         self._ended: Future[BaseException] = Future()  # of the thread that starts the ranks
@@ -159,6 +167,7 @@ class AsyncEngine:
         speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
         step_timeout_s: float = 10.0,
         max_restarts: int = DEFAULT_RESTARTS,
+        form_timeout_s: float = DEFAULT_FORM_TIMEOUT_S,
         store: Path | None = None,
         store_limit_bytes: int = DEFAULT_STORE_LIMIT_BYTES,
         kernel: str | None = None,
@@ -188,7 +197,9 @@ class AsyncEngine:
                 ``"method": "draft_model"`` takes those of the model in the directory ``"model"``;
                 ``None`` for the plan's draft model, if it has one.
             step_timeout_s: how long a rank may give no sign of life.
-            max_restarts: starts in a row without a new token, after which the engine has failed.
+            max_restarts: most restarts within 300 s of serving; after one more death the engine has
+                failed.
+            form_timeout_s: processor time to compile the form of an answer.
             store: folder of quantized layers kept from run to run, ``None`` for none.
             store_limit_bytes: most bytes it may hold.
             kernel: backend to prefer; ``None`` leaves it to the registry.
@@ -235,7 +246,7 @@ class AsyncEngine:
             environment=tuple((environment or {}).items()),
             engine=options,
         )
-        engine = cls(ranks, max_restarts)
+        engine = cls(ranks, FormChecker(model_dir, form_timeout_s), max_restarts, clock)
         ranks.start(lambda: engine._run_ranks(job), engine._ranks_ended)
         return engine
 
@@ -262,6 +273,7 @@ class AsyncEngine:
 
     def kill(self) -> None:
         """End all ranks at once; for an engine whose :meth:`ready` was never called."""
+        self._forms.close()
         self._ranks.stop(0.0)
         self._ranks.close()
 
@@ -269,6 +281,14 @@ class AsyncEngine:
     def is_alive(self) -> bool:
         """Whether the engine answers now; false while it restarts."""
         return self._writer is not None
+
+    async def check_form(self, form: StructuredOutputsParams) -> None:
+        """Check that a form of answers can be compiled within the limits.
+
+        Raises:
+            SpecError: it cannot.
+        """
+        await self._forms.check(form)
 
     async def generate(
         self, request: GenerationRequest, token_ids: Sequence[int] = ()
@@ -289,7 +309,7 @@ class AsyncEngine:
         """
         form = request.sampling.structured_outputs
         if form is not None:
-            await asyncio.to_thread(grammar_of, form)
+            await self.check_form(form)
         self._check_open()
         if request.id in self._answers:
             raise SpecError(f"id: found {request.id!r} of an unfinished request, expected another")
@@ -330,6 +350,7 @@ class AsyncEngine:
         """End all ranks; nothing of them is left when this returns."""
         is_idle = not self._answers
         self._fail_all(StageError("the engine is closed; start another one"))
+        self._forms.close()
         if self._writer is not None:
             self._writer.close()
             self._writer = None

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from llmpq.dist.io.sampling_params import SamplingParams, TokenLogprobs
+from llmpq.dist.io.sampling_params import SamplingParams, StructuredOutputsParams, TokenLogprobs
 
 GenerationEnd = Literal["stop", "length", "abort", "error"]
 
@@ -119,6 +119,10 @@ class EngineClient(Protocol):
     @property
     def vocab_size(self) -> int:
         """Tokens are below this number."""
+        ...
+
+    async def check_form(self, form: StructuredOutputsParams) -> None:
+        """Check that a form of answers can be compiled; ``SpecError`` if not."""
         ...
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenOutput, None]:
