@@ -80,7 +80,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=DEFAULT_MAX_RESTARTS,
         metavar="N",
-        help="start the ranks again up to N times after one was lost; requests are recomputed "
+        help="start the ranks again up to N times within 300 s of serving after one was lost; "
+        "requests are recomputed, and fail after two deaths in a row without a token of theirs "
         f"(default {DEFAULT_MAX_RESTARTS})",
     )
     engine.add_argument(

@@ -204,6 +204,7 @@ class OnlineEngine:
             else:
                 future: Future[TokenMatcher] = self._compilers.submit(self._grammars.compile, form)
                 self._compiling[added.request.id] = (added, future)
+                self._channel.send("started", ids=[added.request.id])
         except (SpecError, CapacityError) as error:
             self._channel.send("refused", id=message["id"], message=str(error))
 
@@ -310,10 +311,12 @@ class OnlineEngine:
         token_ids: list[int] = []
         outputs: list[int] = []
         scored: list[tuple[ScheduledChunk, int]] = []
+        started: list[str] = []
         for chunk in step.chunks:
             answer, end = self._answers[chunk.request], chunk.first + chunk.count
             if answer.num_cached_tokens is None:
                 answer.num_cached_tokens = chunk.first
+                started.append(answer.added.request.id)
             token_ids += answer.tokens[chunk.first : end]
             token_ids += answer.draft[: chunk.num_draft_tokens]
             for row, position in self._rows(chunk, answer):
@@ -321,6 +324,8 @@ class OnlineEngine:
                     outputs.append(len(rows))
                     scored.append((chunk, position))
                 rows.append(row)
+        if started:
+            self._channel.send("started", ids=started)
         self._in_flight.append(_Dispatched(step, scored))
         self._runner.dispatch(np.array(token_ids), rows, outputs)
         return True

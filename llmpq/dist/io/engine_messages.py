@@ -2,7 +2,8 @@
 
 To the engine: ``add`` (a request, with the tokens that its client has) and ``abort`` (``id``). From
 the engine: ``ready`` once all ranks are loaded (with ``start_s``, the seconds of each step of
-the start), ``refused`` (``id``, ``message``) for a request that cannot be served, ``tokens``
+the start), ``refused`` (``id``, ``message``) for a request that cannot be served, ``started``
+(``ids``) before requests are computed or their forms compiled, ``tokens``
 (``outputs``) after a step, ``stats`` (``stats``) many times a second. Needs no torch.
 """
 
