@@ -13,6 +13,16 @@ from llmpq.errors import SpecError
 from llmpq.server.errors import ApiError
 from llmpq.spec.plan import Plan
 
+DEFAULT_MAX_CHOICES = 2048
+CORRECTION = 0.1
+"""Share of a measured time to the first token in the limit that is computed from it."""
+LARGEST_CORRECTION = 4.0
+"""The limit is at most so many times the forecast."""
+MISSED_SHARE = 0.5
+"""The log says once that the limit is below this share of the forecast."""
+
+logger = get_logger(__name__)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionLimits:
@@ -21,12 +31,17 @@ class AdmissionLimits:
     Attributes:
         max_num_queued_reqs: most answers that wait or run; ``None`` for any number.
         max_num_queued_tokens: most prompt tokens that have not been computed; likewise.
+        max_num_choices: most answers of one request.
+        ttft_bound_s: bound on the time to the first token, for which ``max_num_queued_tokens`` is
+            the forecast; the limit follows what is measured. ``None`` for a fixed limit.
         prefill_tokens_per_s: forecast of the plan, for ``Retry-After`` and routers.
         decode_step_s: forecast of the seconds of a decode round, for routers.
     """
 
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
+    max_num_choices: int = DEFAULT_MAX_CHOICES
+    ttft_bound_s: float | None = None
     prefill_tokens_per_s: float | None = None
     decode_step_s: float | None = None
 

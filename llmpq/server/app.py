@@ -181,7 +181,7 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
         """Return the text of tokens."""
         model.check_name(body.model)
         tokenizer = model.need_tokenizer("it cannot detokenize")
-        if any(token >= model.vocab_size for token in body.tokens):
+        if max(body.tokens, default=0) >= model.vocab_size:
             raise bad_request(f"expected tokens below {model.vocab_size}.", "tokens")
         text = await tokenizer.decode_async(body.tokens)
         return json_response({"prompt": text})

@@ -165,6 +165,7 @@ def make_service(
         names: of the model in requests and answers.
         limits: on what may wait; none by default.
     """
+    limits = limits or AdmissionLimits()
     model = ServedModel(
         names=names,
         root=str(model_dir),
@@ -173,8 +174,9 @@ def make_service(
         vocab_size=engine.vocab_size,
         created_s=int(time.time()),
         default_sampling=default_sampling_of(model_dir),
+        max_choices=limits.max_num_choices,
     )
-    admission = Admission(limits or AdmissionLimits())
+    admission = Admission(limits)
     return Service(engine, model, admission, ServerMetrics(names[0], engine, admission))
 
 
