@@ -172,6 +172,7 @@ class ChoiceRun:
             sampling=sampling,
             priority=self._work.priority,
             cache_salt=self._work.cache_salt,
+            group=self._id if self._work.num_choices > 1 else None,
         )
         text = self._detokenizer(sampling)
         observer = self._observers[index]

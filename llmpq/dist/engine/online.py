@@ -260,6 +260,7 @@ class OnlineEngine:
                 arrival_s=self._now_s(),
                 priority=request.priority,
                 cache_salt=request.cache_salt,
+                group=request.group,
                 skip_prefix_cache=added.needs_prompt_logprobs,
             )
         )

@@ -67,6 +67,7 @@ def added_to_json(added: AddedRequest) -> dict[str, Any]:
         "sampling_params": to_json(request.sampling),
         "priority": request.priority,
         "cache_salt": request.cache_salt,
+        "group": request.group,
         "token_ids": added.token_ids,
         "needs_prompt_logprobs": added.needs_prompt_logprobs,
     }
@@ -86,6 +87,7 @@ def added_from_json(fields: dict[str, Any]) -> AddedRequest:
             sampling=from_json(SamplingParams, sampling),
             priority=fields["priority"],
             cache_salt=fields["cache_salt"],
+            group=fields["group"],
         ),
         token_ids=tuple(fields["token_ids"]),
         needs_prompt_logprobs=fields["needs_prompt_logprobs"],

@@ -24,6 +24,8 @@ class GenerationRequest:
         sampling: how tokens are chosen, and when the answer ends.
         priority: lower values are served first, under the queue order ``priority``.
         cache_salt: prompts share cached prefixes only with prompts of the same salt.
+        group: equal for the answers to one request of a client, which take turns with those of
+            other requests; ``None`` for a lone answer.
     """
 
     id: str
@@ -31,6 +33,7 @@ class GenerationRequest:
     sampling: SamplingParams
     priority: int = 0
     cache_salt: str = ""
+    group: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
