@@ -33,6 +33,8 @@ from llmpq.server.translate import ServedModel, encode_chat
 from llmpq.server.transport import EventStream, Gate, TransportLimits, until_disconnected
 
 OWNER = "llmpq"
+TOKENIZE_TOKENS = 1 << 17
+"""Longest text of ``/tokenize`` where the model's own length is smaller."""
 _ERROR_SCHEMA: dict[str, Any] = {
     "type": "object",
     "required": ["error"],
@@ -163,16 +165,18 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
         else:
             (tokens,) = await tokenizer.encode_async(
                 [body.prompt],
-                max_tokens=max(model.max_model_len, 1 << 20),
+                max_tokens=max(model.max_model_len, TOKENIZE_TOKENS),
                 add_special_tokens=body.add_special_tokens is not False,
             )
-        names = [tokenizer.token_name(token) for token in tokens]
+        names = None
+        if body.return_token_strs:
+            names = [tokenizer.token_name(token) for token in tokens]
         return json_response(
             {
                 "count": len(tokens),
                 "max_model_len": model.max_model_len,
                 "tokens": tokens,
-                "token_strs": names if body.return_token_strs else None,
+                "token_strs": names,
             }
         )
 

@@ -394,7 +394,13 @@ async def _loaded(
         raise
     try:
         tokenizer = await life.unless_stopped(tokenizer_task)
-        yield make_service(engine, tokenizer, options.model_dir, options.names, options.admission)
+        if tokenizer is not None:
+            tokenizer.warm()
+        service = make_service(
+            engine, tokenizer, options.model_dir, options.names, options.admission
+        )
+        with contextlib.closing(service):
+            yield service
     finally:
         await engine.close()
 

@@ -80,6 +80,11 @@ class Service:
         for run in self.runs:
             run.fail(ApiError(503, "The server is shutting down."))
 
+    def close(self) -> None:
+        """End the child processes of the tokenizer; the engine ends by itself."""
+        if self.model.tokenizer is not None:
+            self.model.tokenizer.close()
+
     def check_open(self) -> None:
         """Check what needs no look at a request.
 

@@ -238,7 +238,7 @@ async def encode_chat(
         variables.setdefault("reasoning_effort", body.reasoning_effort)
     continues = bool(body.continue_final_message)
     adds = body.add_generation_prompt
-    text = tokenizer.chat_template.render(
+    text = await tokenizer.render(
         [_plain_message(message) for message in body.messages or ()],
         tools=body.tools,
         add_generation_prompt=not continues if adds is None else adds,

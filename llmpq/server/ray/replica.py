@@ -141,3 +141,5 @@ class EngineReplica:
         """End the ranks; called by Ray after the last answer."""
         if hasattr(self, "_engine"):
             await self._engine.close()
+        if hasattr(self, "_service"):
+            self._service.close()
