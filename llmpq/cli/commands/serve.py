@@ -109,7 +109,7 @@ def _add_limit_options(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="SECONDS",
         help="bound on the time to the first token, from which --max_num_queued_tokens is computed "
-        "by the plan's own cost model",
+        "by the plan's own cost model, and corrected by what is measured",
     )
     add_listen_limits(limits)
 
