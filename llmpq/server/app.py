@@ -56,6 +56,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     for status, text in {
         400: "The request can never be served.",
         401: "The API key is missing or wrong.",
+        403: "The request comes from a page of another site, and the server asks for no key.",
         404: "There is no such model.",
         408: "The body did not arrive in time.",
         413: "The body is too large.",
@@ -67,7 +68,11 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def build_app(
-    service: Service, limits: TransportLimits | None = None, api_keys: Sequence[str] = ()
+    service: Service,
+    limits: TransportLimits | None = None,
+    api_keys: Sequence[str] = (),
+    *,
+    checks_site: bool = True,
 ) -> ASGIApp:
     """Return the application of a server.
 
@@ -75,6 +80,7 @@ def build_app(
         service: answers the requests.
         limits: of connections.
         api_keys: accepted keys; without any, no key is asked for.
+        checks_site: see ``Gate``.
     """
     app = FastAPI(
         title="llmpq",
@@ -95,7 +101,13 @@ def build_app(
     _add_models(app, service)
     _add_tokenizer(app, service)
     _add_state(app, service)
-    return Gate(app, limits or TransportLimits(), service.check_open, tuple(api_keys))
+    return Gate(
+        app,
+        limits or TransportLimits(),
+        service.check_open,
+        tuple(api_keys),
+        checks_site=checks_site,
+    )
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:

@@ -88,7 +88,7 @@ class EngineReplica:
 
     def _start(self, service: Service) -> None:
         self._service = service
-        self._app = build_app(service)
+        self._app = build_app(service, checks_site=False)  # the names are those of Ray's proxy
         self._name = serve.get_replica_context().replica_id.unique_id
 
     async def answer(

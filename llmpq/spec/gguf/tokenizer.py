@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from llmpq.errors import SpecError
 from llmpq.spec.gguf.header import find_gguf, read_header
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
@@ -22,3 +23,13 @@ def tokenizer_arguments(model_dir: Path) -> dict[str, Path | str] | None:
     if gguf is None or _TOKENS not in read_header(gguf).lengths:
         return None
     return {"pretrained_model_name_or_path": folder, "gguf_file": gguf.name}
+
+
+def tokenizer_error(model_dir: Path, error: Exception) -> SpecError:
+    """Return the error of a tokenizer that transformers does not read."""
+    if "trust_remote_code" in str(error):
+        return SpecError(
+            f"{model_dir}: found a tokenizer that is code of the model directory (auto_map), which "
+            "llmpq never runs; expected one that transformers has"
+        )
+    return SpecError(f"{model_dir}: the tokenizer cannot be read: {error}")
