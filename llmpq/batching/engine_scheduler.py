@@ -3,7 +3,9 @@
 A step is a list of chunks: one token of a sequence that decodes, or the next tokens of a prompt.
 Every step has a token budget. Running sequences come first; the rest of the budget goes to waiting
 requests in the order of a :class:`~llmpq.batching.queue_order.QueueOrder`. A request is admitted
-when the blocks of its whole prompt are free; the first one that does not fit ends admission. When a
+when the blocks of its whole prompt are free; the first one that does not fit ends admission. The
+answers of one request take turns with other requests, and all but its first leave a share of the
+sequences and blocks to others. When a
 running sequence needs a block and none is free, the sequence admitted last is preempted: it
 releases its blocks, keeps its tokens, returns to the head of the queue and is recomputed (vLLM).
 So is a sequence whose next token changes the rotary angles of all its keys (``longrope``).
@@ -26,12 +28,14 @@ from llmpq.batching.blocks import BlockAllocator, next_key, root_key
 from llmpq.batching.draft_model import FIRST_MODEL_CREDIT, DraftModelSchedule, DraftWish, StepCosts
 from llmpq.batching.engine_sequence import EngineSequence, StepInFlight
 from llmpq.batching.engine_step import EngineLimits, EngineRequest, EngineStep, ScheduledChunk
-from llmpq.batching.queue_order import QueueOrder, QueueState
+from llmpq.batching.queue_order import FairTurns, QueueOrder, QueueState
 from llmpq.batching.speculation import FIRST_CREDIT, MAX_STEP_TOKENS, DraftCredit, RowCost
 from llmpq.errors import CapacityError, LlmpqError
 
 Propose = Callable[[int, int], int]
 """Returns how many draft tokens there are for a request, at most the given number."""
+RESERVED_SHARE = 8
+"""One of so many sequences and blocks is not for further answers of a request that runs."""
 NO_TOKENS: Mapping[int, Sequence[int]] = {}
 
 
@@ -55,6 +59,7 @@ class EngineScheduler:
         self._watermark = int(limits.watermark * limits.num_blocks)
         self._sequences: dict[int, EngineSequence] = {}
         self._waiting: dict[int, EngineRequest] = {}  # never admitted, in order of arrival
+        self._turns = FairTurns()
         self._preempted: deque[EngineSequence] = deque()  # admitted before all others
         self._running: dict[int, EngineSequence] = {}  # in order of admission
         self._in_flight: dict[int, StepInFlight] = {}
@@ -135,7 +140,11 @@ class EngineScheduler:
         ids = None if request.token_ids is None else list(request.token_ids)
         credit = DraftCredit(FIRST_CREDIT if self._model is None else FIRST_MODEL_CREDIT)
         sequence = EngineSequence(
-            request=request, tokens=request.prompt_tokens, ids=ids, credit=credit
+            request=request,
+            tokens=request.prompt_tokens,
+            ids=ids,
+            credit=credit,
+            turn=self._turns.add(request.group),
         )
         self._add_keys(sequence, request.prompt_tokens)
         self._sequences[request.request] = sequence
@@ -301,11 +310,16 @@ class EngineScheduler:
 
     def _remove(self, sequence: EngineSequence) -> None:
         number = sequence.request.request
-        self._running.pop(number, None)
+        self._stop_running(sequence)
+        self._turns.remove(sequence.request.group)
         self._allocator.free(sequence.blocks)
         if self._model is not None:
             self._model.forget(number)
         del self._sequences[number]
+
+    def _stop_running(self, sequence: EngineSequence) -> None:
+        if self._running.pop(sequence.request.request, None) is not None:
+            self._turns.stop(sequence.request.group)
 
     def _leave_queue(self, sequence: EngineSequence) -> None:
         del self._waiting[sequence.request.request]
@@ -361,7 +375,7 @@ class EngineScheduler:
         self._to_head_of_queue(sequence)
 
     def _to_head_of_queue(self, sequence: EngineSequence) -> None:
-        del self._running[sequence.request.request]
+        self._stop_running(sequence)
         self._allocator.free(sequence.blocks)
         sequence.blocks, sequence.table, sequence.computed = [], (), 0
         self._preempted.appendleft(sequence)
@@ -390,12 +404,19 @@ class EngineScheduler:
             return
         mean = self._arrived_tokens / self._num_arrived
         prefill_s = mean * self._prefill_s / max(1, self._prefill_tokens)
-        for request in self._order(self._waiting.values(), QueueState(now_s, mean, prefill_s)):
+        waiting: Collection[EngineRequest] = self._waiting.values()
+        if self._turns.is_needed:
+            waiting = sorted(waiting, key=lambda item: self._sequences[item.request].turn)
+        for request in self._order(waiting, QueueState(now_s, mean, prefill_s)):
             yield self._sequences[request.request]
 
     def _start(self, sequence: EngineSequence) -> bool:
         """Allocate the blocks of a waiting sequence; return whether they were free."""
         request, limits = sequence.request, self._limits
+        is_further = not sequence.was_admitted and self._turns.is_further(request.group)
+        most = limits.max_sequences - limits.max_sequences // RESERVED_SHARE
+        if is_further and len(self._running) >= most:
+            return False
         tokens = sequence.tokens
         if self._order.reserves_answer:
             tokens = request.prompt_tokens + request.max_tokens - 1
@@ -406,7 +427,9 @@ class EngineScheduler:
                 sequence.keys[: (sequence.tokens - 1) // limits.block_size]
             )
         missing = limits.blocks_for(tokens) - len(shared)
-        room = self.free_blocks - (self._watermark if self._running else 0)
+        share = limits.num_blocks // RESERVED_SHARE if is_further else 0
+        reserve = max(share, self._watermark)
+        room = self.free_blocks - (reserve if self._running else 0)
         if missing + self._allocator.count_free(shared) > room:
             return False
         sequence.blocks = self._allocator.allocate(missing, shared)
@@ -417,6 +440,7 @@ class EngineScheduler:
             self.prefix_cache_queries += sequence.tokens
             self.prefix_cache_hits += sequence.computed
         self._running[request.request] = sequence
+        self._turns.start(request.group, sequence.turn)
         return True
 
     def _advance(self, sequence: EngineSequence, count: int) -> ScheduledChunk:

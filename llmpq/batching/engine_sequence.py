@@ -22,6 +22,7 @@ class EngineSequence:
     tokens: int
     ids: list[int] | None
     credit: DraftCredit
+    turn: int = 0
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     table: tuple[int, ...] = ()

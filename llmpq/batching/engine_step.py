@@ -111,6 +111,8 @@ class EngineRequest:
         priority: a lower value is admitted earlier by the order ``priority``.
         predicted_tokens: predicted answer tokens, for the order ``trail``.
         cache_salt: requests share blocks only under the same salt.
+        group: equal for answers of one request of a client, which take turns with other requests;
+            ``None`` for a request of one answer.
         skip_prefix_cache: compute the whole prompt, because every position has an output that is
             needed (log-probabilities of the prompt).
     """
@@ -123,6 +125,7 @@ class EngineRequest:
     priority: int = 0
     predicted_tokens: float | None = None
     cache_salt: str = ""
+    group: str | None = None
     skip_prefix_cache: bool = False
 
     def __post_init__(self) -> None:

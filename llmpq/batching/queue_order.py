@@ -208,3 +208,73 @@ def queue_order(
     if name not in _SCORES:
         raise SpecError(f"queue order: found '{name}', expected one of {', '.join(QUEUE_ORDERS)}")
     return QueueOrder(name=name, scores=_SCORES[name], reserves_answer=name == "no_preempt")
+
+
+@dataclass(slots=True)
+class _Group:
+    """Unfinished answers of one request: how many, how many of them run, and the last turn."""
+
+    last_turn: int
+    unfinished: int = 0
+    running: int = 0
+
+
+class FairTurns:
+    """Gives turns to the answers of one queue: those of a request take turns with other requests.
+
+    An answer gets the turn after the last one of its request, and at least the turn that is
+    admitted now (start-time fair queueing: Goyal, Vin and Cheng 1996). So a request of 500 answers
+    is ahead of a later request with one of them at most, and requests of one answer keep the order
+    of arrival.
+    """
+
+    def __init__(self) -> None:
+        self._now = 0
+        self._groups: dict[str, _Group] = {}
+        self._num_several = 0
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether any request has several unfinished answers; else all turns are in order."""
+        return self._num_several > 0
+
+    def add(self, group: str | None) -> int:
+        """Return the turn of a new answer.
+
+        Args:
+            group: of the answers that take turns with the others; ``None`` for a lone answer.
+        """
+        if group is None:
+            return self._now
+        found = self._groups.get(group)
+        if found is None:
+            found = self._groups[group] = _Group(self._now - 1)
+        found.last_turn = max(self._now, found.last_turn + 1)
+        found.unfinished += 1
+        self._num_several += found.unfinished == 2
+        return found.last_turn
+
+    def start(self, group: str | None, turn: int) -> None:
+        """Count an answer as running."""
+        self._now = max(self._now, turn)
+        if group is not None:
+            self._groups[group].running += 1
+
+    def stop(self, group: str | None) -> None:
+        """Count an answer as not running any more."""
+        if group is not None:
+            self._groups[group].running -= 1
+
+    def remove(self, group: str | None) -> None:
+        """Forget an answer, which does not run."""
+        if group is None:
+            return
+        found = self._groups[group]
+        found.unfinished -= 1
+        self._num_several -= found.unfinished == 1
+        if not found.unfinished:
+            del self._groups[group]
+
+    def is_further(self, group: str | None) -> bool:
+        """Return whether an answer of the same request runs."""
+        return group is not None and self._groups[group].running > 0

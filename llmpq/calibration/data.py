@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from llmpq.errors import SpecError
 from llmpq.spec.fields import Fields, read_text
-from llmpq.spec.gguf.tokenizer import tokenizer_arguments
+from llmpq.spec.gguf.tokenizer import tokenizer_arguments, tokenizer_error
 
 DEFAULT_SEQUENCES = 128
 DEFAULT_SEQUENCE_TOKENS = 512
@@ -191,7 +191,7 @@ def _load_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(**arguments, local_files_only=True)
     except Exception as error:  # tokenizers fail with types of their own
-        raise SpecError(f"{model_dir}: found no tokenizer that can be read: {error}") from error
+        raise tokenizer_error(model_dir, error) from error
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     return tokenizer
 

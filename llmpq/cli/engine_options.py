@@ -24,6 +24,7 @@ from llmpq.costmodel.memory import context_bytes
 from llmpq.dist.async_engine import AsyncEngine
 from llmpq.dist.io.generation import EngineClient
 from llmpq.dist.io.job import MIN_STEP_TIMEOUT_S
+from llmpq.dist.limited.form_checker import DEFAULT_FORM_TIMEOUT_S
 from llmpq.errors import SpecError
 from llmpq.spec import catalog
 from llmpq.spec.huggingface.families import load_model_dir
@@ -80,8 +81,17 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=DEFAULT_MAX_RESTARTS,
         metavar="N",
-        help="start the ranks again up to N times after one was lost; requests are recomputed "
+        help="start the ranks again up to N times within 300 s of serving after one was lost; "
+        "requests are recomputed, and fail after two deaths in a row without a token of theirs "
         f"(default {DEFAULT_MAX_RESTARTS})",
+    )
+    engine.add_argument(
+        "--form_timeout",
+        type=float,
+        default=DEFAULT_FORM_TIMEOUT_S,
+        metavar="SECONDS",
+        help="processor time to compile the form of an answer (structured_outputs), in a process "
+        f"of its own (default {DEFAULT_FORM_TIMEOUT_S:g})",
     )
     add_step_timeout_option(engine)
     add_store_options(engine)
@@ -96,6 +106,8 @@ def check_engine_options(options: argparse.Namespace) -> None:
     check_least(options, 1, "token_budget")
     check_least(options, 0, "max_restarts")
     speculative_config_of(options.speculative_config)
+    if not 0 < options.form_timeout < math.inf:
+        raise SpecError(f"--form_timeout: found {options.form_timeout:g}, expected more than 0")
     alpha = options.alpha
     if alpha is not None and options.scheduler != "larry":
         raise SpecError(
@@ -142,6 +154,7 @@ def launch_engine(options: argparse.Namespace, plan: Plan, model_dir: Path) -> A
         speculative_config=speculative_config_of(given.get("speculative_config")),
         step_timeout_s=options.step_timeout,
         max_restarts=options.max_restarts,
+        form_timeout_s=given.get("form_timeout", DEFAULT_FORM_TIMEOUT_S),
         store=store_directory(options.store, os.environ),
         store_limit_bytes=store_limit_bytes(options.store_limit),
         kernel=options.kernel,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import sys
 import time
 from pathlib import Path
@@ -71,7 +72,8 @@ async def _answer(options: argparse.Namespace, plan: Plan, source: Path) -> Batc
     try:
         names = (plan.model.name, folder.name)
         service = make_service(engine, await tokenizer, folder, names)
-        return await run_batch(service, source, Path(options.output), resume=options.resume)
+        with contextlib.closing(service):
+            return await run_batch(service, source, Path(options.output), resume=options.resume)
     finally:
         await engine.close()
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from llmpq.cli.common import print_json
 from llmpq.dist.launch.supervisor import DRAIN_TIMEOUT_S
@@ -36,7 +39,7 @@ def add_address_options(parser: argparse.ArgumentParser) -> None:
     address.add_argument(
         "--api_key_file",
         metavar="FILE",
-        help="accepted API keys, one a line, at least 16 characters in all (mode 600)",
+        help="accepted API keys, one of at least 16 characters a line, # for comments (mode 600)",
     )
     address.add_argument("--ssl_certfile", metavar="FILE.pem", help="certificate chain, for TLS")
     address.add_argument(
@@ -88,13 +91,30 @@ def listen_options(options: argparse.Namespace) -> ListenOptions:
 
 
 def say_ready(options: argparse.Namespace, record: dict[str, Any]) -> None:
-    """Print the line that scripts wait for, and with ``--json`` the record."""
-    print(f"ready {record['url']}", file=sys.stderr, flush=True)
-    if options.json:
-        print_json(record)
-    else:
-        print(f"ready {record['url']}")
-    sys.stdout.flush()
+    """Print the line that scripts wait for, and with ``--json`` the record.
+
+    A full disk behind an output ends no server.
+    """
+    with _unless_full(sys.stderr):
+        print(f"ready {record['url']}", file=sys.stderr, flush=True)
+    with _unless_full(sys.stdout):
+        if options.json:
+            print_json(record)
+        else:
+            print(f"ready {record['url']}")
+        sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def _unless_full(stream: TextIO) -> Iterator[None]:
+    """Write to a stream, and to nothing from now on if its disk is full."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError:
+        with Path(os.devnull).open("w") as nothing:
+            os.dup2(nothing.fileno(), stream.fileno())
 
 
 def at_least(name: str, value: Any, minimum: int) -> Any:

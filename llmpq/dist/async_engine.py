@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -28,8 +30,9 @@ from llmpq.dist.io.job import (
     Rendezvous,
     check_plan,
 )
-from llmpq.dist.io.structured_outputs import grammar_of
+from llmpq.dist.io.sampling_params import StructuredOutputsParams
 from llmpq.dist.launch.rank_thread import CLOSE_TIMEOUT_S, RankThread
+from llmpq.dist.limited.form_checker import DEFAULT_FORM_TIMEOUT_S, FormChecker
 from llmpq.dist.metrics.progress import RunProgress
 from llmpq.errors import SpecError, StageError, StoppedError
 from llmpq.logging import get_logger
@@ -41,6 +44,10 @@ __all__ = ["AsyncEngine", "GenerationRequest", "TokenOutput"]
 
 MAX_LINE_BYTES = 1 << 28
 DEFAULT_RESTARTS = 3
+RESTART_WINDOW_S = 300.0
+"""Seconds of serving in which restarts are counted; loading is no serving."""
+MAX_DEATHS = 2
+"""A request fails after so many deaths of the ranks in a row without a new token of its own."""
 _log = get_logger(__name__)
 
 
@@ -49,6 +56,8 @@ class _Answer:
 
     def __init__(self, request: GenerationRequest, token_ids: Sequence[int]) -> None:
         self.request = request
+        self.num_deaths = 0  # of ranks that computed it, since its last token
+        self.is_started = False  # in the ranks of this start
         self._token_ids = list(token_ids)
         self._needs_prompt_logprobs = request.sampling.prompt_logprobs is not None
         self._pending: list[TokenOutput] = []
@@ -66,6 +75,7 @@ class _Answer:
     def receive(self, output: TokenOutput) -> None:
         """Take an output of the engine."""
         self._token_ids += output.token_ids
+        self.num_deaths = 0
         if output.prompt_logprobs is not None:
             self._needs_prompt_logprobs = False
         self._pending.append(output)
@@ -115,7 +125,13 @@ class AsyncEngine:
         start_s: seconds of each step of the last start of rank 0.
     """
 
-    def __init__(self, ranks: RankThread, max_restarts: int) -> None:
+    def __init__(
+        self,
+        ranks: RankThread,
+        forms: FormChecker,
+        max_restarts: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.stats = ServingStats()
         self.error: BaseException | None = None
         self.max_model_len = 0
@@ -123,7 +139,10 @@ class AsyncEngine:
         self.num_restarts = 0
         self.start_s: dict[str, float] = {}
         self._ranks = ranks
+        self._forms = forms
         self._max_restarts = max_restarts
+        self._clock = clock
+        self._ready_s: float | None = None  # of the last start
         self._listener = ranks.listen()
         self._ended: Future[BaseException] = Future()  # of the thread that starts the ranks
         self._server: asyncio.Server | None = None
@@ -134,7 +153,6 @@ class AsyncEngine:
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._is_draining = False
-        self._has_new_tokens = False
 
     @classmethod
     async def start(cls, plan: Plan, model_dir: str | Path, **options: Any) -> AsyncEngine:
@@ -160,6 +178,7 @@ class AsyncEngine:
         speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
         step_timeout_s: float = 10.0,
         max_restarts: int = DEFAULT_RESTARTS,
+        form_timeout_s: float = DEFAULT_FORM_TIMEOUT_S,
         store: Path | None = None,
         store_limit_bytes: int = DEFAULT_STORE_LIMIT_BYTES,
         kernel: str | None = None,
@@ -167,6 +186,7 @@ class AsyncEngine:
         pins_workers: bool = True,
         environment: Mapping[str, str] | None = None,
         progress: RunProgress | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> AsyncEngine:
         """Start the ranks of a plan, and return while they load; :meth:`ready` waits for them.
 
@@ -190,7 +210,9 @@ class AsyncEngine:
                 ``"method": "draft_model"`` takes those of the model in the directory ``"model"``;
                 ``None`` for the plan's draft model, if it has one.
             step_timeout_s: how long a rank may give no sign of life.
-            max_restarts: starts in a row without a new token, after which the engine has failed.
+            max_restarts: most restarts within 300 s of serving; after one more death the engine has
+                failed.
+            form_timeout_s: processor time to compile the form of an answer.
             store: folder of quantized layers kept from run to run, ``None`` for none.
             store_limit_bytes: most bytes it may hold.
             kernel: backend to prefer; ``None`` leaves it to the registry.
@@ -198,6 +220,7 @@ class AsyncEngine:
             pins_workers: whether CPU workers keep to cores of their own where there are enough.
             environment: variables of the ranks besides those of this process.
             progress: receives loading events.
+            clock: seconds, for ``max_restarts``.
 
         Raises:
             SpecError: the plan is not for this model, has stages of its own for each phase, or does
@@ -237,7 +260,7 @@ class AsyncEngine:
             environment=tuple((environment or {}).items()),
             engine=options,
         )
-        engine = cls(ranks, max_restarts)
+        engine = cls(ranks, FormChecker(model_dir, form_timeout_s), max_restarts, clock)
         ranks.start(lambda: engine._run_ranks(job), engine._ranks_ended)
         return engine
 
@@ -264,6 +287,7 @@ class AsyncEngine:
 
     def kill(self) -> None:
         """End all ranks at once; for an engine whose :meth:`ready` was never called."""
+        self._forms.close()
         self._ranks.stop(0.0)
         self._ranks.close()
 
@@ -271,6 +295,14 @@ class AsyncEngine:
     def is_alive(self) -> bool:
         """Whether the engine answers now; false while it restarts."""
         return self._writer is not None
+
+    async def check_form(self, form: StructuredOutputsParams) -> None:
+        """Check that a form of answers can be compiled within the limits.
+
+        Raises:
+            SpecError: it cannot.
+        """
+        await self._forms.check(form)
 
     async def generate(
         self, request: GenerationRequest, token_ids: Sequence[int] = ()
@@ -291,7 +323,7 @@ class AsyncEngine:
         """
         form = request.sampling.structured_outputs
         if form is not None:
-            await asyncio.to_thread(grammar_of, form)
+            await self.check_form(form)
         self._check_open()
         if request.id in self._answers:
             raise SpecError(f"id: found {request.id!r} of an unfinished request, expected another")
@@ -332,6 +364,7 @@ class AsyncEngine:
         """End all ranks; nothing of them is left when this returns."""
         is_idle = not self._answers
         self._fail_all(StageError("the engine is closed; start another one"))
+        self._forms.close()
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -377,19 +410,26 @@ class AsyncEngine:
             finally:
                 if self._writer is writer:
                     self._writer = None
+                    self._count_death()
                 writer.close()
+
+    def _count_death(self) -> None:
+        """Fail the requests that may be the reason why the ranks die again and again."""
+        for id, answer in list(self._answers.items()):
+            answer.num_deaths += answer.is_started
+            answer.is_started = False
+            if answer.num_deaths == MAX_DEATHS:
+                self._forget(id)
+                text = f"the ranks died {MAX_DEATHS} times in a row without a token of this request"
+                answer.fail(StageError(text))
 
     def _handle(self, message: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         kind = message["kind"]
         if kind == "tokens":
-            self._has_new_tokens = True
-            for item in message["outputs"]:
-                id, output = output_from_json(item)
-                if (answer := self._answers.get(id)) is None:
-                    continue  # it was aborted meanwhile
-                answer.receive(output)
-                if output.finish_reason is not None:
-                    self._forget(id)
+            self._receive(message["outputs"])
+        elif kind == "started":
+            for id in self._answers.keys() & message["ids"]:
+                self._answers[id].is_started = True
         elif kind == "stats":
             self.stats = ServingStats(**message["stats"])
         elif kind == "refused":
@@ -397,14 +437,28 @@ class AsyncEngine:
                 self._forget(message["id"])
                 answer.fail(SpecError(message["message"]))
         elif kind == "ready":
-            self.start_s = message["start_s"]
-            steps = [f"{name} {seconds:.2f}" for name, seconds in self.start_s.items()]
-            _log.info("ranks started, seconds: %s", ", ".join(steps))
-            self.max_model_len, self.vocab_size = message["max_model_len"], message["vocab_size"]
-            self._writer = writer
-            for answer in self._answers.values():
-                self._add(answer)
-            self._is_started.set()
+            self._become_ready(message, writer)
+
+    def _receive(self, outputs: Sequence[Any]) -> None:
+        for item in outputs:
+            id, output = output_from_json(item)
+            if (answer := self._answers.get(id)) is None:
+                continue  # it was aborted meanwhile
+            answer.receive(output)
+            if output.finish_reason is not None:
+                self._forget(id)
+
+    def _become_ready(self, message: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        """Give the unfinished requests to ranks that have started."""
+        self.start_s = message["start_s"]
+        steps = [f"{name} {seconds:.2f}" for name, seconds in self.start_s.items()]
+        _log.info("ranks started, seconds: %s", ", ".join(steps))
+        self.max_model_len, self.vocab_size = message["max_model_len"], message["vocab_size"]
+        self._writer = writer
+        self._ready_s = self._clock()
+        for answer in self._answers.values():
+            self._add(answer)
+        self._is_started.set()
 
     def _ranks_ended(self, error: BaseException | None) -> None:
         if error is None or isinstance(error, StoppedError):
@@ -413,9 +467,9 @@ class AsyncEngine:
 
     def _run_ranks(self, job: Job) -> None:
         """Start the ranks until the engine is closed or they fail for good; runs in a thread."""
-        fruitless = 0
+        deaths: deque[float] = deque()  # on a clock that runs while the ranks serve
+        served_s = 0.0
         while True:
-            self._has_new_tokens = False
             folder = self._ranks.folder / f"start-{self.num_restarts}"
             folder.mkdir(mode=0o700)
             rendezvous = Rendezvous(file=folder / "rendezvous")
@@ -423,12 +477,20 @@ class AsyncEngine:
                 self._ranks.launch(replace(job, rendezvous=rendezvous), folder)
                 return
             except StageError as error:
-                fruitless = 0 if self._has_new_tokens else fruitless + 1
+                served_s += self._take_served_s()
+                deaths.append(served_s)
+                while served_s - deaths[0] > RESTART_WINDOW_S:
+                    deaths.popleft()
                 is_first = not self._is_started.is_set()
-                if error.is_permanent or is_first or fruitless > self._max_restarts:
+                if error.is_permanent or is_first or len(deaths) > self._max_restarts:
                     raise
                 _log.warning("%s; starting all ranks anew", error)
             self.num_restarts += 1
+
+    def _take_served_s(self) -> float:
+        """Return how long the last start has served."""
+        ready_s, self._ready_s = self._ready_s, None
+        return 0.0 if ready_s is None else self._clock() - ready_s
 
     def _end(self, error: BaseException) -> None:
         self.error = error

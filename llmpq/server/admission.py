@@ -10,8 +10,19 @@ import math
 from dataclasses import dataclass
 
 from llmpq.errors import SpecError
+from llmpq.logging import get_logger
 from llmpq.server.errors import ApiError
 from llmpq.spec.plan import Plan
+
+DEFAULT_MAX_CHOICES = 2048
+CORRECTION = 0.1
+"""Share of a measured time to the first token in the limit that is computed from it."""
+LARGEST_CORRECTION = 4.0
+"""The limit is at most so many times the forecast."""
+MISSED_SHARE = 0.5
+"""The log says once that the limit is below this share of the forecast."""
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,12 +32,17 @@ class AdmissionLimits:
     Attributes:
         max_num_queued_reqs: most answers that wait or run; ``None`` for any number.
         max_num_queued_tokens: most prompt tokens that have not been computed; likewise.
+        max_num_choices: most answers of one request.
+        ttft_bound_s: bound on the time to the first token, for which ``max_num_queued_tokens`` is
+            the forecast; the limit follows what is measured. ``None`` for a fixed limit.
         prefill_tokens_per_s: forecast of the plan, for ``Retry-After`` and routers.
         decode_step_s: forecast of the seconds of a decode round, for routers.
     """
 
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
+    max_num_choices: int = DEFAULT_MAX_CHOICES
+    ttft_bound_s: float | None = None
     prefill_tokens_per_s: float | None = None
     decode_step_s: float | None = None
 
@@ -38,6 +54,7 @@ class Admission:
         is_draining: whether all new requests are refused.
         num_choices: answers that wait or run.
         queued_tokens: prompt tokens that have not been computed.
+        max_queued_tokens: their limit now, ``None`` for any number.
         rejections: refused requests by reason.
         limits: as given.
     """
@@ -47,6 +64,8 @@ class Admission:
         self.is_draining = False
         self.num_choices = 0
         self.queued_tokens = 0
+        self.max_queued_tokens: float | None = limits.max_num_queued_tokens
+        self._is_missed = False
         self.rejections = {"max_num_queued_reqs": 0, "max_num_queued_tokens": 0}
 
     def check_open(self) -> None:
@@ -60,7 +79,7 @@ class Admission:
         limits = self.limits
         if _reaches(self.num_choices, limits.max_num_queued_reqs):
             self._refuse("max_num_queued_reqs")
-        if _reaches(self.queued_tokens, limits.max_num_queued_tokens):
+        if _reaches(self.queued_tokens, self.max_queued_tokens):
             self._refuse("max_num_queued_tokens")
 
     def admit(self, num_choices: int, prompt_tokens: int) -> Ticket:
@@ -80,10 +99,38 @@ class Admission:
         ):
             self._refuse("max_num_queued_reqs")
         if self.queued_tokens and _exceeds(
-            self.queued_tokens + prompt_tokens, limits.max_num_queued_tokens
+            self.queued_tokens + prompt_tokens, self.max_queued_tokens
         ):
             self._refuse("max_num_queued_tokens")
         return Ticket(self, num_choices, prompt_tokens)
+
+    def measure(self, queued_tokens: int, waited_s: float) -> None:
+        """Correct the limit of queued tokens by a measured time to the first token.
+
+        Only a time that is too long, or one of an answer behind about half of the limit, says
+        anything of the limit.
+
+        Args:
+            queued_tokens: that the answer found on arrival, those of its own prompt included.
+            waited_s: seconds from its arrival to its first token.
+        """
+        bound_s, limit = self.limits.ttft_bound_s, self.max_queued_tokens
+        forecast = self.limits.max_num_queued_tokens
+        if bound_s is None or limit is None or forecast is None or waited_s <= 0:
+            return
+        if waited_s <= bound_s and queued_tokens < limit / 2:
+            return
+        right = queued_tokens * bound_s / waited_s
+        corrected = limit + CORRECTION * (right - limit)
+        self.max_queued_tokens = min(max(corrected, 1.0), LARGEST_CORRECTION * forecast)
+        if self.max_queued_tokens < MISSED_SHARE * forecast and not self._is_missed:
+            self._is_missed = True
+            logger.warning(
+                "--ttft_bound: prompts take longer than the plan forecasts; %d prompt tokens may "
+                "wait instead of %d",
+                self.max_queued_tokens,
+                forecast,
+            )
 
     def _refuse(self, reason: str) -> None:
         self.rejections[reason] += 1
@@ -103,10 +150,20 @@ class Ticket:
 
     def __init__(self, admission: Admission, num_choices: int, prompt_tokens: int) -> None:
         self._admission = admission
+        self._found_tokens = admission.queued_tokens
         self._num_choices = num_choices
         self._queued_tokens = prompt_tokens
         admission.num_choices += num_choices
         admission.queued_tokens += prompt_tokens
+
+    def measure(self, ahead_tokens: int, waited_s: float) -> None:
+        """Take the time to the first token of an answer.
+
+        Args:
+            ahead_tokens: prompt tokens of the request up to this answer's.
+            waited_s: from the arrival of the request.
+        """
+        self._admission.measure(self._found_tokens + ahead_tokens, waited_s)
 
     def computed(self, prompt_tokens: int) -> None:
         """Count prompt tokens as computed."""
@@ -201,9 +258,9 @@ def _prefill_times(plan: Plan) -> list[float]:
     return [max(stage.prefill_s, stage.send_prefill_s) for stage in plan.estimate.stages]
 
 
-def _reaches(value: int, limit: int | None) -> bool:
+def _reaches(value: int, limit: float | None) -> bool:
     return limit is not None and value >= limit
 
 
-def _exceeds(value: int, limit: int | None) -> bool:
+def _exceeds(value: int, limit: float | None) -> bool:
     return limit is not None and value > limit

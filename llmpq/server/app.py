@@ -33,6 +33,8 @@ from llmpq.server.translate import ServedModel, encode_chat
 from llmpq.server.transport import EventStream, Gate, TransportLimits, until_disconnected
 
 OWNER = "llmpq"
+TOKENIZE_TOKENS = 1 << 17
+"""Longest text of ``/tokenize`` where the model's own length is smaller."""
 _ERROR_SCHEMA: dict[str, Any] = {
     "type": "object",
     "required": ["error"],
@@ -54,6 +56,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     for status, text in {
         400: "The request can never be served.",
         401: "The API key is missing or wrong.",
+        403: "The request comes from a page of another site, and the server asks for no key.",
         404: "There is no such model.",
         408: "The body did not arrive in time.",
         413: "The body is too large.",
@@ -65,7 +68,11 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def build_app(
-    service: Service, limits: TransportLimits | None = None, api_keys: Sequence[str] = ()
+    service: Service,
+    limits: TransportLimits | None = None,
+    api_keys: Sequence[str] = (),
+    *,
+    checks_site: bool = True,
 ) -> ASGIApp:
     """Return the application of a server.
 
@@ -73,6 +80,7 @@ def build_app(
         service: answers the requests.
         limits: of connections.
         api_keys: accepted keys; without any, no key is asked for.
+        checks_site: see ``Gate``.
     """
     app = FastAPI(
         title="llmpq",
@@ -93,7 +101,13 @@ def build_app(
     _add_models(app, service)
     _add_tokenizer(app, service)
     _add_state(app, service)
-    return Gate(app, limits or TransportLimits(), service.check_open, tuple(api_keys))
+    return Gate(
+        app,
+        limits or TransportLimits(),
+        service.check_open,
+        tuple(api_keys),
+        checks_site=checks_site,
+    )
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
@@ -163,16 +177,18 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
         else:
             (tokens,) = await tokenizer.encode_async(
                 [body.prompt],
-                max_tokens=max(model.max_model_len, 1 << 20),
+                max_tokens=max(model.max_model_len, TOKENIZE_TOKENS),
                 add_special_tokens=body.add_special_tokens is not False,
             )
-        names = [tokenizer.token_name(token) for token in tokens]
+        names = None
+        if body.return_token_strs:
+            names = [tokenizer.token_name(token) for token in tokens]
         return json_response(
             {
                 "count": len(tokens),
                 "max_model_len": model.max_model_len,
                 "tokens": tokens,
-                "token_strs": names if body.return_token_strs else None,
+                "token_strs": names,
             }
         )
 
@@ -181,7 +197,7 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
         """Return the text of tokens."""
         model.check_name(body.model)
         tokenizer = model.need_tokenizer("it cannot detokenize")
-        if any(token >= model.vocab_size for token in body.tokens):
+        if max(body.tokens, default=0) >= model.vocab_size:
             raise bad_request(f"expected tokens below {model.vocab_size}.", "tokens")
         text = await tokenizer.decode_async(body.tokens)
         return json_response({"prompt": text})

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from llmpq.dist.io.detokenizer import Detokenizer
@@ -107,7 +107,7 @@ class ChoiceRun:
         for index in range(self._work.num_choices):
             prompt = self._work.prompts[index // self._work.n]
             number = index if first is None else index % self._work.n
-            sampling = replace(prompt.sampling, seed=_seed_after(seed, number))
+            sampling = prompt.sampling.with_seed(_seed_after(seed, number))
             self._tasks.append(asyncio.create_task(self._read(index, prompt, sampling)))
         return self
 
@@ -172,6 +172,7 @@ class ChoiceRun:
             sampling=sampling,
             priority=self._work.priority,
             cache_salt=self._work.cache_salt,
+            group=self._id if self._work.num_choices > 1 else None,
         )
         text = self._detokenizer(sampling)
         observer = self._observers[index]

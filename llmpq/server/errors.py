@@ -14,6 +14,7 @@ from llmpq.errors import CapacityError, LlmpqError, SpecError, StoppedError
 _TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
+    403: "PermissionDeniedError",
     404: "NotFoundError",
     422: "UnprocessableEntityError",
     500: "InternalServerError",
@@ -105,6 +106,6 @@ def json_response(
 def error_response(error: ApiError) -> Response:
     """Return the answer to a request that failed."""
     headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
-    if error.status in (401, 408, 413, 415):  # the rest of the body stays unread
+    if error.status in (401, 403, 408, 413, 415):  # the rest of the body stays unread
         headers["Connection"] = "close"
     return json_response(error.to_json(), error.status, headers)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import signal
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from llmpq.dist.io.generation import EngineClient
-from llmpq.dist.transport.endpoint import is_loopback, read_token
+from llmpq.dist.transport.endpoint import MIN_TOKEN_BYTES, is_loopback, read_token
 from llmpq.errors import LlmpqError, SpecError, StageError, StoppedError
 from llmpq.server.admission import Admission, AdmissionLimits
 from llmpq.server.app import build_app
@@ -29,6 +30,8 @@ from llmpq.server.translate import ServedModel, default_sampling_of
 from llmpq.server.transport import TransportLimits, bounded_protocol
 
 BACKLOG = 2048
+MIN_OPEN_FILES = 256
+"""A server with fewer would close connections without an answer."""
 POLL_S = 0.05
 CLOSE_TIMEOUT_S = 2
 """Seconds for connections to close after the last answer."""
@@ -143,6 +146,7 @@ def run_app(options: ListenOptions, open_app: Open, on_ready: Callable[[str], No
     """
     keys = read_api_keys(options)
     check_tls(options)
+    allow_open_files()
     with listen(options.host, options.port) as sock:
         config = uvicorn.Config(lambda: None, lifespan="off", log_config=None)
         with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
@@ -165,6 +169,7 @@ def make_service(
         names: of the model in requests and answers.
         limits: on what may wait; none by default.
     """
+    limits = limits or AdmissionLimits()
     model = ServedModel(
         names=names,
         root=str(model_dir),
@@ -173,8 +178,9 @@ def make_service(
         vocab_size=engine.vocab_size,
         created_s=int(time.time()),
         default_sampling=default_sampling_of(model_dir),
+        max_choices=limits.max_num_choices,
     )
-    admission = Admission(limits or AdmissionLimits())
+    admission = Admission(limits)
     return Service(engine, model, admission, ServerMetrics(names[0], engine, admission))
 
 
@@ -226,7 +232,39 @@ def read_api_keys(options: ListenOptions) -> tuple[str, ...]:
         raise SpecError(
             f"--api_key_file: {options.api_key_file}: found bytes that are not UTF-8, expected keys"
         ) from None
-    return tuple(line.strip() for line in lines if line.strip())
+    return _keys_of(options.api_key_file, lines)
+
+
+def _keys_of(path: Path, lines: Sequence[str]) -> tuple[str, ...]:
+    """Return the keys of a file: its lines without the empty ones and comments."""
+    keys = []
+    for number, line in enumerate(map(str.strip, lines), start=1):
+        if not line or line.startswith("#"):
+            continue
+        if len(line) < MIN_TOKEN_BYTES:
+            raise SpecError(
+                f"--api_key_file: {path}: line {number}: found a key of {len(line)} characters, "
+                f"expected at least {MIN_TOKEN_BYTES}"
+            )
+        keys.append(line)
+    if not keys:
+        raise SpecError(f"--api_key_file: {path}: found comments only, expected a key a line")
+    return tuple(keys)
+
+
+def allow_open_files() -> None:
+    """Allow this process as many open files as its user may have.
+
+    Raises:
+        SpecError: they are too few to answer many connections.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY and most < MIN_OPEN_FILES:
+        raise SpecError(
+            f"open files: found a limit of {most} (ulimit -n), expected at least {MIN_OPEN_FILES}"
+        )
+    with contextlib.suppress(ValueError, OSError):  # macOS has a smaller limit of its own
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def check_tls(options: ListenOptions) -> None:
@@ -392,7 +430,13 @@ async def _loaded(
         raise
     try:
         tokenizer = await life.unless_stopped(tokenizer_task)
-        yield make_service(engine, tokenizer, options.model_dir, options.names, options.admission)
+        if tokenizer is not None:
+            tokenizer.warm()
+        service = make_service(
+            engine, tokenizer, options.model_dir, options.names, options.admission
+        )
+        with contextlib.closing(service):
+            yield service
     finally:
         await engine.close()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -119,11 +120,9 @@ class ServerMetrics:
 
     def observers(self, work: Work, ticket: Ticket) -> Sequence[AnswerObserver]:
         """Return an observer for each answer of a request."""
-        return [
-            AnswerObserver(self, ticket, len(prompt.token_ids))
-            for prompt in work.prompts
-            for _ in range(work.n)
-        ]
+        lengths = [len(prompt.token_ids) for prompt in work.prompts for _ in range(work.n)]
+        ahead = accumulate(lengths)
+        return [AnswerObserver(self, ticket, *pair) for pair in zip(lengths, ahead, strict=True)]
 
     def _counter(self, name: str, text: str) -> Counter:
         counter = Counter(f"vllm:{name}", text, LABELS, registry=self._registry)
@@ -143,12 +142,16 @@ class AnswerObserver:
         metrics: receives the times.
         ticket: of the request.
         prompt_tokens: of the answer's prompt.
+        ahead_tokens: of all prompts of the request up to this one.
     """
 
-    def __init__(self, metrics: ServerMetrics, ticket: Ticket, prompt_tokens: int) -> None:
+    def __init__(
+        self, metrics: ServerMetrics, ticket: Ticket, prompt_tokens: int, ahead_tokens: int
+    ) -> None:
         self._metrics = metrics
         self._ticket = ticket
         self._prompt_tokens = prompt_tokens
+        self._ahead_tokens = ahead_tokens
         self._arrival_s = time.monotonic()
         self._first_s = 0.0
         self._last_s = 0.0
@@ -160,6 +163,7 @@ class AnswerObserver:
         metrics = self._metrics
         if not self._first_s:
             self._first_s = now_s
+            self._ticket.measure(self._ahead_tokens, now_s - self._arrival_s)
             self._ticket.computed(self._prompt_tokens)
             metrics.prompt_tokens.inc(self._prompt_tokens)
             metrics.request_prompt_tokens.observe(self._prompt_tokens)

@@ -28,6 +28,14 @@ MAX_PROMPTS = 2048
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
 MAX_LOGPROBS = 20
+MAX_STOP_TOKENS = 1024
+MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKENS = 1 << 17
+MAX_WORDS = 1024
+MAX_TOOLS = 1024
+MAX_MESSAGES = 4096
+MAX_TEMPLATE_VARIABLES = 64
+MAX_DETOKENIZED = 1 << 20
 MAX_UNKNOWN_NAMES = 256
 MAX_DEPTH = 64
 """Levels of lists and objects in a message or a tool."""
@@ -109,7 +117,7 @@ Prompts = Annotated[
 
 Messages = Annotated[
     list[dict[str, Any]],
-    Field(min_length=1, max_length=4096),
+    Field(min_length=1, max_length=MAX_MESSAGES),
     WithJsonSchema(
         {
             "type": "array",
@@ -125,6 +133,9 @@ Messages = Annotated[
         }
     ),
 ]
+
+Tools = Annotated[list[dict[str, Any]] | None, Field(max_length=MAX_TOOLS)]
+TemplateVariables = Annotated[dict[str, Any] | None, Field(max_length=MAX_TEMPLATE_VARIABLES)]
 
 
 class RequestBody(BaseModel):
@@ -186,7 +197,7 @@ class GenerationBody(RequestBody):
     model: str | None = None
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = 0.0
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = 0.0
-    logit_bias: dict[str, Number] | None = None
+    logit_bias: Annotated[dict[str, Number] | None, Field(max_length=MAX_LOGIT_BIAS)] = None
     n: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = 1
     seed: Annotated[int | None, Field(ge=-_INT64, lt=_INT64)] = None
     stop: Text | list[Text] | None = None
@@ -202,7 +213,7 @@ class GenerationBody(RequestBody):
     repetition_penalty: Annotated[float | None, Field(gt=0, le=1e6)] = None
     use_beam_search: bool | None = False
     length_penalty: Number | None = 1.0
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Annotated[list[TokenId] | None, Field(max_length=MAX_STOP_TOKENS)] = None
     include_stop_str_in_output: bool | None = False
     ignore_eos: bool | None = False
     min_tokens: Count | None = 0
@@ -210,15 +221,18 @@ class GenerationBody(RequestBody):
     spaces_between_special_tokens: bool | None = True
     truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
     truncation_side: Literal["left", "right"] | None = None
-    allowed_token_ids: list[TokenId] | None = None
+    allowed_token_ids: Annotated[list[TokenId] | None, Field(max_length=MAX_ALLOWED_TOKENS)] = None
     prompt_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
-    bad_words: Annotated[list[Text] | None, Field(max_length=1024)] = None
+    bad_words: Annotated[
+        list[Annotated[Text, Field(max_length=MAX_STOP_LENGTH)]] | None, Field(max_length=MAX_WORDS)
+    ] = None
     add_special_tokens: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     priority: Annotated[int | None, Field(ge=-(2**31), lt=2**31)] = 0
     request_id: Annotated[Text | None, Field(max_length=256)] = None
     return_tokens_as_token_ids: bool | None = False
     return_token_ids: bool | None = False
+    best_of: Annotated[int | None, Field(ge=1)] = None
     cache_salt: Annotated[Text | None, Field(min_length=1, max_length=256)] = None
 
     @property
@@ -263,11 +277,11 @@ class ChatBody(RequestBody):
     """The fields of a conversation."""
 
     messages: Messages
-    tools: Annotated[list[dict[str, Any]] | None, Field(max_length=1024)] = None
+    tools: Tools = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = False
     chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateVariables = None
     reasoning_effort: str | None = None
 
     @field_validator("messages")
@@ -316,10 +330,10 @@ class TokenizeRequest(RequestBody):
     model: str | None = None
     prompt: Text | None = None
     messages: Messages | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Tools = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = False
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: TemplateVariables = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = False
 
@@ -340,7 +354,7 @@ class DetokenizeRequest(RequestBody):
     """The body of ``/detokenize``: token ids to turn into text."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_DETOKENIZED)]
 
 
 def check_json_text(value: object, depth: int = 0) -> None:

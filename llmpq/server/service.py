@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -10,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmpq.dist.io.generation import EngineClient
-from llmpq.dist.io.structured_outputs import grammar_of
 from llmpq.errors import LlmpqError, SpecError
 from llmpq.logging import get_logger
 from llmpq.server.admission import Admission
@@ -83,6 +81,11 @@ class Service:
         for run in self.runs:
             run.fail(ApiError(503, "The server is shutting down."))
 
+    def close(self) -> None:
+        """End the child processes of the tokenizer; the engine ends by itself."""
+        if self.model.tokenizer is not None:
+            self.model.tokenizer.close()
+
     def check_open(self) -> None:
         """Check what needs no look at a request.
 
@@ -105,13 +108,22 @@ class Service:
         self.check_open()
         if isinstance(body, ChatCompletionRequest):
             work = await work_of_chat(body, self.model)
-            await _check_form(work)
+            await self._check_form(work)
             answers = Answers(f"chatcmpl-{request_id}", self.model, work, "chat.completion")
             return Generation(self, body, answers, ChatFormat(body, answers))
         work = await work_of_completion(body, self.model)
-        await _check_form(work)
+        await self._check_form(work)
         answers = Answers(f"cmpl-{request_id}", self.model, work, "text_completion")
         return Generation(self, body, answers, CompletionFormat(body, answers))
+
+    async def _check_form(self, work: Work) -> None:
+        """Check the form of the answers, so that a bad one is refused at once."""
+        form = work.prompts[0].sampling.structured_outputs
+        if form is not None:
+            try:
+                await self.engine.check_form(form)
+            except SpecError as error:
+                raise bad_request(str(error), "structured_outputs") from None
 
 
 class Generation:
@@ -223,16 +235,6 @@ class Generation:
         if self._work.generates:
             return piece
         return Piece(prompt_logprobs=piece.prompt_logprobs, finish_reason="length")
-
-
-async def _check_form(work: Work) -> None:
-    """Compile the form of the answers in a thread, so that a bad one is refused at once."""
-    form = work.prompts[0].sampling.structured_outputs
-    if form is not None:
-        try:
-            await asyncio.to_thread(grammar_of, form)
-        except SpecError as error:
-            raise bad_request(str(error), "structured_outputs") from None
 
 
 def _event_of(value: dict[str, Any]) -> bytes:

@@ -6,22 +6,24 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from llmpq.dist.io.detokenizer import Decode
 from llmpq.errors import SpecError
-from llmpq.server.chat_template import ChatTemplate
 from llmpq.server.errors import bad_request
+from llmpq.server.text_process import TextProcesses, load_tokenizer
 
 EXPORT_TIMEOUT_S = 120.0
 CACHED_TOKENS = 1 << 16
 INLINE_CHARACTERS = 2048
 """Texts up to this length together are encoded at once: a thread would take longer to wake up."""
+THREAD_CHARACTERS = 1 << 17
+"""Longer texts are encoded in a child process with limits of time and memory."""
+PART_CHARACTERS = 1 << 20
+"""Texts of a request that are encoded at once, unless a single one is longer."""
 
 
 class ServerTokenizer:
@@ -32,10 +34,8 @@ class ServerTokenizer:
     """
 
     def __init__(self, exported: Mapping[str, Any]) -> None:
-        self._tokenizer = Tokenizer.from_str(json.dumps(exported["tokenizer"]))
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self.chat_template = ChatTemplate(exported["chat_template"], exported["special_tokens"])
+        self._tokenizer = load_tokenizer(exported["tokenizer"])
+        self._processes = TextProcesses(exported)
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         self._longest_token = max((len(token) for token in vocab), default=1)
         self.token_text = lru_cache(maxsize=CACHED_TOKENS)(self._token_text)
@@ -49,10 +49,11 @@ class ServerTokenizer:
     async def encode_async(
         self, texts: Sequence[str], *, max_tokens: int, add_special_tokens: bool = True
     ) -> list[list[int]]:
-        """Encode texts, in a thread if they are long; other requests go on meanwhile.
+        """Encode texts, elsewhere if they are long; other requests go on meanwhile.
 
         Raises:
-            ApiError: a text certainly has more than ``max_tokens`` tokens.
+            ApiError: a text certainly has more than ``max_tokens`` tokens, or takes more time or
+                memory than the limits.
         """
         longest = max(map(len, texts), default=0)
         if longest > max_tokens * self._longest_token:
@@ -63,11 +64,36 @@ class ServerTokenizer:
             )
         if sum(map(len, texts)) <= INLINE_CHARACTERS:
             return [self.encode(text, add_special_tokens=add_special_tokens) for text in texts]
-        # encode_batch lets other threads run, which encode does not.
-        found = await asyncio.to_thread(
-            self._tokenizer.encode_batch, list(texts), add_special_tokens=add_special_tokens
-        )
-        return [each.ids for each in found]
+        if sum(map(len, texts)) <= THREAD_CHARACTERS:
+            # encode_batch lets other threads run, which encode does not.
+            found = await asyncio.to_thread(
+                self._tokenizer.encode_batch, list(texts), add_special_tokens=add_special_tokens
+            )
+            return [each.ids for each in found]
+        ids = []
+        for part in _parts(texts):
+            ids += await self._processes.encode(part, add_special_tokens=add_special_tokens)
+        return ids
+
+    async def render(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
+        """Return the prompt of a conversation, rendered in a child process.
+
+        Args:
+            messages: of the conversation.
+            arguments: the other ones of ``ChatTemplate.render``.
+
+        Raises:
+            ApiError: there is no template, it rejects the messages, or it takes more than a limit.
+        """
+        return await self._processes.render({"messages": list(messages), **arguments})
+
+    def warm(self) -> None:
+        """Start the child process of the first conversation."""
+        self._processes.warm()
+
+    def close(self) -> None:
+        """End the child processes."""
+        self._processes.close()
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of tokens."""
@@ -105,6 +131,19 @@ class ServerTokenizer:
 
     def _text_without_special(self, token_id: int) -> str:
         return self.decode([token_id])
+
+
+def _parts(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the texts in lists of limited length, so that requests take turns."""
+    part: list[str] = []
+    length = 0
+    for text in texts:
+        if part and length + len(text) > PART_CHARACTERS:
+            yield part
+            part, length = [], 0
+        part.append(text)
+        length += len(text)
+    yield part
 
 
 def load_server_tokenizer(model_dir: Path) -> ServerTokenizer | None:

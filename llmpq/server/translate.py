@@ -10,6 +10,7 @@ from typing import Any
 
 from llmpq.dist.io.sampling_params import SamplingParams, StructuredOutputsParams
 from llmpq.errors import SpecError
+from llmpq.server.admission import DEFAULT_MAX_CHOICES
 from llmpq.server.errors import ApiError, bad_request
 from llmpq.server.protocol import (
     ChatBody,
@@ -24,7 +25,10 @@ from llmpq.server.tokenizer import ServerTokenizer
 from llmpq.spec.fields import read_json
 from llmpq.spec.gguf.tokenizer import missing_tokenizer
 
-MAX_CHOICES_OF_REQUEST = 4096
+MAX_SHARED_IDS = 1 << 18
+"""Most entries of the lists of a request times its answers: each answer carries all of them."""
+MAX_LOGPROB_VALUES = 1 << 22
+"""Most log-probabilities of several answers, which the server holds for a slow client."""
 DEFAULT_SAMPLING: Mapping[str, float] = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -47,6 +51,7 @@ class ServedModel:
         vocab_size: tokens are below this number.
         created_s: when it was loaded, by the clock of the host.
         default_sampling: values for fields that a request leaves out.
+        max_choices: most answers of a request.
     """
 
     names: tuple[str, ...]
@@ -56,6 +61,7 @@ class ServedModel:
     vocab_size: int
     created_s: int = 0
     default_sampling: Mapping[str, float] = field(default_factory=lambda: DEFAULT_SAMPLING)
+    max_choices: int = DEFAULT_MAX_CHOICES
 
     @property
     def name(self) -> str:
@@ -234,7 +240,7 @@ async def encode_chat(
         variables.setdefault("reasoning_effort", body.reasoning_effort)
     continues = bool(body.continue_final_message)
     adds = body.add_generation_prompt
-    text = tokenizer.chat_template.render(
+    text = await tokenizer.render(
         [_plain_message(message) for message in body.messages or ()],
         tools=body.tools,
         add_generation_prompt=not continues if adds is None else adds,
@@ -338,12 +344,12 @@ def _work(
     body: GenerationBody, model: ServedModel, prompts: list[EncodedPrompt], **more: bool
 ) -> Work:
     n = body.n or 1
-    if n * len(prompts) > MAX_CHOICES_OF_REQUEST:
+    if body.best_of is not None and body.best_of != n:
         raise bad_request(
-            f"{len(prompts)} prompts with n = {n} ask for more than {MAX_CHOICES_OF_REQUEST} "
-            "answers.",
-            "n",
+            f"best_of: found {body.best_of}, expected none or n = {n}: all answers are returned.",
+            "best_of",
         )
+    _check_size(prompts, n, model)
     stop = body.stop_strings
     if stop:
         model.need_tokenizer("use stop_token_ids instead of stop")
@@ -358,6 +364,41 @@ def _work(
         cache_salt=body.cache_salt or "",
         **more,
     )
+
+
+def _check_size(prompts: Sequence[EncodedPrompt], n: int, model: ServedModel) -> None:
+    """Check what the answers of a request take together."""
+    count, sampling = n * len(prompts), prompts[0].sampling
+    if count > model.max_choices:
+        raise bad_request(
+            f"n: found {count} answers ({len(prompts)} prompts with n = {n}), expected at most "
+            f"{model.max_choices} (--max_num_choices).",
+            "n",
+        )
+    ids = (
+        len(sampling.stop_token_ids)
+        + len(sampling.logit_bias)
+        + len(sampling.allowed_token_ids or ())
+        + sum(map(len, sampling.bad_words_ids))
+    )
+    if ids * count > MAX_SHARED_IDS:
+        raise bad_request(
+            "stop_token_ids, logit_bias, allowed_token_ids, bad_words: found "
+            f"{ids} entries for each of {count} answers, expected at most {MAX_SHARED_IDS} in all.",
+            "n",
+        )
+    values = 0
+    if sampling.logprobs is not None:
+        values += count * (sampling.max_tokens or 0) * (sampling.logprobs + 1)
+    if sampling.prompt_logprobs is not None:
+        tokens = n * sum(len(prompt.token_ids) for prompt in prompts)
+        values += tokens * (sampling.prompt_logprobs + 1)
+    if count > 1 and values > MAX_LOGPROB_VALUES:
+        raise bad_request(
+            f"logprobs: found up to {values} values in {count} answers, expected at most "
+            f"{MAX_LOGPROB_VALUES}.",
+            "logprobs",
+        )
 
 
 async def _sampling(

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import re
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from llmpq.dist.transport.endpoint import is_loopback_name
 from llmpq.logging import get_logger
-from llmpq.server.errors import ApiError, as_api_error, error_response
+from llmpq.server.errors import ApiError, as_api_error, bad_request, dump_json, error_response
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/load", "/version"})
 """Paths that need no key: they hold numbers only."""
@@ -34,6 +37,8 @@ _REQUEST_ID = re.compile(r"[\w.:/+=-]{1,128}")
 
 T = TypeVar("T")
 logger = get_logger(__name__)
+_ADDRESS = re.compile(r"[\d.]+|.*:.*")
+_PARSER = get_logger(f"{__name__}.parser")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +67,7 @@ class Gate:
         limits: of connections.
         check_open: raises ``ApiError`` while no answer can be made.
         api_keys: accepted keys; without any, no key is asked for.
+        checks_site: whether pages of other sites are refused where no key is asked for.
     """
 
     def __init__(
@@ -70,8 +76,11 @@ class Gate:
         limits: TransportLimits,
         check_open: Callable[[], None],
         api_keys: tuple[str, ...] = (),
+        *,
+        checks_site: bool = True,
     ) -> None:
         self._app = app
+        self._checks_site = checks_site and not api_keys
         self._limits = limits
         self._check_open = check_open
         self._api_keys = tuple(key.encode() for key in api_keys)
@@ -99,6 +108,8 @@ class Gate:
             await _answer_error(as_api_error(error), scope, receive, writer)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
+        if self._checks_site:
+            _check_site(headers)
         if self._api_keys and scope["path"] not in OPEN_PATHS:
             self._check_key(headers.get("authorization", ""))
         if scope["method"] not in ("POST", "PUT", "PATCH"):
@@ -123,6 +134,37 @@ class Gate:
             raise ApiError(
                 401, "The API key is missing or wrong: expected 'Authorization: Bearer'."
             )
+
+
+def _check_site(headers: Headers) -> None:
+    """Refuse what a browser sends for a page of another site, as no key is asked for.
+
+    Browsers name the site of a page in ``Origin``. A name of another site that leads to this host
+    is in ``Host``.
+    """
+    origin = headers.get("origin", "")
+    is_web = origin.startswith(("http:", "https:", "null"))
+    if is_web and not is_loopback_name(_host_of(origin)):
+        raise ApiError(
+            403,
+            f"Origin: found {origin:.200}, expected a page of this host; pages of other hosts need "
+            "a server with --api_key_file.",
+        )
+    host = _host_of(f"//{headers.get('host', '')}")
+    is_foreign_name = "." in host.rstrip(".") and not _ADDRESS.fullmatch(host)
+    if is_foreign_name and not is_loopback_name(host):
+        raise ApiError(
+            403,
+            f"Host: found {host:.200}, expected localhost or an address of it; other names need a "
+            "server with --api_key_file.",
+        )
+
+
+def _host_of(address: str) -> str:
+    try:
+        return urlsplit(address).hostname or ""
+    except ValueError:
+        return "not.a.host"
 
 
 class _Writer:
@@ -245,8 +287,19 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Expect a request."""
+        self.logger = _PARSER
         super().connection_made(transport)
         self._expect(self.limits.read_timeout_s)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer bytes that are no request of HTTP, as other errors are answered."""
+        body = dump_json(bad_request(msg).to_json())
+        head = (
+            "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop both clocks."""
@@ -310,4 +363,5 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
 def bounded_protocol(limits: TransportLimits) -> type[BoundedHttpProtocol]:
     """Return the protocol with other limits."""
+    _PARSER.setLevel(logging.ERROR)  # anyone can send nonsense: it is no line of the log each time
     return type("LimitedHttpProtocol", (BoundedHttpProtocol,), {"limits": limits})

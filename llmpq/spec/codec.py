@@ -127,8 +127,7 @@ def _read(kind: Any, rule: Rule, source: Fields, key: str) -> Any:
     if kind is bool:
         return source.flag(key)
     if kind is int:
-        maximum = MAX_INTEGER if rule.maximum == math.inf else int(rule.maximum)
-        return source.integer(key, int(rule.minimum), maximum)
+        return source.integer(key, int(rule.minimum), _largest(rule))
     if kind is float:
         return source.number(key, rule.minimum, rule.maximum)
     if kind is Path:
@@ -136,6 +135,10 @@ def _read(kind: Any, rule: Rule, source: Fields, key: str) -> Any:
     if is_dataclass(kind):
         return from_json(kind, source.child(key))  # type: ignore[arg-type]
     return kind(source.text(key, tuple(kind)))  # an enumeration of texts
+
+
+def _largest(rule: Rule) -> int:
+    return MAX_INTEGER if rule.maximum == math.inf else int(rule.maximum)
 
 
 def _read_items(kinds: tuple[Any, ...], rule: Rule, source: Fields, key: str) -> Iterator[Any]:
@@ -154,6 +157,11 @@ def _read_items(kinds: tuple[Any, ...], rule: Rule, source: Fields, key: str) ->
             yield name_kind(name), _read(value_kind, value_rule, entries, name)
         return
     is_fixed = kinds[-1] is not Ellipsis
+    item_kind, item_rule = _ruled(kinds[0])
+    if not is_fixed and item_kind is int:
+        limits = int(item_rule.minimum), _largest(item_rule)
+        yield from source.integers(key, int(rule.minimum), *limits)
+        return
     entries = source.entries(key, len(kinds) if is_fixed else int(rule.minimum))
     names = entries.names()
     if is_fixed and len(names) != len(kinds):
@@ -172,7 +180,8 @@ def _plain(value: Any, kind: Any) -> Any:
         if _is_object(kinds):
             item_kind = _ruled(get_args(kinds[0])[1])[0]
             return {str(name): _plain(item, item_kind) for name, item in value}
-        return [_plain(item, _ruled(kinds[0])[0]) for item in value]
+        item_kind = _ruled(kinds[0])[0]
+        return list(value) if item_kind is int else [_plain(item, item_kind) for item in value]
     if is_dataclass(value):
         return to_json(value)
     if isinstance(value, Path):

@@ -136,6 +136,19 @@ class Fields:
         named = {f"{field}[{index}]": item for index, item in enumerate(items)}
         return Fields(named, self.where, self.path)
 
+    def integers(self, field: str, count: int, minimum: int, maximum: int) -> list[int]:
+        """Return a required array of at least ``count`` whole numbers in ``[minimum, maximum]``."""
+        items = self.items(field, count)
+        # An array may have 100,000 numbers: only loops in C are fast enough here.
+        if items and (
+            set(map(type, items)) != {int} or min(items) < minimum or max(items) > maximum
+        ):
+            entries = {f"{field}[{index}]": item for index, item in enumerate(items)}
+            named = Fields(entries, self.where, self.path)
+            for name in entries:
+                named.integer(name, minimum, maximum)
+        return items
+
     def child(self, field: str) -> Fields:
         """Return a required nested object."""
         return Fields(self.take(field), self.where, self.name_of(field))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import threading
 import time
@@ -19,7 +20,7 @@ from helpers.ranks import make_plan
 
 from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.queue_order import queue_order
-from llmpq.dist.async_engine import AsyncEngine
+from llmpq.dist.async_engine import RESTART_WINDOW_S, AsyncEngine
 from llmpq.dist.engine.online import OnlineEngine
 from llmpq.dist.io.control_channel import ControlChannel
 from llmpq.dist.io.engine_messages import ModelLimits
@@ -240,8 +241,8 @@ def test_streams_go_on_after_deaths_with_no_token_twice(ranks, tiny_model, param
             expected = {
                 n: tokens_of(await collect(engine, request(n, prompts[n], long))) for n in names
             }
-        ranks.fails_at = [5, 9, 1, 3]
-        async with running(ranks, tiny_model, num_blocks=30) as engine:
+        ranks.fails_at = [5, 9, 8, 11]
+        async with running(ranks, tiny_model, num_blocks=30, max_restarts=4) as engine:
             found = await asyncio.gather(
                 *(collect(engine, request(n, prompts[n], long)) for n in names)
             )
@@ -255,19 +256,53 @@ def test_streams_go_on_after_deaths_with_no_token_twice(ranks, tiny_model, param
     asyncio.run(main())
 
 
-def test_starts_without_a_token_end_the_engine(ranks, tiny_model):
+def test_a_request_at_two_deaths_without_a_token_fails_alone(ranks, tiny_model):
     async def main() -> None:
-        ranks.fails_at = [3, 1, 1, 1]
-        async with running(ranks, tiny_model, max_restarts=2) as engine:
-            with pytest.raises(StageError, match="SIGKILL"):
+        ranks.fails_at = [3, 1, 1]
+        async with running(ranks, tiny_model) as engine:
+            with pytest.raises(StageError, match="died 2 times in a row"):
                 await collect(engine, request("a", [3, 4]))
+            assert tokens_of(await collect(engine, request("b", [3, 4]))) == greedy(
+                ranks, [3, 4], 8
+            )
+        assert (ranks.starts, engine.num_restarts) == (4, 3)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("served_s", [1.0, 99.0])
+def test_too_many_restarts_within_the_window_end_the_engine(ranks, tiny_model, served_s):
+    async def main() -> None:
+        ranks.fails_at = [4, 4, 4]
+        async with running(ranks, tiny_model, max_restarts=2, clock=steps_of(served_s)) as engine:
+            with pytest.raises(StageError, match="SIGKILL"):
+                await collect(engine, request("a", [3, 4], replace(FREE, max_tokens=20)))
             assert engine.error is not None
             assert not engine.is_alive
             with pytest.raises(StageError, match="has ended"):
                 await collect(engine, request("b", [3, 4]))
-        assert ranks.starts == 4
+        assert ranks.starts == 3
 
     asyncio.run(main())
+
+
+def test_restarts_long_ago_do_not_count(ranks, tiny_model):
+    async def main() -> None:
+        ranks.fails_at = [4, 4, 4, 4]
+        clock = steps_of(RESTART_WINDOW_S / 2 + 1)
+        async with running(ranks, tiny_model, max_restarts=2, clock=clock) as engine:
+            params = replace(FREE, max_tokens=20)
+            found = tokens_of(await collect(engine, request("a", [3, 4], params)))
+            assert found == greedy(ranks, [3, 4], 20)
+            assert engine.num_restarts == 4
+
+    asyncio.run(main())
+
+
+def steps_of(served_s: float) -> Callable[[], float]:
+    """Return a clock that is read when a start is ready and when it ends."""
+    times = itertools.count()
+    return lambda: next(times) * served_s
 
 
 def test_a_first_start_that_fails_is_an_error_of_start(ranks, tiny_model):

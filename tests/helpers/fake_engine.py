@@ -9,7 +9,8 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 from llmpq.dist.io.generation import GenerationRequest, ServingStats, TokenOutput
-from llmpq.dist.io.sampling_params import TokenLogprobs
+from llmpq.dist.io.sampling_params import StructuredOutputsParams, TokenLogprobs
+from llmpq.dist.io.structured_outputs import grammar_of
 from llmpq.errors import StageError
 
 
@@ -98,6 +99,9 @@ class FakeEngine:
         others = [(token + step) % self.vocab_size for step in range(count)]
         top = tuple((other, -0.5 - rank) for rank, other in enumerate(others))
         return TokenLogprobs(token, -0.5, top)
+
+    async def check_form(self, form: StructuredOutputsParams) -> None:
+        grammar_of(form)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenOutput, None]:
         assert request.id not in self.active

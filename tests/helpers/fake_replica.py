@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 
 import aiohttp
 import httpx
@@ -139,6 +140,12 @@ class FakeReplica:
         writer.close()
         raise ConnectionError
 
+    async def fail(self, writer):
+        writer.write(http(b'{"error": {"code": 500}}', status="500 Internal Server Error"))
+
+    async def odd_header(self, writer):
+        writer.write(http(b"{}", status="200 OK\r\nX-A: b\x0bc"))
+
     async def break_off_stream(self, writer):
         text = chunk(b'data: {"n": 1}\n\n')
         writer.write(http(text, kind="text/event-stream", length=False))
@@ -156,11 +163,12 @@ class FakeReplica:
 
 
 @contextlib.asynccontextmanager
-async def fleet(count, balancer="round_robin"):
+async def fleet(count, balancer="round_robin", clock=time.monotonic, **options):
     replicas = [await FakeReplica(str(number)).start() for number in range(count)]
     async with aiohttp.ClientSession() as session:
-        backends = [Backend(number, one.url, session) for number, one in enumerate(replicas)]
-        router = Router(backends, load_balancer(balancer), session, RouterMetrics(backends))
+        backends = [Backend(number, one.url, session, clock) for number, one in enumerate(replicas)]
+        metrics = RouterMetrics(backends)
+        router = Router(backends, load_balancer(balancer), session, metrics, **options)
         for one in backends:
             await one.poll()
         app = Gate(router, TransportLimits(), router.check_open)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -140,7 +141,8 @@ def test_tokenizer_process_finds_template_and_gives_the_same_tokens(tmp_path, to
     write_template(tmp_path, place)
     made = load_server_tokenizer(tmp_path) if place.endswith("jinja") else in_process(tmp_path)
     assert made is not None
-    prompt = made.chat_template.render(CHATS[0])
+    prompt = asyncio.run(made.render(CHATS[0]))
+    made.close()
     assert prompt == tokenizer.apply_chat_template(
         CHATS[0], chat_template=CHAT_ML, tokenize=False, add_generation_prompt=True
     )

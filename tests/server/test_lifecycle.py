@@ -20,6 +20,7 @@ from helpers.fake_engine import FakeEngine
 from helpers.served import DEMO
 
 from llmpq.errors import SpecError
+from llmpq.server import lifecycle
 from llmpq.server.lifecycle import (
     ServerOptions,
     check_tls,
@@ -225,14 +226,34 @@ def test_other_hosts_need_a_key(tmp_path):
         with pytest.raises(SpecError, match="expected --api_key_file"):
             read_api_keys(options_for(host))
     keys = tmp_path / "keys"
-    keys.write_text("first-key-of-16-bytes\n\nsecond-key\n")
+    keys.write_text("# two keys\nfirst-key-of-16-bytes\n\n second-key-of-16-bytes\n")
     keys.chmod(0o644)
     with pytest.raises(SpecError, match="expected 600"):
         read_api_keys(options_for("0.0.0.0", keys))
     keys.chmod(0o600)
-    assert read_api_keys(options_for("0.0.0.0", keys)) == ("first-key-of-16-bytes", "second-key")
+    expected = ("first-key-of-16-bytes", "second-key-of-16-bytes")
+    assert read_api_keys(options_for("0.0.0.0", keys)) == expected
+    keys.write_text("first-key-of-16-bytes\nx\n")
+    with pytest.raises(
+        SpecError, match="line 2: found a key of 1 characters, expected at least 16"
+    ):
+        read_api_keys(options_for("0.0.0.0", keys))
+    keys.write_text("# a comment that is long enough\n")
+    with pytest.raises(SpecError, match="found comments only"):
+        read_api_keys(options_for("0.0.0.0", keys))
     keys.write_bytes(b"\xff" * 20)
     with pytest.raises(SpecError, match=r"--api_key_file: .*not UTF-8"):
         read_api_keys(options_for("127.0.0.1", keys))
     with pytest.raises(SpecError, match=r"--api_key_file: .*none: cannot be read: No such file"):
         read_api_keys(options_for("127.0.0.1", tmp_path / "none"))
+
+
+def test_too_few_open_files_are_refused(monkeypatch):
+    given = []
+    monkeypatch.setattr(lifecycle.resource, "getrlimit", lambda _: (64, 100))
+    monkeypatch.setattr(lifecycle.resource, "setrlimit", lambda *values: given.append(values))
+    with pytest.raises(SpecError, match=r"found a limit of 100 .*expected at least 256"):
+        lifecycle.allow_open_files()
+    monkeypatch.setattr(lifecycle.resource, "getrlimit", lambda _: (64, 4096))
+    lifecycle.allow_open_files()
+    assert given == [(lifecycle.resource.RLIMIT_NOFILE, (4096, 4096))]

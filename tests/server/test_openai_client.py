@@ -353,7 +353,11 @@ def test_response_format_reaches_the_engine_as_a_schema(served, client):
         ({"prompt": "x", "max_tokens": 0}, openai.BadRequestError, "at least 1"),
         ({"prompt": "x", "suffix": "y"}, openai.BadRequestError, "suffix"),
         ({"prompt": "x", "n": 0}, openai.BadRequestError, "n: "),
-        ({"prompt": ["x"] * 33, "n": 128}, openai.BadRequestError, "more than 4096 answers"),
+        (
+            {"prompt": ["x"] * 33, "n": 128},
+            openai.BadRequestError,
+            "found 4224 answers",
+        ),
         ({"prompt": "x", "logprobs": 21}, openai.BadRequestError, "logprobs"),
         ({"prompt": "x", "stop": [""]}, openai.BadRequestError, "stop"),
         (

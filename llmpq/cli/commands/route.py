@@ -7,6 +7,7 @@ routed. Replicas are servers of this project or of vLLM.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 
@@ -21,6 +22,7 @@ from llmpq.errors import SpecError
 from llmpq.routing import BALANCERS, load_balancer
 
 POLL_S = 0.1
+FIRST_BYTE_S = 60.0
 SERVER_PACKAGES = ("aiohttp", "fastapi", "uvicorn", "httptools", "prometheus_client")
 
 
@@ -54,7 +56,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     replicas.add_argument("--seed", type=int, default=0, help="of random balancers (default 0)")
     add_address_options(parser)
-    add_listen_limits(parser.add_argument_group("limits"))
+    limits = parser.add_argument_group("limits")
+    limits.add_argument(
+        "--first_byte_timeout",
+        type=float,
+        default=FIRST_BYTE_S,
+        metavar="SECONDS",
+        help="time to the first byte of a streamed answer, ten times as long for a whole one; then "
+        f"another replica is tried (default {FIRST_BYTE_S:g})",
+    )
+    add_listen_limits(limits)
     return parser
 
 
@@ -64,6 +75,10 @@ def _run(options: argparse.Namespace) -> int:
 
     if not 0 < options.poll_s <= 60:
         raise SpecError(f"--poll_s: found {options.poll_s:g}, expected more than 0, at most 60")
+    if not 0 < options.first_byte_timeout < math.inf:
+        raise SpecError(
+            f"--first_byte_timeout: found {options.first_byte_timeout:g}, expected more than 0"
+        )
     if len(set(options.replica)) < len(options.replica):
         raise SpecError("--replica: found an address twice, expected each once")
     run_router(
@@ -72,6 +87,7 @@ def _run(options: argparse.Namespace) -> int:
         load_balancer(options.balancer, seed=options.seed),
         options.poll_s,
         lambda url: say_ready(options, {"url": url, "replicas": options.replica}),
+        options.first_byte_timeout,
     )
     return 0
 

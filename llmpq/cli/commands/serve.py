@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 SERVER_PACKAGES = ("fastapi", "uvicorn", "httptools", "prometheus_client", "jinja2", "tokenizers")
 DEFAULT_BALANCER = "sal_seconds"
 POLL_S = 0.1
+DEFAULT_MAX_CHOICES = 2048
 FLEET_PACKAGES = ("torch", "transformers", "aiohttp", "fastapi", "uvicorn", "httptools")
 
 
@@ -85,7 +86,16 @@ def _add_limit_options(parser: argparse.ArgumentParser) -> None:
         "--max_num_queued_reqs",
         type=int,
         metavar="N",
-        help="answers that wait or run at once (default: any number)",
+        help="answers that wait or run at once; one request alone may have more (default: any "
+        "number)",
+    )
+    limits.add_argument(
+        "--max_num_choices",
+        type=int,
+        default=DEFAULT_MAX_CHOICES,
+        metavar="N",
+        help="answers of one request, its prompts times n; more are answered with 400 (default "
+        f"{DEFAULT_MAX_CHOICES})",
     )
     tokens = limits.add_mutually_exclusive_group()
     tokens.add_argument(
@@ -99,7 +109,7 @@ def _add_limit_options(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="SECONDS",
         help="bound on the time to the first token, from which --max_num_queued_tokens is computed "
-        "by the plan's own cost model",
+        "by the plan's own cost model, and corrected by what is measured",
     )
     add_listen_limits(limits)
 
@@ -188,6 +198,8 @@ def _admission(options: argparse.Namespace, plan: Plan) -> AdmissionLimits:
     return AdmissionLimits(
         max_num_queued_reqs=at_least("--max_num_queued_reqs", options.max_num_queued_reqs, 1),
         max_num_queued_tokens=at_least("--max_num_queued_tokens", tokens, 1),
+        max_num_choices=at_least("--max_num_choices", options.max_num_choices, 1),
+        ttft_bound_s=options.ttft_bound,
         prefill_tokens_per_s=prefill_tokens_per_s(plan),
         decode_step_s=plan.decode_round_s,
     )

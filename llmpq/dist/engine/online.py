@@ -58,6 +58,7 @@ STATS_PERIOD_S = 0.05
 """How often changed counters are sent at most; less than the 0.1 s that load balancers assume."""
 MAX_IDLE_WAIT_S = 0.5
 COMPILE_POLL_S = 0.005
+COMPILE_THREADS = 2
 
 
 class EngineChannel(Protocol):
@@ -134,7 +135,7 @@ class OnlineEngine:
         self._next_number = 0
         self._in_flight: deque[_Dispatched] = deque()
         self._compiling: dict[str, tuple[AddedRequest, Future[TokenMatcher]]] = {}
-        self._compilers = ThreadPoolExecutor(1, "llmpq grammar")
+        self._compilers = ThreadPoolExecutor(COMPILE_THREADS, "llmpq grammar")
         self._stats = ServingStats()
         self._stats_s = -STATS_PERIOD_S
 
@@ -198,9 +199,12 @@ class OnlineEngine:
                 self._add(added, None)
             elif self._grammars is None:
                 raise SpecError("structured_outputs: this engine has no tokenizer")
+            elif (matcher := self._grammars.compiled(form)) is not None:
+                self._add(added, matcher)
             else:
                 future: Future[TokenMatcher] = self._compilers.submit(self._grammars.compile, form)
                 self._compiling[added.request.id] = (added, future)
+                self._channel.send("started", ids=[added.request.id])
         except (SpecError, CapacityError) as error:
             self._channel.send("refused", id=message["id"], message=str(error))
 
@@ -210,10 +214,17 @@ class OnlineEngine:
             if not future.done():
                 continue
             del self._compiling[id]
+            # A failure of the compiler, even a panic, ends its request alone.
+            error = future.exception()
             try:
-                self._add(added, future.result())
-            except (SpecError, CapacityError) as error:
-                self._channel.send("refused", id=id, message=str(error))
+                if error is None:
+                    self._add(added, future.result())
+            except (SpecError, CapacityError) as found:
+                error = found
+            if error is not None:
+                is_own = isinstance(error, SpecError | CapacityError)
+                text = str(error) if is_own else f"structured_outputs: {type(error).__name__}"
+                self._channel.send("refused", id=id, message=text)
 
     def _add(self, added: AddedRequest, matcher: TokenMatcher | None) -> None:
         """Queue a request.
@@ -249,6 +260,7 @@ class OnlineEngine:
                 arrival_s=self._now_s(),
                 priority=request.priority,
                 cache_salt=request.cache_salt,
+                group=request.group,
                 skip_prefix_cache=added.needs_prompt_logprobs,
             )
         )
@@ -263,7 +275,8 @@ class OnlineEngine:
         )
 
     def _abort(self, id: str) -> None:
-        if self._compiling.pop(id, None) is not None:
+        if (compiling := self._compiling.pop(id, None)) is not None:
+            compiling[1].cancel()
             return
         number = self._numbers.pop(id, None)
         if number is not None:
@@ -299,10 +312,12 @@ class OnlineEngine:
         token_ids: list[int] = []
         outputs: list[int] = []
         scored: list[tuple[ScheduledChunk, int]] = []
+        started: list[str] = []
         for chunk in step.chunks:
             answer, end = self._answers[chunk.request], chunk.first + chunk.count
             if answer.num_cached_tokens is None:
                 answer.num_cached_tokens = chunk.first
+                started.append(answer.added.request.id)
             token_ids += answer.tokens[chunk.first : end]
             token_ids += answer.draft[: chunk.num_draft_tokens]
             for row, position in self._rows(chunk, answer):
@@ -310,6 +325,8 @@ class OnlineEngine:
                     outputs.append(len(rows))
                     scored.append((chunk, position))
                 rows.append(row)
+        if started:
+            self._channel.send("started", ids=started)
         self._in_flight.append(_Dispatched(step, scored))
         self._runner.dispatch(np.array(token_ids), rows, outputs)
         return True

@@ -2,7 +2,8 @@
 
 To the engine: ``add`` (a request, with the tokens that its client has) and ``abort`` (``id``). From
 the engine: ``ready`` once all ranks are loaded (with ``start_s``, the seconds of each step of
-the start), ``refused`` (``id``, ``message``) for a request that cannot be served, ``tokens``
+the start), ``refused`` (``id``, ``message``) for a request that cannot be served, ``started``
+(``ids``) before requests are computed or their forms compiled, ``tokens``
 (``outputs``) after a step, ``stats`` (``stats``) many times a second. Needs no torch.
 """
 
@@ -66,6 +67,7 @@ def added_to_json(added: AddedRequest) -> dict[str, Any]:
         "sampling_params": to_json(request.sampling),
         "priority": request.priority,
         "cache_salt": request.cache_salt,
+        "group": request.group,
         "token_ids": added.token_ids,
         "needs_prompt_logprobs": added.needs_prompt_logprobs,
     }
@@ -85,6 +87,7 @@ def added_from_json(fields: dict[str, Any]) -> AddedRequest:
             sampling=from_json(SamplingParams, sampling),
             priority=fields["priority"],
             cache_salt=fields["cache_salt"],
+            group=fields["group"],
         ),
         token_ids=tuple(fields["token_ids"]),
         needs_prompt_logprobs=fields["needs_prompt_logprobs"],

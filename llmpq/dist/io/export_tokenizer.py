@@ -14,7 +14,7 @@ from typing import Any
 
 from llmpq.dist.model_listing import list_models_when_asked
 from llmpq.errors import SpecError
-from llmpq.spec.gguf.tokenizer import tokenizer_arguments
+from llmpq.spec.gguf.tokenizer import tokenizer_arguments, tokenizer_error
 
 
 def export_tokenizer(model_dir: Path) -> dict[str, Any] | None:
@@ -31,7 +31,7 @@ def export_tokenizer(model_dir: Path) -> dict[str, Any] | None:
     try:
         tokenizer = AutoTokenizer.from_pretrained(**arguments, local_files_only=True)
     except Exception as error:  # tokenizers raise many types
-        raise SpecError(f"{model_dir}: the tokenizer cannot be read: {error}") from error
+        raise tokenizer_error(model_dir, error) from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise SpecError(

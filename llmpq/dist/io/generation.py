@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from llmpq.dist.io.sampling_params import SamplingParams, TokenLogprobs
+from llmpq.dist.io.sampling_params import SamplingParams, StructuredOutputsParams, TokenLogprobs
 
 GenerationEnd = Literal["stop", "length", "abort", "error"]
 
@@ -24,6 +24,8 @@ class GenerationRequest:
         sampling: how tokens are chosen, and when the answer ends.
         priority: lower values are served first, under the queue order ``priority``.
         cache_salt: prompts share cached prefixes only with prompts of the same salt.
+        group: equal for the answers to one request of a client, which take turns with those of
+            other requests; ``None`` for a lone answer.
     """
 
     id: str
@@ -31,6 +33,7 @@ class GenerationRequest:
     sampling: SamplingParams
     priority: int = 0
     cache_salt: str = ""
+    group: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +124,10 @@ class EngineClient(Protocol):
     @property
     def vocab_size(self) -> int:
         """Tokens are below this number."""
+        ...
+
+    async def check_form(self, form: StructuredOutputsParams) -> None:
+        """Check that a form of answers can be compiled; ``SpecError`` if not."""
         ...
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenOutput, None]:

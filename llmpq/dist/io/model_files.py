@@ -8,9 +8,8 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from llmpq.dist.io.prompts import Tokenizer
-from llmpq.errors import SpecError
 from llmpq.spec.facts.end_tokens import end_token_ids
-from llmpq.spec.gguf.tokenizer import tokenizer_arguments
+from llmpq.spec.gguf.tokenizer import tokenizer_arguments, tokenizer_error
 
 
 class _TransformersTokenizer:
@@ -38,7 +37,7 @@ def load_tokenizer(model_dir: Path) -> Tokenizer | None:
             AutoTokenizer.from_pretrained(**arguments, local_files_only=True)
         )
     except Exception as error:  # tokenizers raise many types
-        raise SpecError(f"{model_dir}: the tokenizer cannot be read: {error}") from error
+        raise tokenizer_error(model_dir, error) from error
 
 
 def eos_token_ids(model_dir: Path, config: PreTrainedConfig) -> frozenset[int]:

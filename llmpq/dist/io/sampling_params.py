@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -167,12 +168,21 @@ class SamplingParams:
             ("logit_bias", [token for token, _ in self.logit_bias]),
             ("bad_words_ids", [token for word in self.bad_words_ids for token in word]),
         ):
-            for token in token_ids:
-                if not 0 <= token < vocab_size:
-                    raise SpecError(
-                        f"field '{name}': found token {token}, expected tokens below the "
-                        f"vocabulary of {vocab_size}"
-                    )
+            # A list may have 100,000 tokens: only loops in C are fast enough here.
+            token = max(token_ids, default=0)
+            if token < vocab_size:
+                token = min(token_ids, default=0)
+            if not 0 <= token < vocab_size:
+                raise SpecError(
+                    f"field '{name}': found token {token}, expected tokens below the "
+                    f"vocabulary of {vocab_size}"
+                )
+
+    def with_seed(self, seed: int) -> SamplingParams:
+        """Return these parameters, which need no further check, with a valid seed."""
+        found = copy.copy(self)
+        object.__setattr__(found, "seed", seed)
+        return found
 
     def _freeze(self) -> None:
         """Store sequences and mappings as tuples, in one order."""

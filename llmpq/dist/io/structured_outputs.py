@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import threading
+from collections import OrderedDict
 from collections.abc import Collection
 from functools import lru_cache
 from pathlib import Path
@@ -21,10 +23,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MAX_GRAMMAR_BYTES = 1 << 20
+MAX_COMPILED = 8
+"""Compiled forms that are kept for further answers: each may take many megabytes."""
+_PANIC = "<backtrace>"
+"""In messages of llguidance about a failure of its own."""
 _FIELD = "structured_outputs"
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=16)
 def grammar_of(params: StructuredOutputsParams) -> str:
     """Return a form in the notation of llguidance.
 
@@ -43,8 +49,14 @@ def grammar_of(params: StructuredOutputsParams) -> str:
     except ValueError as error:
         problem, grammar = str(error), ""
     if problem and not problem.startswith("WARNING"):
-        raise SpecError(f"{_FIELD}: found a form that is not valid: {problem[:1000]}")
+        raise _invalid(problem)
     return grammar
+
+
+def _invalid(problem: str) -> SpecError:
+    if _PANIC in problem:
+        return SpecError(f"{_FIELD}: found a form that cannot be compiled, expected a simpler one")
+    return SpecError(f"{_FIELD}: found a form that is not valid: {problem[:1000]}")
 
 
 def _format_and_text(params: StructuredOutputsParams) -> tuple[str, str]:
@@ -68,31 +80,63 @@ def _format_and_text(params: StructuredOutputsParams) -> tuple[str, str]:
 class GrammarCompiler:
     """Compiles forms for the tokens of a model; the tokenizer is read on first use.
 
+    A form that several answers have, at the same time or one after the other, is compiled once.
+
     Args:
         model_dir: directory with ``tokenizer.json``.
         eos_token_ids: the model's end tokens.
+        max_compiled: compiled forms that are kept for further answers.
     """
 
-    def __init__(self, model_dir: Path, eos_token_ids: Collection[int]) -> None:
+    def __init__(
+        self, model_dir: Path, eos_token_ids: Collection[int], max_compiled: int = MAX_COMPILED
+    ) -> None:
         self._file = model_dir / "tokenizer.json"
         self._eos_token_ids = sorted(eos_token_ids)
         self._tokenizer: Any = None
+        self._max_compiled = max_compiled
+        self._compiled: OrderedDict[StructuredOutputsParams, GrammarMatcher] = OrderedDict()
+        self._lock = threading.Lock()  # of the compiled forms
 
     def compile(self, params: StructuredOutputsParams) -> GrammarMatcher:
-        """Return the matcher of a new answer.
+        """Return the matcher of a new answer, with its first mask computed.
 
         Raises:
             SpecError: the form is not valid, or the model has no fast tokenizer.
         """
-        library, grammar = _library(), grammar_of(params)
-        if self._tokenizer is None:
-            self._tokenizer = self._load_tokenizer(library)
-        matcher = library.LLMatcher(self._tokenizer, grammar, log_level=0)
+        found = self.compiled(params)
+        if found is not None:
+            return found
+        grammar = grammar_of(params)
+        self.load_tokenizer()
+        matcher = _library().LLMatcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
-            raise SpecError(
-                f"{_FIELD}: found a form that is not valid: {matcher.get_error()[:1000]}"
-            )
-        return GrammarMatcher(matcher)
+            raise _invalid(matcher.get_error())
+        first = GrammarMatcher(matcher)
+        first.compute_mask()
+        with self._lock:
+            self._compiled[params] = first
+            if len(self._compiled) > self._max_compiled:
+                self._compiled.popitem(last=False)
+        return first.copy()
+
+    def compiled(self, params: StructuredOutputsParams) -> GrammarMatcher | None:
+        """Return the matcher of a new answer where the form has been compiled before."""
+        with self._lock:
+            found = self._compiled.get(params)
+            if found is None:
+                return None
+            self._compiled.move_to_end(params)
+            return found.copy()
+
+    def load_tokenizer(self) -> None:
+        """Read the tokenizer, unless that has been done.
+
+        Raises:
+            SpecError: the model has no fast tokenizer.
+        """
+        if self._tokenizer is None:
+            self._tokenizer = self._load_tokenizer(_library())
 
     def _load_tokenizer(self, library: Any) -> Any:
         try:
@@ -114,28 +158,41 @@ class GrammarMatcher:
 
     Args:
         matcher: of llguidance.
+        mask: bits of the tokens that may come next, where they are known.
     """
 
-    def __init__(self, matcher: Any) -> None:
+    def __init__(self, matcher: Any, mask: bytes | None = None) -> None:
         self._matcher = matcher
+        self._mask = mask
 
     @property
     def is_complete(self) -> bool:
         """Whether the form allows no further token but an end token."""
         return bool(self._matcher.is_stopped())
 
+    def copy(self) -> GrammarMatcher:
+        """Return the matcher of another answer with the same tokens so far."""
+        return GrammarMatcher(self._matcher.deep_copy(), self._mask)
+
+    def compute_mask(self) -> None:
+        """Compute which tokens may come next; the first time takes longest."""
+        if self._mask is None and not self._matcher.is_error():
+            self._mask = self._matcher.compute_bitmask()
+
     def allowed(self, count: int) -> NDArray[np.bool_]:
         """Return which of ``count`` tokens may come next; none after an error."""
         import numpy as np  # noqa: PLC0415  a launcher has no use for it
 
-        if self._matcher.is_error():
+        self.compute_mask()
+        if self._mask is None:
             return np.zeros(count, dtype=bool)
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        bits = np.frombuffer(self._mask, dtype=np.uint8)
         found = np.unpackbits(bits, bitorder="little", count=min(count, 8 * bits.size))
         return np.pad(found, (0, count - found.size)).astype(bool)
 
     def accept(self, token: int) -> None:
         """Take the next token of the answer."""
+        self._mask = None
         self._matcher.consume_token(token)
 
 

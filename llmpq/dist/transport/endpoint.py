@@ -10,6 +10,7 @@ that others can change, run the ranks inside a private one.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import ipaddress
 import json
@@ -149,8 +150,11 @@ class Acceptor:
         while True:
             try:
                 sock, _ = listener.accept()
-            except OSError:
-                return  # the listener is closed
+            except OSError as error:
+                if error.errno in (errno.EBADF, errno.EINVAL):
+                    return  # the listener is closed
+                time.sleep(RETRY_S)  # a peer that went away, or too many open files for a while
+                continue
             if not self._pending.acquire(blocking=False):
                 sock.close()
                 continue
@@ -258,6 +262,16 @@ def is_loopback(host: str) -> bool:
     except OSError:
         return False
     return all(ipaddress.ip_address(item[4][0]).is_loopback for item in found)
+
+
+def is_loopback_name(host: str) -> bool:
+    """Return whether a name or an address is this host's own, without asking for its address."""
+    if host.rstrip(".").lower() == "localhost" or host.lower().endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def read_token(path: Path) -> bytes:

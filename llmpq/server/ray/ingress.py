@@ -53,7 +53,9 @@ class Ingress:
         file = None if options.api_key_file is None else Path(options.api_key_file)
         # Where Ray's proxy listens is not known here; without a file no key is asked for.
         listen = ListenOptions(host="127.0.0.1", port=0, api_key_file=file)
-        self._gate = Gate(self.route, TransportLimits(), lambda: None, read_api_keys(listen))
+        self._gate = Gate(
+            self.route, TransportLimits(), lambda: None, read_api_keys(listen), checks_site=False
+        )
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the application; called by Ray."""

@@ -19,6 +19,7 @@ ENGINE_SETTINGS = (
     "prefix_caching",
     "step_timeout_s",
     "max_restarts",
+    "form_timeout_s",
 )
 
 

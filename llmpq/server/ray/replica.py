@@ -88,7 +88,7 @@ class EngineReplica:
 
     def _start(self, service: Service) -> None:
         self._service = service
-        self._app = build_app(service)
+        self._app = build_app(service, checks_site=False)  # the names are those of Ray's proxy
         self._name = serve.get_replica_context().replica_id.unique_id
 
     async def answer(
@@ -141,3 +141,5 @@ class EngineReplica:
         """End the ranks; called by Ray after the last answer."""
         if hasattr(self, "_engine"):
             await self._engine.close()
+        if hasattr(self, "_service"):
+            self._service.close()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -28,9 +29,14 @@ from llmpq.server.metrics import Totals
 
 POLL_TIMEOUT_S = 2.0
 LOST_AFTER_S = 5.0
-"""Seconds without an answer to a poll after which the requests of a replica are given up."""
+"""Seconds without an answer to polls after which the requests of a replica are given up."""
 FAILURES = 2
 """Polls in a row without an answer after which a replica gets no new requests."""
+BREAKER_FAILURES = 3
+"""Requests in a row that a replica failed, after which others are preferred for a while."""
+BREAKER_S = 1.0
+MAX_BREAKER_S = 30.0
+"""How long; twice as long after each request that fails again."""
 MAX_STATS_BYTES = 1 << 20
 KV_TOKENS = 1 << 16
 TOKEN_BUDGET = 2048
@@ -63,12 +69,19 @@ class Backend:
         number: of the replica, from 0.
         url: its address, ``http://HOST:PORT``.
         session: connections of the router.
+        clock: seconds.
 
     Raises:
         SpecError: the address is not one of HTTP.
     """
 
-    def __init__(self, number: int, url: str, session: aiohttp.ClientSession) -> None:
+    def __init__(
+        self,
+        number: int,
+        url: str,
+        session: aiohttp.ClientSession,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
             raise SpecError(f"--replica: found {url}, expected http://HOST:PORT")
@@ -80,7 +93,10 @@ class Backend:
         self._session = session
         self._replica = Replica(ReplicaCapacity(kv_tokens=KV_TOKENS, token_budget=TOKEN_BUDGET))
         self._attempts: set[asyncio.Timeout] = set()
-        self._answered_s = time.monotonic()
+        self._clock = clock
+        self._polled_s = clock()  # end of the last poll
+        self._silent_s = 0.0  # of polls since the last answer
+        self._breaker = _Breaker()
         self._has_load = True
 
     @property
@@ -92,6 +108,15 @@ class Backend:
     def kv_cache_usage(self) -> float:
         """Share of the KV memory in use at the last poll, 0 to 1."""
         return self._replica.kv_cache_usage
+
+    @property
+    def is_preferred(self) -> bool:
+        """Whether it takes requests, and has not failed the last ones."""
+        return self.is_ready and not self._breaker.is_open(self._clock())
+
+    def count(self, *, has_failed: bool) -> None:
+        """Take the outcome of a request that was sent."""
+        self._breaker.count(self._clock(), has_failed=has_failed)
 
     def view(self) -> ReplicaView:
         """Return what a balancer reads."""
@@ -105,7 +130,7 @@ class Backend:
             request: as the balancer knows it.
             limit: expires when the replica is lost.
         """
-        self._replica.route(request, time.monotonic())
+        self._replica.route(request, self._clock())
         self._attempts.add(limit)
         try:
             yield
@@ -121,7 +146,7 @@ class Backend:
 
     async def poll(self) -> None:
         """Read the statistics once."""
-        asked_s = time.monotonic()
+        asked_s = self._clock()
         try:
             async with asyncio.timeout(POLL_TIMEOUT_S):
                 report = await self._read()
@@ -129,11 +154,14 @@ class Backend:
             self.failures += 1
             if isinstance(error, aiohttp.ClientConnectorError) or self.failures >= FAILURES:
                 self.fail()
-            if time.monotonic() - self._answered_s > LOST_AFTER_S:
+            # A pause of this process is no silence of the replica: a poll counts up to its limit.
+            self._silent_s += min(self._pass_time(), POLL_TIMEOUT_S)
+            if self._silent_s > LOST_AFTER_S:
                 self.give_up()
             return
         self.failures = 0
-        self._answered_s = time.monotonic()
+        self._silent_s = 0.0
+        self._pass_time()
         if report is None:
             self.is_ready = False
             return
@@ -143,6 +171,11 @@ class Backend:
         self.totals = report.totals
         self._replica.capacity = report.capacity
         self._replica.update(report.stats, asked_s)
+
+    def _pass_time(self) -> float:
+        """Return the seconds since the end of the poll before, and begin anew."""
+        before_s, self._polled_s = self._polled_s, self._clock()
+        return self._polled_s - before_s
 
     def give_up(self) -> None:
         """End all requests that the replica has: those without an answer go to another one."""
@@ -173,6 +206,27 @@ class Backend:
         async with self._session.get(self.url + path) as answer:
             body = await answer.content.read(MAX_STATS_BYTES)
             return answer.status, body
+
+
+class _Breaker:
+    """Says when a replica that failed requests in a row gets another one."""
+
+    def __init__(self) -> None:
+        self._failures = 0
+        self._open_until_s = -math.inf
+
+    def is_open(self, now_s: float) -> bool:
+        """Return whether other replicas are preferred."""
+        return now_s < self._open_until_s
+
+    def count(self, now_s: float, *, has_failed: bool) -> None:
+        """Take the outcome of a request."""
+        self._failures = self._failures + 1 if has_failed else 0
+        over = self._failures - BREAKER_FAILURES
+        if over >= 0:
+            self._open_until_s = now_s + min(BREAKER_S * 2.0 ** min(over, 10), MAX_BREAKER_S)
+        else:
+            self._open_until_s = -math.inf
 
 
 def load_json(body: bytes) -> Mapping[str, Any]:

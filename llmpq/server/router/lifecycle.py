@@ -12,7 +12,7 @@ from llmpq.routing import LoadBalancer
 from llmpq.server.lifecycle import Life, ListenOptions, Served, run_app
 from llmpq.server.router.backend import Backend
 from llmpq.server.router.metrics import RouterMetrics
-from llmpq.server.router.proxy import Router
+from llmpq.server.router.proxy import DEFAULT_FIRST_BYTE_S, Router
 from llmpq.server.transport import Gate
 
 CONNECT_TIMEOUT_S = 2.0
@@ -27,6 +27,7 @@ def run_router(
     balancer: LoadBalancer,
     poll_s: float,
     on_ready: Callable[[str], None],
+    first_byte_s: float = DEFAULT_FIRST_BYTE_S,
 ) -> None:
     """Route requests until SIGTERM or Ctrl-C.
 
@@ -36,6 +37,7 @@ def run_router(
         balancer: chooses among them.
         poll_s: seconds between two readings of the statistics of a replica.
         on_ready: called with the address once requests are routed.
+        first_byte_s: see ``Router``.
 
     Raises:
         LlmpqError: an option cannot be used; ``StoppedError`` when answers were cut short.
@@ -43,7 +45,7 @@ def run_router(
 
     @contextlib.asynccontextmanager
     async def open_router(life: Life) -> AsyncIterator[Served]:
-        async with connected(urls, balancer, poll_s) as router:
+        async with connected(urls, balancer, poll_s, first_byte_s) as router:
             yield served(router, options, life, lambda: None)
 
     run_app(options, open_router, on_ready)
@@ -67,7 +69,10 @@ def served(
 
 @contextlib.asynccontextmanager
 async def connected(
-    urls: Sequence[str], balancer: LoadBalancer, poll_s: float
+    urls: Sequence[str],
+    balancer: LoadBalancer,
+    poll_s: float,
+    first_byte_s: float = DEFAULT_FIRST_BYTE_S,
 ) -> AsyncIterator[Router]:
     """Return a router whose replicas have been asked for their statistics."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
@@ -76,7 +81,7 @@ async def connected(
         connector=connector, timeout=timeout, auto_decompress=False
     ) as session:
         backends = [Backend(number, url, session) for number, url in enumerate(urls)]
-        router = Router(backends, balancer, session, RouterMetrics(backends))
+        router = Router(backends, balancer, session, RouterMetrics(backends), first_byte_s)
         await asyncio.gather(*(backend.poll() for backend in backends))
         polling = asyncio.create_task(router.poll(poll_s))
         try:

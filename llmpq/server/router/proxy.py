@@ -1,17 +1,20 @@
 """The application of the router: choose a replica, pass bytes through, try another one.
 
 A request is sent again only while no byte of an answer has come: to the replica that the balancer
-ranks next, once to each. An answer that breaks off later ends with an error event (streams) or with
+ranks next, once to each. A replica that fails requests in a row gets one now and then while another
+one is ready. An answer that breaks off later ends with an error event (streams) or with
 a closed connection.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import re
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 import aiohttp
@@ -32,6 +35,13 @@ PREFIX_BYTES = 256
 PREFIX_BLOCKS = 64
 MAX_REFUSAL_BYTES = 1 << 16
 BUSY = (429, 503)
+FAILED = 500
+"""Statuses from here on are failures of a replica."""
+DEFAULT_FIRST_BYTE_S = 60.0
+WHOLE_TIMES = 10
+"""The first byte of a whole answer comes after its last token: it may take so many times longer."""
+_IS_STREAM = re.compile(rb'"stream"\s*:\s*true')
+_CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _TOKEN_IDS = re.compile(rb'"prompt"\s*:\s*\[\s*\d')
 HOP_BY_HOP = frozenset(
     {
@@ -67,6 +77,8 @@ class Router:
         balancer: chooses among those that are ready.
         session: connections to them.
         metrics: counts what happens.
+        first_byte_s: longest time to the first byte of a streamed answer, and a tenth of that of
+            a whole one; then another replica is tried.
     """
 
     def __init__(
@@ -75,6 +87,7 @@ class Router:
         balancer: LoadBalancer,
         session: aiohttp.ClientSession,
         metrics: RouterMetrics,
+        first_byte_s: float = DEFAULT_FIRST_BYTE_S,
     ) -> None:
         self.backends = backends
         self.is_draining = False
@@ -82,6 +95,7 @@ class Router:
         self._balancer = balancer
         self._session = session
         self._metrics = metrics
+        self._first_byte_s = first_byte_s
 
     def check_open(self) -> None:
         """Check what needs no look at the request.
@@ -143,6 +157,7 @@ class Router:
 
     async def _route(self, scope: Scope, body: bytes, send: Send) -> None:
         request = routed_request(body)
+        first_byte_s = self._first_byte_s * (1 if _IS_STREAM.search(body) else WHOLE_TIMES)
         tried: set[int] = set()
         refusal: tuple[Answer, bytes] | None = None
         while (backend := self._choose(request, tried)) is not None:
@@ -151,8 +166,13 @@ class Router:
             tried.add(backend.number)
             self._balancer.routed(request, backend.number)
             attempt = _Attempt(self._session, backend, scope, body, send)
-            refusal = await attempt.run(request)
+            try:
+                refusal = await attempt.run(request, first_byte_s)
+            except ConnectionError:  # the answer broke off
+                backend.count(has_failed=True)
+                raise
             self._metrics.count(backend, attempt.outcome)
+            backend.count(has_failed=attempt.has_failed)
             if attempt.has_begun:
                 return
         if refusal is None:
@@ -163,13 +183,11 @@ class Router:
 
     def _choose(self, request: RoutedRequest, tried: set[int]) -> Backend | None:
         """Return the best of the replicas that are ready and have not been tried."""
-        views = {
-            one.number: one.view()
-            for one in self.backends
-            if one.is_ready and one.number not in tried
-        }
-        if not views:
+        ready = [one for one in self.backends if one.is_ready and one.number not in tried]
+        if not ready:
             return None
+        preferred = [one for one in ready if one.is_preferred]
+        views = {one.number: one.view() for one in preferred or ready}
         return self.backends[self._balancer.rank(request, views, self.means())[0]]
 
     def means(self) -> WorkloadMeans:
@@ -197,7 +215,13 @@ class _Attempt:
         self.has_begun = False
         self.outcome = "lost"
 
-    async def run(self, request: RoutedRequest) -> tuple[Answer, bytes] | None:
+    @property
+    def has_failed(self) -> bool:
+        """Whether the replica gave no answer, or that of a failure."""
+        is_error = self._answer is not None and self._answer.status >= FAILED
+        return self.outcome == "lost" or is_error
+
+    async def run(self, request: RoutedRequest, first_byte_s: float) -> tuple[Answer, bytes] | None:
         """Pass the answer on; return that of a replica which is busy.
 
         Raises:
@@ -206,7 +230,7 @@ class _Attempt:
         try:
             async with asyncio.timeout(None) as limit:
                 with self._backend.attempt(request, limit):
-                    return await self._pass_on()
+                    return await self._pass_on(first_byte_s)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             self.outcome = "lost"
             if isinstance(error, aiohttp.ClientConnectorError):
@@ -216,20 +240,15 @@ class _Attempt:
                 await break_off(self._answer, self._send)
             return None
 
-    async def _pass_on(self) -> tuple[Answer, bytes] | None:
-        scope = self._scope
-        query = b"?" + scope["query_string"] if scope["query_string"] else b""
-        address = self._backend.url + (scope["raw_path"] + query).decode("latin-1")
-        async with self._session.request(
-            scope["method"],
-            URL(address, encoded=True),
-            data=self._body or None,
-            headers=_to_replica(scope["headers"], scope["state"]["request_id"]),
-            allow_redirects=False,
-        ) as found:
+    async def _pass_on(self, first_byte_s: float) -> tuple[Answer, bytes] | None:
+        async with contextlib.AsyncExitStack() as stack:
+            async with asyncio.timeout(first_byte_s):
+                found = await stack.enter_async_context(self._request())
             if not 200 <= found.status < 600:  # nothing that HTTP lets an answer have
                 raise aiohttp.ClientPayloadError(f"status {found.status}")
             headers = [(name.lower(), value) for name, value in found.raw_headers]
+            if any(_CONTROL.search(text) for pair in headers for text in pair):
+                raise aiohttp.ClientPayloadError("a control character in a header")
             answer = Answer(found.status, [one for one in headers if one[0] not in _FROM_REPLICA])
             if answer.status in BUSY:
                 self.outcome = "busy"
@@ -238,6 +257,19 @@ class _Attempt:
             await self._copy(found.content.iter_any())
             self.outcome = "answered"
             return None
+
+    def _request(self) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        """Return the context of the request to the replica."""
+        scope = self._scope
+        query = b"?" + scope["query_string"] if scope["query_string"] else b""
+        address = self._backend.url + (scope["raw_path"] + query).decode("latin-1")
+        return self._session.request(
+            scope["method"],
+            URL(address, encoded=True),
+            data=self._body or None,
+            headers=_to_replica(scope["headers"], scope["state"]["request_id"]),
+            allow_redirects=False,
+        )
 
     async def _copy(self, chunks: AsyncIterator[bytes]) -> None:
         assert self._answer is not None
@@ -303,7 +335,7 @@ def _to_replica(headers: Iterable[tuple[bytes, bytes]], request_id: str) -> list
     kept = [
         (name.decode("latin-1"), value.decode("latin-1"))
         for name, value in headers
-        if name not in HOP_BY_HOP and name not in (b"x-request-id", b"accept-encoding")
+        if name not in HOP_BY_HOP and name not in (b"x-request-id", b"accept-encoding", b"origin")
     ]
     return [*kept, ("x-request-id", request_id), ("accept-encoding", "identity")]
 

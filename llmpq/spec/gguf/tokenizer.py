@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from llmpq.errors import SpecError
 from llmpq.spec.fields import LFS_BYTES, check_downloaded
 from llmpq.spec.gguf.header import find_gguf, read_header
 
@@ -45,3 +46,13 @@ def missing_tokenizer(model_dir: Path) -> str:
         f"the model has no tokenizer that can be read: {name} needs a tokenizer.json beside it, as "
         "in the model's version for transformers"
     )
+
+
+def tokenizer_error(model_dir: Path, error: Exception) -> SpecError:
+    """Return the error of a tokenizer that transformers does not read."""
+    if "trust_remote_code" in str(error):
+        return SpecError(
+            f"{model_dir}: found a tokenizer that is code of the model directory (auto_map), which "
+            "llmpq never runs; expected one that transformers has"
+        )
+    return SpecError(f"{model_dir}: the tokenizer cannot be read: {error}")

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
 
 import pytest
 import torch
 from helpers.block_steps import BlockSteps
+from helpers.clocks import PATIENCE_S
 from helpers.online_runs import BLOCK, FREE, VOCAB, Clock, fresh, greedy, limits, request, serve
 from helpers.scripted_channel import Script
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmpq.batching.queue_order import queue_order
-from llmpq.dist.engine.online import OnlineEngine
+from llmpq.dist.engine.online import COMPILE_POLL_S, COMPILE_THREADS, OnlineEngine
 from llmpq.dist.io.engine_messages import ModelLimits
-from llmpq.dist.io.sampling_params import SamplingParams
-from llmpq.errors import StageError
+from llmpq.dist.io.sampling_params import SamplingParams, StructuredOutputsParams
+from llmpq.errors import SpecError, StageError
 
 torch.set_num_threads(1)
 
@@ -308,3 +311,69 @@ def test_counters_are_sent_while_it_runs(steps):
     serve(steps, script, limits(max_sequences=2))
     assert script.stats["num_blocks"] == 64
     assert script.stats["prefix_cache_queries"] > 0
+
+
+FORM = StructuredOutputsParams(choice=("a text of the form",))
+
+
+class Panic(BaseException):
+    """As pyo3's PanicException, no Exception."""
+
+
+class Grammars:
+    """Compiles forms when a test lets it, and fails."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+        self.asked: list[StructuredOutputsParams] = []
+        self.may_compile = threading.Event()
+
+    def compiled(self, form):
+        assert form == FORM
+
+    def compile(self, form):
+        self.asked.append(form)
+        assert self.may_compile.wait(PATIENCE_S)
+        raise self.error
+
+
+class Patient(Script):
+    """Waits for forms that are compiled; they may be once every message was taken."""
+
+    grammars: Grammars
+
+    def receive(self, timeout_s=None):
+        if not self.messages and not self.due:
+            self.grammars.may_compile.set()
+        try:
+            return super().receive(timeout_s)
+        except EOFError:
+            if timeout_s != COMPILE_POLL_S:
+                raise
+            time.sleep(COMPILE_POLL_S)
+            return None
+
+
+@pytest.mark.parametrize("error", [Panic("a text of the form"), ValueError("a text of the form")])
+def test_a_compiler_that_fails_refuses_its_request_alone(steps, error):
+    script = Patient()
+    script.grammars = Grammars(error)
+    script.add(1, request(0, [3, 4], replace(FREE, structured_outputs=FORM)))
+    script.add(1, request(1, [3, 4]))
+    serve(steps, script, limits(), grammars=script.grammars)
+    assert script.refused == {"r0": f"structured_outputs: {type(error).__name__}"}
+    assert script.tokens("r1") == greedy(steps, [3, 4], 6)
+
+
+def test_the_forms_of_aborted_requests_are_not_compiled(steps):
+    script = Patient()
+    script.grammars = Grammars(SpecError("no form"))
+    for number in range(20):
+        script.add(1, request(number, [3, 4], replace(FREE, structured_outputs=FORM)))
+        script.abort(2, f"r{number}")
+    script.add(3, request(20, [3, 4]))
+    engine = serve(steps, script, limits(), grammars=script.grammars)
+    assert len(script.grammars.asked) <= COMPILE_THREADS
+    assert script.refused == {}
+    assert script.tokens("r20") == greedy(steps, [3, 4], 6)
+    assert engine.scheduler.is_idle

@@ -109,6 +109,10 @@ def test_a_router_goes_on_where_a_killed_one_was(replicas, router):
         (["--replica", "127.0.0.1:1"], "--replica: found 127.0.0.1:1, expected http://HOST:PORT"),
         (["--replica", "http://a", "http://a"], "--replica: found an address twice"),
         (["--replica", "http://a", "--poll_s", "0"], "--poll_s: found 0, expected more than 0"),
+        (
+            ["--replica", "http://a", "--first_byte_timeout", "0"],
+            "--first_byte_timeout: found 0, expected more than 0",
+        ),
         (["--replica", "http://a", "--host", "0.0.0.0"], "expected --api_key_file"),
     ],
 )

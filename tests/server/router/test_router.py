@@ -283,3 +283,125 @@ def test_equal_beginnings_have_equal_prefixes():
 def test_an_address_that_is_not_one_is_an_error(url):
     with pytest.raises(SpecError, match="--replica: found"):
         Backend(0, url, None)
+
+
+class Clock:
+    """A clock that a test moves on."""
+
+    def __init__(self):
+        self.now_s = 100.0
+
+    def __call__(self):
+        return self.now_s
+
+
+def test_a_pause_of_the_router_is_no_silence_of_a_replica():
+    clock = Clock()
+
+    async def scenario():
+        async with fleet(1, clock=clock) as ((replica,), router, client):
+            (one,) = router.backends
+            replica.answer = replica.hang
+            sent = asyncio.create_task(post(client))
+            while not replica.requests:
+                await asyncio.sleep(0.01)
+            answer, replica.load = replica.load, b"nonsense\r\n\r\n"
+            clock.now_s += 3600.0  # a laptop sleeps, and the first poll then fails
+            await one.poll()
+            assert not sent.done()
+            assert one.is_ready
+            replica.load = answer
+            await one.poll()
+            assert one.is_ready
+            replica.load = b"nonsense\r\n\r\n"
+            for _ in range(3):  # the replica is silent for as long as its polls take
+                assert one.outstanding == 1
+                clock.now_s += backend_module.POLL_TIMEOUT_S
+                await one.poll()
+            assert (await sent).status_code == 503
+
+    run(scenario)
+
+
+def test_a_replica_that_fails_gets_a_request_now_and_then():
+    clock = Clock()
+
+    async def scenario():
+        async with fleet(2, clock=clock) as ((bad, good), router, client):
+            bad.answer = bad.fail
+            statuses = [(await post(client)).status_code for _ in range(20)]
+            assert statuses.count(500) == len(bad.requests) == backend_module.BREAKER_FAILURES
+            for wait_s in (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0):
+                before = len(bad.requests)
+                clock.now_s += wait_s
+                for _ in range(6):
+                    await post(client)
+                assert len(bad.requests) == before + 1
+            bad.answer = bad.complete
+            clock.now_s += 30.0
+            found = [(await post(client)).json()["from"] for _ in range(6)]
+            assert found.count("0") == 3
+            assert len(good.requests) > 40
+            assert router.backends[0].is_preferred
+
+    run(scenario)
+
+
+def test_replicas_that_all_fail_still_get_requests():
+    async def scenario():
+        async with fleet(2) as (replicas, _, client):
+            for one in replicas:
+                one.answer = one.fail
+            assert [(await post(client)).status_code for _ in range(12)] == [500] * 12
+            assert sum(len(one.requests) for one in replicas) == 12
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(("stream", "limit_s"), [(True, 7.0), (False, 70.0)])
+def test_a_replica_without_a_first_byte_loses_the_request(stream, limit_s, monkeypatch):
+    limits, timeout = [], asyncio.timeout
+
+    def watched(seconds):
+        limits.append((seconds, timeout(None)))  # it ends when the test says so
+        return limits[-1][1]
+
+    async def scenario():
+        async with fleet(2, first_byte_s=7.0) as ((first, second), router, client):
+            first.answer = first.hang
+            monkeypatch.setattr(asyncio, "timeout", watched)
+            sent = asyncio.create_task(post(client, stream=stream))
+            while not first.requests:
+                await asyncio.sleep(0.01)
+            of_first_byte = [limit for seconds, limit in limits if seconds == limit_s]
+            of_first_byte[0].reschedule(0.0)
+            assert (await sent).json() == {"from": "1"}
+            assert (len(first.requests), len(second.requests)) == (1, 1)
+            assert router.backends[0].outstanding == 0
+            monkeypatch.undo()
+
+    run(scenario)
+
+
+def test_a_header_that_no_client_can_read_goes_to_another_replica(caplog):
+    async def scenario():
+        async with fleet(2) as ((first, _), router, client):
+            first.answer = first.odd_header
+            assert (await post(client)).json() == {"from": "1"}
+            router.backends[1].fail()
+            assert (await post(client)).status_code == 503
+
+    run(scenario)
+    assert "Traceback" not in caplog.text
+
+
+def test_the_origin_of_a_page_is_checked_by_the_router_alone():
+    async def scenario():
+        async with fleet(1) as ((replica,), _, client):
+            headers = {"origin": "http://localhost:3000"}
+            assert (await client.post("/v1/x", json={}, headers=headers)).status_code == 200
+            assert "origin" not in replica.requests[0][1]
+            headers = {"origin": "http://evil.example"}
+            assert (await client.post("/v1/x", json={}, headers=headers)).status_code == 403
+
+    run(scenario)

@@ -1,0 +1,1 @@
+"""Child processes with limits of time and memory, for what clients send."""
