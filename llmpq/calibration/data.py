@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from llmpq.errors import SpecError
 from llmpq.spec.fields import Fields, read_text
-from llmpq.spec.gguf.tokenizer import tokenizer_arguments, tokenizer_error
+from llmpq.spec.gguf.tokenizer import missing_tokenizer, tokenizer_arguments, tokenizer_error
 
 DEFAULT_SEQUENCES = 128
 DEFAULT_SEQUENCE_TOKENS = 512
@@ -187,7 +187,9 @@ def _read(path: Path) -> str:
 
 
 def _load_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase:
-    arguments = tokenizer_arguments(model_dir) or {"pretrained_model_name_or_path": model_dir}
+    arguments = tokenizer_arguments(model_dir)
+    if arguments is None:
+        raise SpecError(f"{model_dir}: found no tokenizer: {missing_tokenizer(model_dir)}")
     try:
         tokenizer = AutoTokenizer.from_pretrained(**arguments, local_files_only=True)
     except Exception as error:  # tokenizers fail with types of their own
