@@ -266,7 +266,7 @@ INLINE void few_rows(const Job *job, int64_t row, int64_t first, const int count
 #define FEW_ROWS(COUNT, BITS_)                                                                   \
     static __attribute__((noinline)) void few_##COUNT##_##BITS_(const Job *job, int64_t row,     \
                                                                 int64_t first) {                 \
-        few_rows(job, row, first, COUNT, BITS_, 1);                                                 \
+        few_rows(job, row, first, COUNT, BITS_, 1);                                              \
     }
 #define FEW_BITS(COUNT) FEW_ROWS(COUNT, 3) FEW_ROWS(COUNT, 4)
 FEW_BITS(1) FEW_BITS(2) FEW_BITS(3) FEW_BITS(4)
