@@ -1,8 +1,9 @@
-"""Run what the gate leaves out, and write one report.
+"""Run the gate and what it leaves out, and write one report.
 
-    scripts/lanes                     # all, hours; before every release
-    scripts/lanes --list              # the lanes, and how each is run
-    scripts/lanes --only ray stress   # some; the report keeps the results of the others
+    scripts/lanes                            # all, hours; before every release
+    scripts/lanes --list                     # the lanes, and how each is run
+    scripts/lanes --only ray stress          # some; the report keeps the results of the others
+    scripts/lanes --only gate avx2 --busy 4  # beside four busy processes, as rows of their own
 
 A lane is a command that ends with status 0 when all is well. What it needs and ``.venv`` lacks is
 installed into an environment of its own, once, in a cache folder. The report holds for each lane
@@ -13,6 +14,7 @@ skip; ``docs/operations/releasing.md`` shows it. Exit status 1 when a lane fails
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -20,7 +22,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -33,11 +35,17 @@ from scripts.processor import described, older
 ROOT = Path(__file__).resolve().parent.parent
 REPORT = ROOT / "benchmarks" / "results" / "lanes.json"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llmpq" / "lanes"
+GATE = ("scripts/check",)
+BUSY = (sys.executable, "-c", "while True: pass")
 LIMIT_S = 4 * 3600.0
 """After which a lane counts as failed: only one that hangs takes longer."""
 COUNTS = ("passed", "failed", "skipped")
 SKIP_COLUMNS = ["lane", "tests", "file", "reason"]
 COUNTED = re.compile(r"(\d+) (passed|failed|skipped|errors?)\b")
+SUMMARY = re.compile(rf"^=* ?{COUNTED.pattern}.* in [\d.]+s.*$", re.M)
+"""The last line of a run of pytest."""
+REPEATED = "\n== failed: "
+"""From here on the gate repeats what failed."""
 SKIPPED = re.compile(r"^SKIPPED \[(\d+)\] (\S+?)(?::\d+)?: (.*)$", re.M)
 
 
@@ -69,15 +77,10 @@ def pytest(*words: str) -> tuple[str, ...]:
 
 def lanes() -> tuple[Lane, ...]:
     """Return the lanes that this processor can run."""
-    gate = "not slow and not gpu and not ray"
     return (
+        Lane(name="gate", checks="the gate", command=GATE),
         *(
-            Lane(
-                name=isa,
-                checks=f"all tests of the gate, held to {isa}",
-                command=pytest("-m", gate),
-                isa=isa,
-            )
+            Lane(name=isa, checks=f"the gate, held to {isa}", command=GATE, isa=isa)
             for isa in older()
         ),
         Lane(
@@ -153,6 +156,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--list", action="store_true", help="print the lanes and end")
     parser.add_argument("--only", nargs="+", choices=list(known), metavar="LANE")
+    parser.add_argument(
+        "--busy",
+        type=int,
+        default=0,
+        metavar="N",
+        help="busy processes that run beside each lane (default: %(default)s)",
+    )
     parser.add_argument("--output", type=Path, default=REPORT, help="default: %(default)s")
     options = parser.parse_args(argv)
     chosen = [known[name] for name in options.only or known]
@@ -162,10 +172,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     rows = []
     for lane in chosen:
-        rows.append(run(lane))
+        with busy_processes(options.busy):
+            rows.append(run(lane))
+        if options.busy:
+            rows[-1]["lane"] += f" beside {options.busy} busy processes"
         write(options.output, rows[-1])
-        print(f"{lane.name}: {rows[-1]['result']}, {rows[-1]['seconds']:.0f} s", flush=True)
+        print(f"{rows[-1]['lane']}: {rows[-1]['result']}, {rows[-1]['seconds']:.0f} s", flush=True)
     return int(any(row["result"] != "passed" for row in rows))
+
+
+@contextlib.contextmanager
+def busy_processes(count: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Keep this many processes computing meanwhile."""
+    processes = [subprocess.Popen(BUSY) for _ in range(count)]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def shown(lane: Lane) -> str:
@@ -246,13 +271,13 @@ def _install(command: Sequence[str]) -> None:
 
 
 def counts(text: str) -> dict[str, int | None]:
-    """Return the counts of pytest's last line; ``None`` for a command that does not count."""
-    last = next((line for line in reversed(text.splitlines()) if COUNTED.search(line)), "")
-    found = dict.fromkeys(COUNTS, 0 if last else None)
-    for number, name in COUNTED.findall(last):
+    """Return the counts of all runs of pytest; ``None`` for a command that does not count."""
+    summaries = [found[0] for found in SUMMARY.finditer(text.partition(REPEATED)[0])]
+    total = dict.fromkeys(COUNTS, 0 if summaries else None)
+    for number, name in COUNTED.findall("\n".join(summaries)):
         key = name if name in COUNTS else "failed"
-        found[key] = (found[key] or 0) + int(number)
-    return found
+        total[key] = (total[key] or 0) + int(number)
+    return total
 
 
 def skips(text: str) -> list[dict[str, Any]]:
@@ -264,7 +289,7 @@ def skips(text: str) -> list[dict[str, Any]]:
 
 
 def write(file: Path, row: Mapping[str, Any]) -> None:
-    """Put a lane's results into the report, in place of its earlier ones."""
+    """Put a lane's results into the report, in place of its earlier ones beside as many."""
     old = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     order = [lane.name for lane in lanes()]
     row = dict(row)
@@ -274,7 +299,9 @@ def write(file: Path, row: Mapping[str, Any]) -> None:
     for title, columns, rows in (("Lanes", list(row), [row]), ("Skipped tests", SKIP_COLUMNS, own)):
         kept = [one for one in tables.get(title, ()) if one["lane"] != row["lane"]]
         place = {name: number for number, name in enumerate(order)}
-        merged = sorted([*kept, *rows], key=lambda one: place.get(one["lane"], len(place)))
+        merged = sorted(
+            [*kept, *rows], key=lambda one: place.get(one["lane"].split()[0], len(place))
+        )
         made.append({"title": title, "columns": columns, "rows": merged})
     report = {
         "topic": "lanes",

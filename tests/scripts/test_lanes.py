@@ -41,22 +41,23 @@ def test_counts_and_reasons_are_read_from_pytest():
     assert set(lanes_report.counts("all is well").values()) == {None}
 
 
-def test_a_lane_replaces_its_own_rows_of_the_report_alone(report, monkeypatch):
-    known = [lane("one", f"print({PYTEST!r})"), lane("two", "import sys; sys.exit(3)")]
-    monkeypatch.setattr(lanes_report, "lanes", lambda: known)
-    assert lanes_report.main(["--output", str(report)]) == 1
-    ran, skipped = (item["rows"] for item in json.loads(report.read_text())["tables"])
-    assert [(row["lane"], row["result"]) for row in ran] == [
-        ("one", "passed"),
-        ("two", "failed with status 3"),
-    ]
-    assert (ran[0]["passed"], ran[0]["processor"]) == (708, "a processor")
-    assert [row["reason"] for row in skipped] == ["no compiler here", "could not import 'ray'"]
-    known[0] = lane("one", "print('nothing is counted')")
-    assert lanes_report.main(["--only", "one", "--output", str(report)]) == 0
-    ran, skipped = (item["rows"] for item in json.loads(report.read_text())["tables"])
-    assert [(row["lane"], row["passed"]) for row in ran] == [("one", None), ("two", None)]
-    assert skipped == []
+def test_the_gate_runs_pytest_several_times_and_repeats_what_failed():
+    text = f"{PYTEST}5 passed in 0.12s\n5 passed and more\n\n== failed: cli\n{PYTEST}"
+    assert lanes_report.counts(text) == {"passed": 713, "failed": 5, "skipped": 4}
+
+
+def test_a_lane_beside_busy_processes_has_a_row_of_its_own(report, monkeypatch):
+    monkeypatch.setattr(lanes_report, "lanes", lambda: [lane("one", "print('3 passed in 1.0s')")])
+    for busy in ("0", "2"):
+        assert lanes_report.main(["--output", str(report), "--busy", busy]) == 0
+    ran = json.loads(report.read_text())["tables"][0]["rows"]
+    assert [row["lane"] for row in ran] == ["one", "one beside 2 busy processes"]
+
+
+def test_busy_processes_compute_until_the_lane_ends():
+    with lanes_report.busy_processes(2) as processes:
+        assert [process.poll() for process in processes] == [None, None]
+    assert all(process.returncode for process in processes)
 
 
 def test_a_lane_is_held_to_its_vector_extensions(report, monkeypatch):
