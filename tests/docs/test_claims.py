@@ -607,6 +607,69 @@ def table_6() -> str:
     return f"{between(ratios)}"
 
 
+# --- Speed ---
+
+
+def rows_of(topic: str, cpu_isa: str, title: str, processor: str = "Intel") -> list[Record]:
+    """Return the rows of a table of one processor, held to instructions, by their columns."""
+    (run,) = (
+        run
+        for run in evidence.load(topic)["runs"]
+        if run["processor"].startswith(processor) and run["cpu_isa"] == cpu_isa
+    )
+    (table,) = (item for item in run["tables"] if item["title"] == title)
+    return [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+
+
+def servers(cpu_isa: str, title: str, **where: Any) -> list[Record]:
+    return [
+        row
+        for row in rows_of("online", cpu_isa, title)
+        if all(row[column] == value for column, value in where.items())
+    ]
+
+
+def over_llama(found: list[Record], form: str = ".2f") -> str:
+    return between((row["over llama.cpp"] for row in found), form)
+
+
+def first_tokens(found: list[Record]) -> list[float]:
+    return [row["llmpq TTFT p95, ms"] / row["llama.cpp TTFT p95, ms"] for row in found]
+
+
+def servers_without_amx() -> str:
+    found = servers("avx2", "Requests at a time")
+    loads = between((row["concurrency"] for row in found), "d")
+    return f"{over_llama(found)} {loads} {between(first_tokens(found))}"
+
+
+def servers_with_amx() -> str:
+    whole = servers("native", "Requests at a time", bits=16)
+    eight = servers("native", "Requests at a time", bits=8)
+    arrivals = servers("native", "Arrivals", rate=4.0)
+    assert all(1 / 15.5 < ratio < 0.5 for ratio in first_tokens(arrivals))
+    return f"{over_llama(whole, '.1f')} 16 {over_llama(eight, '.1f')} 8 4"
+
+
+def simulated_orders() -> str:
+    columns = ["rate", "order", *("TTFT, s", "simulated", "first"), "TGT, s", "simulated", "others"]
+    (run,) = (run for run in evidence.load("online")["runs"] if run["cpu_isa"] == "native")
+    (table,) = (item for item in run["tables"] if item["title"] == "Queue orders")
+    found = [row[columns.index(name)] for row in table["rows"] for name in ("first", "others")]
+    return f"{ceil(100 * max(abs(ratio - 1) for ratio in found))}"
+
+
+def decode_without_bf16() -> str:
+    found = rows_of("decode", "avx2", "Decode")
+    return f"5 {between(row['llmpq / llama.cpp'] for row in found)}"
+
+
+def step_between_machines() -> str:
+    found = rows_of("two-machines", "native", "One machine, loopback", "AMD")
+    steps = [1000 * row["decode, s"] / 31 for row in found]
+    return f"{min(steps):.1f} {max(steps):.0f} 5"
+
+
 # --- Pages ---
 
 SET_UP = "describes the experiment"
@@ -690,6 +753,25 @@ CLAIMS: dict[str, dict[str, Callable[[], str] | str]] = {
         "With known lengths": with_known_lengths,
     },
     "evidence/vllm": {"300 requests": SET_UP},
+    "evidence/online": {
+        "A random Llama": SET_UP,
+        "Held to AVX2": servers_without_amx,
+        "With AMX": servers_with_amx,
+        "`vllm bench serve` finds": lambda: over_llama(
+            servers("native", "Timed by vllm bench serve"), ".1f"
+        ),
+        "60 requests": SET_UP,
+        "Simulated means": simulated_orders,
+    },
+    "evidence/speed": {
+        "A figure holds": decode_without_bf16,
+        "Ratios are times": "explains a table",
+        "Ratios are tokens a second": "explains a table",
+        "The shipped model drafts": SET_UP,
+        "hold 512 tokens at a time": "is a limit of the code",
+        "Shares above 100": "explains a table",
+        "A step takes": step_between_machines,
+    },
     "evidence/forecasts": {
         "Three of 48 curves": NO_CURVES,
         "24 measured points": SET_UP,

@@ -119,7 +119,7 @@ def test_commands_and_their_options_exist(page):
 
 
 FOREIGN_OPTIONS = {
-    "--device", "--links", "--list", "--max-restarts", "--only", "--rpc", "--small",
+    "--busy", "--device", "--links", "--list", "--max-restarts", "--only", "--rpc", "--small",
     "--tensor-split",
 }  # fmt: skip
 """Of scripts, torchrun and llama.cpp."""
