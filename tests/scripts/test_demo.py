@@ -11,8 +11,14 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from llmpq.dist.launch.process_environment import allowed_isa, cpu_environment
+from llmpq.dist.launch.process_environment import (
+    ISA_VARIABLES,
+    allowed_isa,
+    cpu_environment,
+    usable_isas,
+)
 from llmpq.dist.metrics.core_time import BUSY_SHARE
+from llmpq.spec.cluster import CPU_ISAS
 from scripts import demo
 
 CALM = {"here/cpu#0": 0.0, "here/cpu#1": 0.01}
@@ -77,9 +83,13 @@ def test_the_second_device_is_held_to_avx2_only_where_there_is_more(isas, allowe
     assert demo.second_isa(isas, allowed) == expected
 
 
-@pytest.mark.parametrize("isa", [None, "sse4", "avx2", "avx512"])
-def test_the_limit_of_the_environment_is_found(isa):
-    assert allowed_isa(cpu_environment(1, isa)) == isa
+@pytest.mark.parametrize("isa", [None, *CPU_ISAS])
+def test_the_limit_of_the_environment_is_found(isa, monkeypatch):
+    for variable in ISA_VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    here = usable_isas({})
+    newest_here = isa if isa is None or isa in here else here[-1]
+    assert allowed_isa(cpu_environment(1, isa)) == newest_here
 
 
 def test_a_worker_without_a_limit_keeps_that_of_the_environment():
