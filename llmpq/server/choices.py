@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from llmpq.dist.io.detokenizer import Detokenizer
@@ -22,6 +22,7 @@ from llmpq.server.tokenizer import ServerTokenizer
 from llmpq.server.translate import EncodedPrompt, Work
 
 MAX_SEED = 2**63 - 1
+PromptLogprobs = Sequence[TokenLogprobs | None]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,7 +42,7 @@ class Piece:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
@@ -99,9 +100,12 @@ class ChoiceRun:
         self._tasks: list[asyncio.Task[None]] = []
         self._unfinished = work.num_choices
         self._error: LlmpqError | None = None
+        self._of_prompts: list[asyncio.Future[PromptLogprobs | None]] = []
 
     async def __aenter__(self) -> ChoiceRun:
         """Start the answers."""
+        loop = asyncio.get_running_loop()
+        self._of_prompts = [loop.create_future() for _ in self._work.prompts]
         first = self._work.seed
         seed = secrets.randbits(62) if first is None else first
         for index in range(self._work.num_choices):
@@ -161,11 +165,22 @@ class ChoiceRun:
             raise
         finally:
             observer.finished(reason)
+            self._share(index, None)
 
     async def _answer(
         self, index: int, prompt: EncodedPrompt, sampling: SamplingParams
     ) -> AsyncIterator[Piece]:
-        """Yield the pieces of one answer."""
+        """Yield the pieces of one answer.
+
+        The log probabilities of a prompt are computed once, with its first answer. The others start
+        afterwards, so that they find the prompt in the prefix cache.
+        """
+        of_prompt: PromptLogprobs | None = None
+        if sampling.prompt_logprobs is not None and index % self._work.n:
+            of_prompt = await self._of_prompts[index // self._work.n]
+            if of_prompt is None:
+                raise StageError("the first answer to the prompt ended too early")
+            sampling = replace(sampling, prompt_logprobs=None)
         request = GenerationRequest(
             id=f"{self._id}-{index}",
             prompt_token_ids=prompt.token_ids,
@@ -180,10 +195,20 @@ class ChoiceRun:
             async for output in outputs:
                 piece = _piece_of(output, text, include_stop=self._work.include_stop)
                 observer.tokens(len(piece.token_ids))
+                if of_prompt is not None:
+                    piece.prompt_logprobs, of_prompt = of_prompt, None
+                if piece.prompt_logprobs is not None:
+                    self._share(index, piece.prompt_logprobs)
                 yield piece
                 if piece.finish_reason is not None:
                     return
         raise StageError("the engine ended an answer without a reason")
+
+    def _share(self, index: int, of_prompt: PromptLogprobs | None) -> None:
+        """Give the other answers to a prompt what the first one found, or ``None`` at its end."""
+        shared = self._of_prompts[index // self._work.n]
+        if index % self._work.n == 0 and not shared.done():
+            shared.set_result(of_prompt)
 
     def _detokenizer(self, sampling: SamplingParams) -> Detokenizer:
         work = self._work

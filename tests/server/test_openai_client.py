@@ -200,6 +200,33 @@ def test_echo_has_the_prompts_logprobs_first(client):
         assert answer.usage.completion_tokens == tokens
 
 
+def test_logprobs_of_a_prompt_are_computed_once_for_all_its_answers(client, served):
+    served.engine.requests.clear()
+    prompts = [PROMPT, "Another prompt"]
+    answer = client.completions.create(
+        model="demo", prompt=prompts, n=3, max_tokens=2, echo=True, logprobs=1, seed=5
+    )
+    for choice in answer.choices:
+        tokens = len(encode(prompts[choice.index // 3]))
+        assert choice.logprobs.token_logprobs[:2] == [None, -0.5]
+        assert len(choice.logprobs.tokens) == tokens + 2
+    asked = [one.sampling.prompt_logprobs for one in served.engine.requests.values()]
+    assert sorted(asked, key=str) == [1, 1, None, None, None, None]
+
+
+def test_answers_end_where_the_first_to_a_prompt_fails():
+    engine = FakeEngine()
+    engine.fails_after = 0
+    with (
+        serving(make_service(engine)) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+        pytest.raises(openai.InternalServerError),
+    ):
+        client.completions.create(
+            model="demo", prompt=PROMPT, n=2, max_tokens=2, echo=True, logprobs=1
+        )
+
+
 def test_echo_streams_the_prompt_once(client):
     chunks = client.completions.create(
         model="demo", prompt=PROMPT, max_tokens=3, echo=True, stream=True, temperature=0

@@ -437,15 +437,23 @@ class OnlineEngine:
     def _read_prompt_logprobs(
         self, scores: Tensor, alive: Sequence[tuple[int, ScheduledChunk, int]]
     ) -> None:
+        rows: dict[int, list[int]] = {}  # of each request
+        next_tokens: dict[int, list[int]] = {}
         for row, chunk, position in alive:
             answer = self._answers[chunk.request]
-            found, count = answer.prompt_logprobs, answer.added.request.sampling.prompt_logprobs
-            # A preempted prompt is computed again from its start.
-            if found is None or count is None or position != len(found):
+            found = answer.prompt_logprobs
+            if found is None:
                 continue
-            if position < answer.num_prompt_tokens - 1:
-                next_token = answer.tokens[position + 1]
-                found += prompt_logprobs(scores[row : row + 1], [next_token], count)
+            own = rows.setdefault(chunk.request, [])
+            # A preempted prompt is computed again from its start.
+            if position == len(found) + len(own) and position < answer.num_prompt_tokens - 1:
+                own.append(row)
+                next_tokens.setdefault(chunk.request, []).append(answer.tokens[position + 1])
+        for number, own in rows.items():
+            answer = self._answers[number]
+            found, count = answer.prompt_logprobs, answer.added.request.sampling.prompt_logprobs
+            if own and found is not None and count is not None:
+                found += prompt_logprobs(scores, own, next_tokens[number], count)
 
     def _now_s(self) -> float:
         return self._clock() - self._start_s

@@ -35,6 +35,8 @@ NAN_SCORES = (
 NO_TOKEN = "sampling_params: found no token that all of them allow, expected at least one"
 _UNIFORM_BITS = 52
 """Bits of a random number: with one bit more, its product with the total could round up to it."""
+ROWS_AT_ONCE = 64
+"""Positions whose log probabilities are computed together; more would take memory alone."""
 
 
 class TokenMatcher(Protocol):
@@ -278,16 +280,21 @@ def _draw(scores: Tensor, uniform: float) -> int:
 
 
 def prompt_logprobs(
-    logits: Tensor, next_token_ids: Sequence[int], count: int
+    logits: Tensor, rows: Sequence[int], next_token_ids: Sequence[int], count: int
 ) -> list[TokenLogprobs]:
     """Return the log probabilities of prompt tokens.
 
     Args:
-        logits: ``[N, V]``, of prompt positions.
-        next_token_ids: the prompt token that follows each position.
+        logits: ``[R, V]``.
+        rows: those of consecutive prompt positions [N].
+        next_token_ids: the prompt token that follows each position [N].
         count: how many of the best tokens to report; -1 is all.
     """
-    return _logprobs(logits, next_token_ids, count)
+    found: list[TokenLogprobs] = []
+    for start in range(0, len(rows), ROWS_AT_ONCE):
+        part = slice(start, start + ROWS_AT_ONCE)
+        found += _logprobs(logits[list(rows[part])], next_token_ids[part], count)
+    return found
 
 
 def _logprobs(logits: Tensor, token_ids: Sequence[int], count: int) -> list[TokenLogprobs]:

@@ -322,7 +322,7 @@ def test_as_many_logprobs_as_asked_for(count, width):
 
 def test_prompt_logprobs_are_those_of_the_next_tokens():
     logits = torch.stack([random_logits(seed) for seed in range(4)])
-    found = prompt_logprobs(logits, PROMPT[1:], 2)
+    found = prompt_logprobs(logits, range(len(logits)), PROMPT[1:], 2)
     expected = torch.log_softmax(logits, -1)
     for position, item in enumerate(found):
         assert item.token_id == PROMPT[position + 1]
