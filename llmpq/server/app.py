@@ -127,8 +127,8 @@ async def _generate(
 ) -> Response:
     generation = await service.prepare(body, request.state.request_id)
     if not body.stream:
-        result = await until_disconnected(generation.result(), request.receive)
-        return json_response(result)
+        whole = await until_disconnected(generation.body(), request.receive)
+        return Response(whole, media_type="application/json")
     events = generation.events()
     await anext(events)  # a full server is answered with 503, not with a stream
     return EventStream(events)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -126,6 +127,9 @@ class Service:
                 raise bad_request(str(error), "structured_outputs") from None
 
 
+_NO_CHOICES = dump_json({"choices": []})[1:-1]
+
+
 class Generation:
     """One checked request."""
 
@@ -148,6 +152,19 @@ class Generation:
         Raises:
             ApiError: the server is full, or the engine failed.
         """
+        choices = [choice async for choice in self._choices()]
+        return self._answers.frame(choices, is_chunk=False, usage=self._answers.usage())
+
+    async def body(self) -> bytes:
+        """Return the whole answer as JSON; raises what ``result`` does."""
+        # A choice at a time: hundreds of them with log probabilities take seconds.
+        choices = [dump_json(choice) async for choice in self._choices()]
+        frame = self._answers.frame([], is_chunk=False, usage=self._answers.usage())
+        head, key, tail = dump_json(frame).partition(_NO_CHOICES)  # quotes in texts are escaped
+        return b"".join((head, key[:-1], b",".join(choices), key[-1:], tail))
+
+    async def _choices(self) -> AsyncIterator[Json]:
+        """Yield the choices when all are whole, and let others run after each."""
         whole: dict[int, Piece] = {}
         try:
             async with self._run() as run:
@@ -161,12 +178,11 @@ class Generation:
             raise as_api_error(error) from error
         if any(piece.finish_reason in ("abort", "error") for piece in whole.values()):
             raise ApiError(500, "The engine ended the request.")
-        choices = []
-        for index, found in sorted(whole.items()):
-            piece = self._without_tokens(found)
+        for index in sorted(whole):
+            piece = self._without_tokens(whole.pop(index))
             self._answers.note(index, piece)
-            choices.append(self._form.choice(index, piece, is_chunk=False))
-        return self._answers.frame(choices, is_chunk=False, usage=self._answers.usage())
+            yield self._form.choice(index, piece, is_chunk=False)
+            await asyncio.sleep(0)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream; an error of the engine is the last event but one.
@@ -186,9 +202,12 @@ class Generation:
             try:
                 async with contextlib.aclosing(run.pieces()) as batches:
                     async for pieces in batches:
-                        yield b"".join(
-                            self._event(index, piece, options) for index, piece in pieces.items()
-                        )
+                        events: list[bytes] = []
+                        for index, piece in pieces.items():
+                            events.append(self._event(index, piece, options))
+                            if piece.prompt_logprobs is not None:  # long: let others run
+                                await asyncio.sleep(0)
+                        yield b"".join(events)
             except LlmpqError as error:
                 logger.error("a request failed: %s", type(error).__name__)
                 yield _event_of(as_api_error(error).to_json())
