@@ -74,6 +74,17 @@ class StoppedError(LlmpqError):
     exit_status = 130
 
 
+def missing_field(where: str, field: str, expected: str = "") -> SpecError:
+    """Build the error of a required field that a file or an option lacks.
+
+    Args:
+        where: name of the file or option group.
+        field: dotted path of the field inside it.
+        expected: what else would have been accepted, in words.
+    """
+    return SpecError(f"{where}: field '{field}' is missing" + (expected and f"; {expected}"))
+
+
 def bad_field(where: str, field: str, found: object, expected: str) -> SpecError:
     """Build the error of a field in a file or an option.
 

@@ -15,7 +15,7 @@ from typing import Annotated, ClassVar, Literal
 from llmpq.errors import SpecError
 from llmpq.spec.cluster import Cluster, Device
 from llmpq.spec.codec import Rule, from_json, to_json
-from llmpq.spec.fields import SCHEMA, Fields, dump_json, read_json, write_text
+from llmpq.spec.fields import SCHEMA, dump_json, read_fields, write_text
 from llmpq.spec.precision import BITS, Dtype, Phase
 from llmpq.spec.schedule import PlannedDraft, Schedule
 from llmpq.spec.workload import Workload
@@ -487,7 +487,7 @@ def handovers_of(plan: Plan) -> tuple[Handover, ...]:
 
 def read_plan(path: str | Path) -> Plan:
     """Read and validate a strategy file; ``SpecError`` names the file and the field."""
-    return from_json(Plan, Fields(read_json(path), str(path)))
+    return from_json(Plan, read_fields(path, "strategy"))
 
 
 def write_plan(path: str | Path, plan: Plan) -> None:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar
 
 from llmpq.errors import SpecError
 from llmpq.spec.codec import Rule, from_json, to_json
-from llmpq.spec.fields import SCHEMA, Fields, digest_of, dump_json, read_json, write_text
+from llmpq.spec.fields import SCHEMA, digest_of, dump_json, read_fields, write_text
 from llmpq.spec.gguf.header import find_gguf, read_header
 from llmpq.spec.model import ModelSpec
 
@@ -112,7 +112,7 @@ class SensitivityTable:
 
 def read_sensitivity(path: str | Path) -> SensitivityTable:
     """Read a sensitivity JSON file."""
-    table = from_json(SensitivityTable, Fields(read_json(path), str(path)))
+    table = from_json(SensitivityTable, read_fields(path, "sensitivity"))
     return replace(table, provenance=tuple((key, str(value)) for key, value in table.provenance))
 
 

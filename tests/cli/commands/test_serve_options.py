@@ -112,7 +112,7 @@ def test_speculative_config_has_vllms_fields():
     [
         ("{", "--speculative_config: found no JSON"),
         ("5", "found 5, expected a JSON object"),
-        ("{}", "'num_speculative_tokens': found 'nothing'"),
+        ("{}", "'num_speculative_tokens' is missing"),
         ('{"method": "eagle", "num_speculative_tokens": 2}', "'method': found 'eagle'"),
         ('{"num_speculative_tokens": 2, "model": "x"}', "'model'"),
         ('{"num_speculative_tokens": 2, "bits": 4}', "and bits 4, expected 'model'"),
