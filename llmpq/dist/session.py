@@ -19,7 +19,7 @@ from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.dist.engine.policy import schedule_of
 from llmpq.dist.io.control_channel import ControlChannel, Message
 from llmpq.dist.io.draft_check import checked_speculation
-from llmpq.dist.io.job import EngineOptions, check_plan
+from llmpq.dist.io.job import EngineOptions, check_model
 from llmpq.dist.io.prompts import Prompt, RequestId, prompt_to_json
 from llmpq.dist.io.results import Result, result_from_fields
 from llmpq.dist.launch.rank_thread import CLOSE_TIMEOUT_S, RankThread
@@ -61,7 +61,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
         speculative_config: SpeculativeConfig | None = None,
         progress: RunProgress | None = None,
     ) -> None:
-        check_plan(plan, model_dir, load_model_dir(model_dir).num_layers)
+        check_model(plan, model_dir, load_model_dir(model_dir))
         schedule_of(plan, None)
         options = EngineOptions(
             speculative_config=checked_speculation(plan, speculative_config, model_dir)
