@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -169,6 +170,34 @@ def test_bad_options_are_refused(served, words, capsys):
     assert run(*words) == 2
     assert words[0] in capsys.readouterr().err
     assert not served
+
+
+TWO_NODES = sorted((ROOT / "strategies").glob("opt-30b__paper-03__*__llmpq.json"))[0]
+
+
+def test_a_plan_over_several_hosts_is_refused(served, capsys):
+    assert serve.main(["--strat_file_name", str(TWO_NODES), "--model", str(DEMO)]) == 2
+    error = capsys.readouterr().err
+    assert f"{TWO_NODES}: found stages on 2 nodes (node0, node1), expected one" in error
+    assert "llmpq-dist --nnodes" in error
+    assert not served
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["my-model"], "found no plan, .* llmpq-algo --model my-model "),
+        (["--model", "my-model"], "found no plan, .* llmpq-algo --model my-model "),
+        ([], "found no plan, .* llmpq-algo --model DIR "),
+        ([str(PLAN)], "found '.*' alone, expected --strat_file_name"),
+        (["x", "--strat_file_name", str(PLAN)], "found 'x' and a plan, expected one"),
+    ],
+)
+def test_without_a_plan_the_answer_says_how_to_make_one(served, capsys, words, message):
+    assert serve.main(words) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert re.search(message, lines[0])
 
 
 @pytest.fixture
