@@ -164,13 +164,18 @@ def _check_runs(plan: Plan, file: str) -> None:
 def _supervise(job: Job, plan: Plan, options: argparse.Namespace) -> Measurement | None:
     """Run the ranks of this host, with restarts, until done or stopped."""
     supervision = run_options.supervision_of(options)
+    place = run_options.hosts_of(options)
     with (
         run_options.run_progress(plan.model.num_layers) as progress,
         supervision.stop.from_signals(),
     ):
-        return run_job(
-            job, hosts=run_options.hosts_of(options), progress=progress, supervision=supervision
-        )
+        if place.num_nodes == 1:
+            return run_job(job, hosts=place, progress=progress, supervision=supervision)
+        words = ["llmpq-dist", *options.argv] if options.nnodes > 1 else None
+        on_host = run_options.HostProgress(progress, place, plan, words)
+        measurement = run_job(job, hosts=place, progress=on_host, supervision=supervision)
+    on_host.say("done")
+    return measurement
 
 
 def _job(options: argparse.Namespace, plan: Plan, task: Task | None) -> Job:
