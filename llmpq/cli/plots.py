@@ -326,13 +326,14 @@ def draw_run(report: dict[str, Any], path: str | Path) -> None:
     with new_figure(path, 1.6 + 1.5 * len(groups), 3.8) as figure:
         axes = figure.subplots()
         for side, (name, colour) in enumerate(RUN_COLOURS.items()):
-            heights = [pair[name] for _, pair in groups]
+            heights = [pair[name] or 0.0 for _, pair in groups]
             places = [place + 0.4 * (side - 0.5) for place in range(len(groups))]
             axes.bar(places, heights, width=0.38, color=colour, label=name)
         for place, (_, pair) in enumerate(groups):
-            if pair["measured"] > 0:
-                error = f"{pair['predicted'] / pair['measured'] - 1:+.1%}"
-                axes.text(place, max(pair.values()), error, ha="center", va="bottom")
+            predicted, measured = pair["predicted"], pair["measured"] or 0.0
+            if predicted is not None and measured > 0:
+                error = f"{predicted / measured - 1:+.0%}"
+                axes.text(place, max(predicted, measured), error, ha="center", va="bottom")
         axes.set_xticks(range(len(groups)), [name for name, _ in groups])
         axes.set_ylabel("seconds")
         axes.set_title("Predicted against measured")
@@ -340,7 +341,7 @@ def draw_run(report: dict[str, Any], path: str | Path) -> None:
         axes.margins(y=0.12)
 
 
-def run_groups(report: dict[str, Any]) -> list[tuple[str, dict[str, float]]]:
+def run_groups(report: dict[str, Any]) -> list[tuple[str, dict[str, float | None]]]:
     """Return name and value of every pair of bars: the latency, its phases, every stage's work."""
     groups = [("latency", report["latency_s"])]
     groups += [(phase, report["phases"][phase]) for phase in _PHASES if "phases" in report]

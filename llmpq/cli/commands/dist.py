@@ -9,6 +9,7 @@ ray``, the hosts are nodes of a Ray cluster.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -38,11 +39,13 @@ from llmpq.dist.launch.task_environment import Task, started_task, torchrun_task
 from llmpq.dist.metrics import report as run_report
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import SilentProgress
-from llmpq.errors import SpecError, StageError
+from llmpq.errors import LlmpqError, SpecError, StageError
 from llmpq.logging import get_logger
 from llmpq.spec.fields import dump_json, write_text
-from llmpq.spec.plan import Plan, read_plan
+from llmpq.spec.huggingface.families import load_model_dir
+from llmpq.spec.plan import Plan, PlanForecast, read_plan
 from llmpq.spec.schedule import Schedule
+from llmpq.spec.trace import TraceRequest
 
 logger = get_logger(__name__)
 
@@ -260,7 +263,7 @@ def _be_one_rank(job: Job, plan: Plan, task: Task) -> Measurement | None:
 def _report(plan: Plan, measurement: Measurement, job: Job, options: argparse.Namespace) -> None:
     """Print predicted and measured times, and write and draw them as the options say."""
     assert job.schedule is not None  # ``_job`` says which
-    report = run_report.build_report(plan, measurement)
+    report = run_report.build_report(plan, measurement, forecast_of(plan, measurement, job))
     drift = run_report.drift_of_run(job.schedule, measurement)
     if drift is not None:
         report["drift"] = drift.to_json(measurement.adjusted)
@@ -281,9 +284,40 @@ def _report(plan: Plan, measurement: Measurement, job: Job, options: argparse.Na
     if options.json:
         print_json(report)
     else:
-        print(run_report.format_report(plan, report))
-        if any(width != 16 for width in plan.bits):
+        print(run_report.format_report(report, verbose=options.verbose))
+        if options.verbose and any(width != 16 for width in plan.bits):
             print(f"weights quantized by {report['quantizer']}")
+
+
+def forecast_of(plan: Plan, measurement: Measurement, job: Job) -> PlanForecast | None:
+    """Return a forecast of the requests that ran, ``None`` where nothing can be said of them."""
+    if measurement.draft_tokens or not measurement.records:
+        return None  # the cost models know no draft tokens
+    from llmpq.assigner.forecast import forecast_run
+    from llmpq.assigner.plan_estimate import costs_of_plan
+
+    assert job.schedule is not None  # ``_job`` says which
+    records = sorted(measurement.records, key=lambda record: (record.arrival_s, record.request))
+    begin_s = records[0].arrival_s
+    requests = [
+        TraceRequest(
+            arrival_s=record.arrival_s - begin_s,
+            prompt_tokens=record.prompt_tokens,
+            new_tokens=record.new_tokens,
+        )
+        for record in records
+    ]
+    model = load_model_dir(job.model_dir)
+    for reads_tables in (True, False):  # the plan's tables may be on the host that planned only
+        with contextlib.suppress(LlmpqError):
+            return forecast_run(
+                plan,
+                costs_of_plan(plan, model, reads_tables=reads_tables),
+                requests,
+                schedule=job.schedule,
+                prediction=job.prediction,
+            )
+    return None
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from llmpq.assigner.plan_estimate import costs_of_plan
 from llmpq.batching import PipelineShape, make_policy
 from llmpq.batching.length import make_predictor
 from llmpq.batching.workload_shift import (
@@ -30,7 +31,6 @@ from llmpq.cli.options import (
     schedule_of,
     with_described,
 )
-from llmpq.costmodel import build_costs
 from llmpq.errors import SpecError
 from llmpq.sim import SimReport, simulate
 from llmpq.sim.plan_costs import PlanCosts
@@ -148,15 +148,7 @@ def _costs(plan: Plan, profile: str | None) -> PlanCosts:
     model, _ = catalog.resolve_model(
         source if source is not None and Path(source).exists() else plan.model.name
     )
-    costs = build_costs(
-        model,
-        plan.cluster,
-        dtype=plan.dtype,
-        kv_bits=plan.kv_bits,
-        head_bits=plan.head_width,
-        profile_dir=None if profile is None else Path(profile),
-    )
-    return PlanCosts(plan, costs)
+    return PlanCosts(plan, costs_of_plan(plan, model, None if profile is None else Path(profile)))
 
 
 def _requests(options: argparse.Namespace, plan: Plan) -> Sequence[TraceRequest]:
