@@ -43,9 +43,17 @@ class ProfileMissError(LlmpqError, LookupError):
 
 
 class InfeasibleError(LlmpqError):
-    """No plan meets the constraints; the message says why and names the smallest fixes."""
+    """No plan meets the constraints; the message says why and names the smallest fixes.
+
+    Attributes:
+        short: the same in a few words, for a row of a table.
+    """
 
     exit_status = 3
+
+    def __init__(self, message: str, *, short: str | None = None) -> None:
+        super().__init__(message)
+        self.short = message if short is None else short
 
 
 class CapacityError(LlmpqError):

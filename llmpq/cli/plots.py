@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.assigner.timeline import Block, timeline
-from llmpq.cli.render import compact_bits, memory_pair, memory_unit, plans_text, rate_text
+from llmpq.cli.render import (
+    compact_bits,
+    long_seconds,
+    memory_pair,
+    memory_unit,
+    plans_text,
+    rate_text,
+)
 from llmpq.errors import SpecError
 from llmpq.spec.fleet import Fleet
 from llmpq.spec.plan import Plan
@@ -73,8 +80,8 @@ def draw_plan(plan: Plan, path: str | Path) -> None:
     ratios = [1.6 + height for height in heights]
     estimate = plan.estimate
     result = (
-        f"{estimate.latency_s:.4g} s, {plan.throughput_tokens_per_s:.4g} tokens/s, "
-        f"quality lost {estimate.quality:.3g} (1 = every layer at 4 bits)"
+        f"{long_seconds(estimate.latency_s)}\n{plan.speed_text()}, quality lost "
+        f"{plan.quality_text()}"
     )
     with new_figure(path, 12, 3.9 + ROW_INCHES * sum(heights)) as figure:
         axes = figure.subplots(4, 1, gridspec_kw={"height_ratios": ratios})
