@@ -179,6 +179,7 @@ class _SessionRanks:
         self._listener: socket.socket | None = None
         self._channel: ControlChannel | None = None
         self._error: BaseException | None = None
+        self._is_reported = False  # whether the caller has had the error
 
     def start(self, **options: Any) -> None:
         """Start the ranks; the master connects while it starts. ``options`` are those of a job."""
@@ -204,7 +205,9 @@ class _SessionRanks:
         error = self._error
         if error is None or isinstance(error, StoppedError):
             return StageError("the pipeline is closed; make a new one")
-        self._error = StageError(f"the pipeline has ended, make a new one; its error was: {error}")
+        if self._is_reported:
+            return StageError(f"the pipeline has ended, make a new one; its error was: {error}")
+        self._is_reported = True
         return error
 
     def stop(self, timeout_s: float = 0.0) -> None:
