@@ -59,6 +59,7 @@ STYLE: Any = {
     "xtick.color": INK,
     "ytick.color": INK,
     "axes.labelcolor": INK,
+    "axes.prop_cycle": f"cycler('color', {list(BATCH_COLOURS)})",
     "axes.labelsize": 9,
     "axes.titlelocation": "left",
     "axes.titlesize": 10,
