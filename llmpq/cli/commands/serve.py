@@ -244,6 +244,14 @@ def _run_fleet(options: argparse.Namespace) -> int:
     for one, plan in zip(fleet.replicas, fleet.plans(options.fleet), strict=True):
         _check_one_host(plan, str(Path(options.fleet).parent / one.strategy))
         model_dir_of(plan, options.model)
+    used = {name for one in fleet.replicas for name in one.devices}
+    nodes = {device.node for device in fleet.cluster.devices if device.label in used}
+    if len(nodes) > 1:
+        raise SpecError(
+            f"{options.fleet}: found replicas on {len(nodes)} nodes ({', '.join(sorted(nodes))}), "
+            "expected one: all start on this host; start llmpq-serve with the strategy file of its "
+            "replica on each host, and llmpq-route"
+        )
     environments = [
         visible_devices(fleet.cluster, one.devices, os.environ) for one in fleet.replicas
     ]

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 from helpers.fake_engine import FakeEngine
+from helpers.ranks import make_plan
 
 from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.cli import openai_batch
@@ -20,7 +21,9 @@ from llmpq.errors import SpecError
 from llmpq.server.admission import prefill_tokens_per_s, queued_tokens_for, token_budget_for
 from llmpq.server.lifecycle import ServerOptions
 from llmpq.spec import catalog
-from llmpq.spec.plan import read_plan
+from llmpq.spec.cluster import Cluster, DeviceGroup, Node
+from llmpq.spec.fleet import Fleet, FleetMember, write_fleet
+from llmpq.spec.plan import read_plan, write_plan
 
 ROOT = Path(__file__).resolve().parents[3]
 DEMO = ROOT / "models" / "demo"
@@ -181,6 +184,23 @@ def test_a_plan_over_several_hosts_is_refused(served, capsys):
     assert f"{TWO_NODES}: found stages on 2 nodes (node0, node1), expected one" in error
     assert "llmpq-dist --nnodes" in error
     assert not served
+
+
+def test_a_fleet_over_several_hosts_is_refused(tmp_path, capsys):
+    group = DeviceGroup(type="cpu", count=1, threads=1)
+    cluster = Cluster(name="c", nodes=tuple(Node(name=n, devices=(group,)) for n in ("a", "b")))
+    own = make_plan((0, 12), cluster=Cluster(name="own", nodes=cluster.nodes[:1]), source=DEMO)
+    write_plan(tmp_path / "one.json", own)
+    members = tuple(
+        FleetMember(strategy="one.json", devices=(device.label,), requests_per_s=1)
+        for device in cluster.devices
+    )
+    fleet = Fleet(
+        model="tiny", replicas=members, requests_per_s=2, bound=2, status="optimal", cluster=cluster
+    )
+    write_fleet(tmp_path / "fleet.json", fleet)
+    assert serve.main(["--fleet", str(tmp_path / "fleet.json")]) == 2
+    assert "found replicas on 2 nodes (a, b), expected one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
