@@ -114,7 +114,7 @@ class HostProgress:
         self, inner: RunProgress, place: Hosts, plan: Plan, words: Sequence[str] | None
     ) -> None:
         ranks = ranks_of_node(plan, place.node_rank, place.num_nodes)
-        nodes = list(dict.fromkeys(plan.cluster.devices[one].node for one in plan.rank_devices))
+        nodes = plan.nodes
         self._inner = inner
         self._name = f"host {place.node_rank} of {place.num_nodes} ({nodes[place.node_rank]})"
         self._has_joined = False

@@ -363,6 +363,11 @@ class Plan:
         return (*(stage.device for stage in self.stages), *drafts)
 
     @property
+    def nodes(self) -> tuple[str, ...]:
+        """Nodes of its ranks, each once, in the order of the pipeline."""
+        return tuple(dict.fromkeys(self.cluster.devices[one].node for one in self.rank_devices))
+
+    @property
     def draft_rank(self) -> int | None:
         """Rank of the draft model's own process; ``None`` where it runs in that of rank 0."""
         return len(self.stages) if len(self.rank_devices) > len(self.stages) else None

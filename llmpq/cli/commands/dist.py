@@ -123,6 +123,8 @@ def _run(options: argparse.Namespace, start_s: float) -> int:
     run_options.check_ray_address(options)
     if options.launcher == "ray":
         return _run_on_ray(options, plan)
+    if options.nnodes == 1 and not options.no_auto and started_task(os.environ) is None:
+        _warn_of_nodes(plan, options.strat_file_name)
     if options.format == "openai_batch":
         from llmpq.cli import openai_batch
 
@@ -162,6 +164,18 @@ def _check_runs(plan: Plan, file: str) -> None:
                 f"{file}: cluster: {device.label}: found tensor_parallel {device.members}, "
                 "expected none: the pipeline's stages are of one device each; llmpq-sim plays it"
             )
+
+
+def _warn_of_nodes(plan: Plan, file: str) -> None:
+    """Warn of a plan over several hosts that runs on this one."""
+    nodes = plan.nodes
+    if len(nodes) > 1:
+        logger.warning(
+            "%s: found stages on %d nodes (%s); without --nnodes all of them run on this host",
+            file,
+            len(nodes),
+            ", ".join(nodes),
+        )
 
 
 def _supervise(job: Job, plan: Plan, options: argparse.Namespace) -> Measurement | None:
@@ -231,8 +245,11 @@ def _own_task(options: argparse.Namespace, plan: Plan) -> Task | None:
     if options.no_auto:
         return torchrun_task(os.environ)
     task = started_task(os.environ) if options.nnodes == 1 else None
-    nodes = {plan.cluster.devices[index].node for index in plan.rank_devices}
-    if task is None or task.world_size == len(nodes) or task.world_size != len(plan.rank_devices):
+    if (
+        task is None
+        or task.world_size == len(plan.nodes)
+        or task.world_size != len(plan.rank_devices)
+    ):
         return None
     return task
 

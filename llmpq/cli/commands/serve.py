@@ -202,7 +202,7 @@ def _check_files(options: argparse.Namespace) -> None:
 
 def _check_one_host(plan: Plan, file: str) -> None:
     """Check that the ranks of a plan are on one node, because all of them start here."""
-    nodes = list(dict.fromkeys(plan.cluster.devices[index].node for index in plan.rank_devices))
+    nodes = plan.nodes
     if len(nodes) > 1:
         raise SpecError(
             f"{file}: found stages on {len(nodes)} nodes ({', '.join(nodes)}), expected one: all "

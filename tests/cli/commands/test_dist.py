@@ -69,6 +69,19 @@ def test_a_bad_prompt(files, capsys, line, names):
     assert not files["--output"].exists()
 
 
+def test_a_plan_over_several_hosts_runs_here_with_a_warning(files, capsys):
+    group = DeviceGroup(type="cpu", count=1, threads=1)
+    cluster = Cluster(name="c", nodes=tuple(Node(name=n, devices=(group,)) for n in ("a", "b")))
+    write_plan(files["--strat_file_name"], make_plan((0, 1, 3), cluster=cluster))
+    files["--prompts"].write_text("\n")
+    assert _run(files) == 2
+    assert "found stages on 2 nodes (a, b); without --nnodes all of them run on this host" in (
+        capsys.readouterr().err
+    )
+    assert _run(files, "--nnodes", "2", "--master_addr", "127.0.0.1") == 2
+    assert "without --nnodes" not in capsys.readouterr().err
+
+
 def test_an_empty_prompt_file(files, capsys):
     files["--prompts"].write_text("\n")
     assert _run(files) == 2
