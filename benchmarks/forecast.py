@@ -33,6 +33,7 @@ from llmpq.assigner.forecast import forecast
 from llmpq.assigner.plan_estimate import evaluate_plan
 from llmpq.assigner.request import default_omega
 from llmpq.cli.commands.profile_layer import POINTS
+from llmpq.cli.plots import INK, new_figure
 from llmpq.costmodel import ClusterCosts, build_costs
 from llmpq.spec.catalog import resolve_model
 from llmpq.spec.cluster import load_cluster
@@ -326,44 +327,40 @@ def draw(
     picture: Path, rows: list[tuple[LatencySample, float]], runs: list[dict[str, Any]]
 ) -> None:
     """Draw predicted against measured: layers on the left, plans on the right."""
-    import matplotlib as mpl  # noqa: PLC0415  only for the picture
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt  # noqa: PLC0415
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.6), layout="constrained")
-    for phase, marker in (("prefill", "s"), ("decode", "o")):
-        for bits in BITS:
-            chosen = [(one.seconds, g) for one, g in rows if (one.phase, one.bits) == (phase, bits)]
-            left.scatter(
-                [1e3 * x for x, _ in chosen], [1e3 * y for _, y in chosen],
-                s=16, marker=marker, label=f"{phase}, {bits} bits", alpha=0.8,
+    with new_figure(picture, 10, 4.6) as figure:
+        left, right = figure.subplots(1, 2)
+        for phase, marker in (("prefill", "s"), ("decode", "o")):
+            for bits in BITS:
+                chosen = [
+                    (one.seconds, g) for one, g in rows if (one.phase, one.bits) == (phase, bits)
+                ]
+                left.scatter(
+                    [1e3 * x for x, _ in chosen], [1e3 * y for _, y in chosen],
+                    s=16, marker=marker, label=f"{phase}, {bits} bits", alpha=0.8,
+                )  # fmt: skip
+        for stages, marker in ((1, "o"), (2, "s"), (3, "^")):
+            ran = [one for one in runs if one["stages"] == stages]
+            right.scatter(
+                [one["measured"] for one in ran], [one["predicted"] for one in ran],
+                s=28, marker=marker, label=f"{stages} stage{'s' if stages > 1 else ''}",
             )  # fmt: skip
-    for stages, marker in ((1, "o"), (2, "s"), (3, "^")):
-        ran = [one for one in runs if one["stages"] == stages]
-        right.scatter(
-            [one["measured"] for one in ran], [one["predicted"] for one in ran],
-            s=28, marker=marker, label=f"{stages} stage{'s' if stages > 1 else ''}",
-        )  # fmt: skip
-    for axes, unit, title in (
-        (left, "ms", "One layer, shapes not in the table"),
-        (right, "s", "Whole plans"),
-    ):
-        places = [xy for dots in axes.collections for xy in dots.get_offsets().tolist()]
-        low, high = min(map(min, places)), max(map(max, places))
-        axes.set(xscale="log", yscale="log", title=title)
-        axes.plot([low, high], [low, high], color="black", linewidth=0.8)
-        axes.fill_between([low, high], [0.95 * low, 0.95 * high], [1.05 * low, 1.05 * high],
-                          color="black", alpha=0.1, label="within 5 %")  # fmt: skip
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter("{x:g}")
-            if high < 10 * low:
-                axis.set_minor_formatter("{x:.1g}")
-        axes.set_xlabel(f"measured, {unit}")
-        axes.set_ylabel(f"predicted, {unit}")
-        axes.legend(fontsize=7)
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=110)
+        for axes, unit, title in (
+            (left, "ms", "One layer, shapes not in the table"),
+            (right, "s", "Whole plans"),
+        ):
+            places = [xy for dots in axes.collections for xy in dots.get_offsets().tolist()]
+            low, high = min(map(min, places)), max(map(max, places))
+            axes.set(xscale="log", yscale="log", title=title)
+            axes.plot([low, high], [low, high], color=INK, linewidth=0.8)
+            axes.fill_between([low, high], [0.95 * low, 0.95 * high], [1.05 * low, 1.05 * high],
+                              color=INK, alpha=0.1, label="within 5 %")  # fmt: skip
+            for axis in (axes.xaxis, axes.yaxis):
+                axis.set_major_formatter("{x:g}")
+                if high < 10 * low:
+                    axis.set_minor_formatter("{x:.1g}")
+            axes.set_xlabel(f"measured, {unit}")
+            axes.set_ylabel(f"predicted, {unit}")
+            axes.legend()
 
 
 if __name__ == "__main__":

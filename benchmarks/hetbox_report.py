@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from llmpq.cli.plots import BIT_COLOURS, CAPACITY_COLOUR, INK, new_figure
 from llmpq.spec.plan import Plan, read_plan
 
 OURS = "llmpq"
@@ -224,53 +225,55 @@ def mean_of(ratios: Sequence[float]) -> str:
     return f"{mean:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
-OURS, OTHERS, RANGE = "#1f6f8b", "#b8c4cc", "#c0392b"
+OWN_COLOUR, OTHER_COLOUR, RANGE_COLOUR = BIT_COLOURS[16], "#b8c4cc", CAPACITY_COLOUR
 
 
 def draw(picture: Path, found: dict[str, list[Row]]) -> None:
     """Draw measured against predicted latency of every plan, a panel a cluster."""
-    import matplotlib as mpl  # noqa: PLC0415  only for the picture
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt  # noqa: PLC0415
-    from matplotlib.patches import Patch  # noqa: PLC0415
+    from matplotlib.patches import Patch  # noqa: PLC0415  only for the picture
 
     lines = -(-len(found) // 2)
-    figure, panels = plt.subplots(
-        lines, 2, figsize=(12, 2.9 * lines), layout="constrained", squeeze=False
-    )
-    for panel in panels.flat[len(found) :]:
-        panel.axis("off")
-    for panel, (name, rows) in zip(panels.flat, found.items(), strict=False):
-        own = [row for row in rows if row.seconds][::-1]
-        places = range(len(own))
-        low = [row.median_s - min(row.seconds.values()) for row in own]
-        high = [max(row.seconds.values()) - row.median_s for row in own]
-        panel.barh(
-            places, [row.median_s for row in own], xerr=[low, high],
-            error_kw={"elinewidth": 1, "ecolor": RANGE},
-            color=[OURS if row.is_ours else OTHERS for row in own],
-        )  # fmt: skip
-        panel.scatter([row.predicted_s for row in own], places, color="black", marker="|", s=120,
-                      label="predicted", zorder=3)  # fmt: skip
-        for place, row in zip(places, own, strict=True):
-            right = max(row.predicted_s, *row.seconds.values())  # beyond every mark of the row
-            words = f"{row.median_s:.2f} s"
-            panel.annotate(
-                words, (right, place), (6, 0), textcoords="offset points", va="center", fontsize=7
-            )
-        panel.set_yticks(places, [label_of(row) for row in own], fontsize=7)
-        panel.set_title(name.replace("bit s", "bit/s"), fontsize=10)
-        panel.margins(x=0.18)
-        panel.set_xlabel("seconds", fontsize=8)
-    colours = {"planned by llmpq": OURS, "other planners": OTHERS, "range of runs": RANGE}
-    marks, names = panels.flat[0].get_legend_handles_labels()
-    patches = [Patch(color=colour, label=label) for label, colour in colours.items()]
-    figure.legend(
-        [*patches, *marks], [*colours, *names], fontsize=8, ncols=4, loc="outside lower center"
-    )
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=110)
+    with new_figure(picture, 12, 2.9 * lines) as figure:
+        panels = figure.subplots(lines, 2, squeeze=False)
+        for panel in panels.flat[len(found) :]:
+            panel.axis("off")
+        for panel, (name, rows) in zip(panels.flat, found.items(), strict=False):
+            own = [row for row in rows if row.seconds][::-1]
+            places = range(len(own))
+            low = [row.median_s - min(row.seconds.values()) for row in own]
+            high = [max(row.seconds.values()) - row.median_s for row in own]
+            panel.barh(
+                places, [row.median_s for row in own], xerr=[low, high],
+                error_kw={"elinewidth": 1, "ecolor": RANGE_COLOUR},
+                color=[OWN_COLOUR if row.is_ours else OTHER_COLOUR for row in own],
+            )  # fmt: skip
+            panel.scatter([row.predicted_s for row in own], places, color=INK, marker="|", s=120,
+                          label="predicted", zorder=3)  # fmt: skip
+            for place, row in zip(places, own, strict=True):
+                right = max(row.predicted_s, *row.seconds.values())  # beyond every mark of the row
+                words = f"{row.median_s:.2f} s"
+                panel.annotate(
+                    words,
+                    (right, place),
+                    (6, 0),
+                    textcoords="offset points",
+                    va="center",
+                    fontsize=7,
+                )
+            panel.set_yticks(places, [label_of(row) for row in own], fontsize=7)
+            panel.set_title(name.replace("bit s", "bit/s"))
+            panel.margins(x=0.18)
+            panel.set_xlabel("seconds")
+        colours = {
+            "planned by llmpq": OWN_COLOUR,
+            "other planners": OTHER_COLOUR,
+            "range of runs": RANGE_COLOUR,
+        }
+        marks, names = panels.flat[0].get_legend_handles_labels()
+        patches = [Patch(color=colour, label=label) for label, colour in colours.items()]
+        figure.legend(
+            [*patches, *marks], [*colours, *names], fontsize=8, ncols=4, loc="outside lower center"
+        )
 
 
 def label_of(row: Row) -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.assigner.even_plan import even_plan
+from llmpq.cli.plots import new_figure
 from llmpq.profiler.memory import measure_memory
 from llmpq.spec.plan import Plan
 
@@ -138,22 +139,21 @@ def _print(compared: Iterable[tuple[Row, float, float, bool]]) -> None:
 
 
 def _plot(compared: Sequence[tuple[Row, float, float, bool]], path: Path) -> None:
-    from matplotlib.figure import Figure  # noqa: PLC0415  only pictures need it
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot()
-    families: dict[str, list[tuple[float, float]]] = {}
-    for row, predicted, measured, _ in compared:
-        family = Path(row["model"]).name.partition("-")[0]
-        families.setdefault(family, []).append((measured / 1e6, 100 * (predicted / measured - 1)))
-    for marker, (family, points) in zip("osD^v<>P", families.items(), strict=False):
-        axes.plot(*zip(*points, strict=True), marker, label=family, markersize=5, alpha=0.8)
-    axes.axhspan(-1, 10, color="0.92", zorder=0, label="required")
-    axes.axhline(0, color="0.5", linewidth=0.8)
-    axes.set_xlabel("measured peak resident memory of a stage, MB")
-    axes.set_ylabel("predicted, % above measured")
-    axes.legend(ncols=2, fontsize="small", loc="upper right")
-    figure.savefig(path, dpi=120)
+    with new_figure(path, 7, 4) as figure:
+        axes = figure.add_subplot()
+        families: dict[str, list[tuple[float, float]]] = {}
+        for row, predicted, measured, _ in compared:
+            family = Path(row["model"]).name.partition("-")[0]
+            families.setdefault(family, []).append(
+                (measured / 1e6, 100 * (predicted / measured - 1))
+            )
+        for marker, (family, points) in zip("osD^v<>P", families.items(), strict=False):
+            axes.plot(*zip(*points, strict=True), marker, label=family, markersize=5, alpha=0.8)
+        axes.axhspan(-1, 10, color="0.92", zorder=0, label="required")
+        axes.axhline(0, color="0.5", linewidth=0.8)
+        axes.set_xlabel("measured peak resident memory of a stage, MB")
+        axes.set_ylabel("predicted, % above measured")
+        axes.legend(ncols=2, loc="upper right")
 
 
 def _read(path: Path) -> list[Row]:

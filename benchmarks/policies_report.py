@@ -26,6 +26,8 @@ from policies_bench import (
 )
 from policies_table import recalibrate
 
+from llmpq.cli.plots import INK, new_figure
+
 HEAD = (
     "schedule", "runs", "tokens/s", "spread", "simulated", "error",
     "mean latency, s", "simulated", "error", "99 % in service, s", "bound, s", "gain in each turn",
@@ -122,33 +124,27 @@ def _base_of(name: str) -> str:
 
 def draw(picture: Path, rows: dict[tuple[str, str], dict[str, Any]]) -> None:
     """Draw simulated against measured on the left, gains on the right."""
-    import matplotlib as mpl  # noqa: PLC0415  only for the picture
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt  # noqa: PLC0415
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4.6), layout="constrained")
-    for task, marker in zip(TASKS, "os^", strict=True):
-        own = [row for (one, _), row in rows.items() if one == task]
-        left.scatter(
-            [row["made"]["tokens_per_s"] for row in own],
-            [row["played"]["tokens_per_s"] for row in own],
-            s=28, marker=marker, label=task, alpha=0.8,
-        )  # fmt: skip
-    rates = [row[key]["tokens_per_s"] for row in rows.values() for key in ("made", "played")]
-    low, high = 0.95 * min(rates), 1.05 * max(rates)
-    left.plot([low, high], [low, high], color="black", linewidth=0.8)
-    for share, depth in ((0.05, 0.12), (0.1, 0.06)):
-        left.fill_between(
-            [low, high], [(1 - share) * low, (1 - share) * high],
-            [(1 + share) * low, (1 + share) * high],
-            color="black", alpha=depth, label=f"within {share:.0%}",
-        )  # fmt: skip
-    left.set(xlabel="measured, tokens/s", ylabel="simulated, tokens/s", title="Every run")
-    left.legend(fontsize=8)
-    _draw_gains(right, rows)
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=110)
+    with new_figure(picture, 10, 4.6) as figure:
+        left, right = figure.subplots(1, 2)
+        for task, marker in zip(TASKS, "os^", strict=True):
+            own = [row for (one, _), row in rows.items() if one == task]
+            left.scatter(
+                [row["made"]["tokens_per_s"] for row in own],
+                [row["played"]["tokens_per_s"] for row in own],
+                s=28, marker=marker, label=task, alpha=0.8,
+            )  # fmt: skip
+        rates = [row[key]["tokens_per_s"] for row in rows.values() for key in ("made", "played")]
+        low, high = 0.95 * min(rates), 1.05 * max(rates)
+        left.plot([low, high], [low, high], color=INK, linewidth=0.8)
+        for share, depth in ((0.05, 0.12), (0.1, 0.06)):
+            left.fill_between(
+                [low, high], [(1 - share) * low, (1 - share) * high],
+                [(1 + share) * low, (1 + share) * high],
+                color=INK, alpha=depth, label=f"within {share:.0%}",
+            )  # fmt: skip
+        left.set(xlabel="measured, tokens/s", ylabel="simulated, tokens/s", title="Every run")
+        left.legend()
+        _draw_gains(right, rows)
 
 
 def _draw_gains(axes: Any, rows: dict[tuple[str, str], dict[str, Any]]) -> None:
@@ -164,10 +160,10 @@ def _draw_gains(axes: Any, rows: dict[tuple[str, str], dict[str, Any]]) -> None:
             [x for x, _ in places], [y for _, y in places], s=20, marker=marker, label=task
         )
     for gain, style in ((1.0, "-"), (1.3, ":"), (1.5, "--")):
-        axes.axhline(gain, color="black", linewidth=0.8, linestyle=style)
+        axes.axhline(gain, color=INK, linewidth=0.8, linestyle=style)
     axes.set_xticks(range(len(names)), names, rotation=45, ha="right", fontsize=8)
     axes.set(ylabel="times static batches of the same turn", title="Gains, every turn")
-    axes.legend(fontsize=8)
+    axes.legend()
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ from workbench import (
     write_prompts,
 )
 
+from llmpq.cli.plots import new_figure
 from llmpq.costmodel.stored import head_bytes, layer_weight_bytes
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.model import ModelSpec
@@ -334,42 +335,41 @@ def draw(
     picture: Path, curves: Mapping[tuple[str, int], Sequence[Point]], speed: float, cores: int
 ) -> None:
     """Draw a column a size: time a token above, peak memory below."""
-    from matplotlib.figure import Figure  # noqa: PLC0415  only for the picture
-    from matplotlib.ticker import LogLocator, NullLocator  # noqa: PLC0415
+    from matplotlib.ticker import LogLocator, NullLocator  # noqa: PLC0415  only for the picture
 
-    figure = Figure(figsize=(14, 7), layout="constrained")
-    axes = figure.subplots(2, len(SIZES), sharex="col")
-    for (above, below), (size, label) in zip(axes.T, SIZES.items(), strict=True):
-        unit = MB if size == "model" else 1.0
-        shown = {bits: points for (name, bits), points in curves.items() if name == size and points}
-        for bits, points in shown.items():
-            xs, colour = [one.x / unit for one in points], f"C{BITS.index(bits)}"
-            token_ms = [1e3 * one.step_s / one.rows for one in points]
-            above.plot(xs, token_ms, "o-", color=colour, label=f"{bits} bits")
-            above.plot(xs, _least_ms(size, points, speed, cores), ":", color=colour)
-            below.plot(xs, [one.memory_bytes / MB for one in points], "o-", color=colour)
-            below.plot(xs, [one.forecast_bytes / MB for one in points], ":", color=colour)
-        below.set_xlabel(label if size == "stages" else f"{label}, one stage")
-        for one in (above, below):
-            one.set_xscale("linear" if size == "stages" else "log")
-            one.grid(alpha=0.3)
-        below.set_ylim(bottom=0)
-        if size == "stages":
-            above.set_ylim(bottom=0)
-        else:
-            above.set_yscale("log")
-            above.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            above.yaxis.set_major_formatter("{x:,g}")
-            above.yaxis.set_minor_locator(NullLocator())
-        if shown:
-            ticks = [one.x / unit for one in next(iter(shown.values()))]
-            below.set_xticks(ticks, [f"{x:,.0f}" for x in ticks])
-            below.set_xticks([], minor=True)
-        above.legend()
-    axes[0, 0].set_ylabel("ms a token; dotted: least")
-    axes[1, 0].set_ylabel("peak memory, MB; dotted: forecast")
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=100)
+    with new_figure(picture, 14, 7) as figure:
+        axes = figure.subplots(2, len(SIZES), sharex="col")
+        for (above, below), (size, label) in zip(axes.T, SIZES.items(), strict=True):
+            unit = MB if size == "model" else 1.0
+            shown = {
+                bits: points for (name, bits), points in curves.items() if name == size and points
+            }
+            for bits, points in shown.items():
+                xs, colour = [one.x / unit for one in points], f"C{BITS.index(bits)}"
+                token_ms = [1e3 * one.step_s / one.rows for one in points]
+                above.plot(xs, token_ms, "o-", color=colour, label=f"{bits} bits")
+                above.plot(xs, _least_ms(size, points, speed, cores), ":", color=colour)
+                below.plot(xs, [one.memory_bytes / MB for one in points], "o-", color=colour)
+                below.plot(xs, [one.forecast_bytes / MB for one in points], ":", color=colour)
+            below.set_xlabel(label if size == "stages" else f"{label}, one stage")
+            for one in (above, below):
+                one.set_xscale("linear" if size == "stages" else "log")
+                one.grid(alpha=0.3)
+            below.set_ylim(bottom=0)
+            if size == "stages":
+                above.set_ylim(bottom=0)
+            else:
+                above.set_yscale("log")
+                above.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                above.yaxis.set_major_formatter("{x:,g}")
+                above.yaxis.set_minor_locator(NullLocator())
+            if shown:
+                ticks = [one.x / unit for one in next(iter(shown.values()))]
+                below.set_xticks(ticks, [f"{x:,.0f}" for x in ticks])
+                below.set_xticks([], minor=True)
+            above.legend()
+        axes[0, 0].set_ylabel("ms a token; dotted: least")
+        axes[1, 0].set_ylabel("peak memory, MB; dotted: forecast")
 
 
 def _least_ms(size: str, points: Sequence[Point], speed: float, cores: int) -> list[float]:

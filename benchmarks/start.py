@@ -42,6 +42,8 @@ from workbench import (
     make_model,
 )
 
+from llmpq.cli.plots import BATCH_COLOURS, INK, new_figure
+
 LLAMA = {**SMALL_LLAMA, "layers": 20, "hidden": 1536, "intermediate": 4096, "heads": 16}
 """594 M parameters."""
 PROMPT = list(range(5, 21))
@@ -303,8 +305,7 @@ def _cell(values: Sequence[float]) -> str:
 
 def draw(found: Found, path: Path) -> None:
     """Draw the steps of every process of each command's median start."""
-    from matplotlib.figure import Figure  # noqa: PLC0415  only for the picture
-    from matplotlib.patches import Patch  # noqa: PLC0415
+    from matplotlib.patches import Patch  # noqa: PLC0415  only for the picture
 
     typical = {
         case: sorted(by_side["after"], key=lambda one: one.first_s)[len(by_side["after"]) // 2]
@@ -312,34 +313,35 @@ def draw(found: Found, path: Path) -> None:
     }
     rows = {case: list(dict.fromkeys(s.process for s in typical[case].spans)) for case in typical}
     steps = list(dict.fromkeys(span.step for start in typical.values() for span in start.spans))
-    colors = {step: f"C{number % 10}" for number, step in enumerate(steps)}
-    hatches = {step: "//" if number >= 10 else "" for number, step in enumerate(steps)}
-    figure = Figure(figsize=(9, 1.6 + 0.42 * sum(map(len, rows.values()))), layout="constrained")
-    panels = figure.subplots(
-        len(typical), 1, sharex=True, squeeze=False,
-        gridspec_kw={"height_ratios": [len(names) for names in rows.values()]},
-    )[:, 0]  # fmt: skip
-    for axes, (case, start) in zip(panels, typical.items(), strict=True):
-        for span in start.spans:
-            axes.barh(
-                rows[case].index(span.process),
-                span.end_s - span.begin_s,
-                left=span.begin_s,
-                color=colors[span.step],
-                hatch=hatches[span.step],
-                edgecolor="white",
-                linewidth=0.3,
-            )
-        axes.axvline(start.first_s, color="black", linewidth=1)
-        axes.set_yticks(range(len(rows[case])), rows[case])
-        axes.invert_yaxis()
-        axes.set_title(f"{case}: first token after {start.first_s:.2f} s", loc="left", fontsize=10)
-    panels[-1].set_xlabel("seconds after the command")
-    marks = [
-        Patch(facecolor=colors[s], hatch=hatches[s], edgecolor="white", label=s) for s in steps
-    ]
-    figure.legend(handles=marks, loc="outside lower center", ncols=6, fontsize=8)
-    figure.savefig(path, dpi=110)
+    colors = {step: f"C{number % len(BATCH_COLOURS)}" for number, step in enumerate(steps)}
+    hatches = {
+        step: "//" if number >= len(BATCH_COLOURS) else "" for number, step in enumerate(steps)
+    }
+    with new_figure(path, 9, 1.6 + 0.42 * sum(map(len, rows.values()))) as figure:
+        panels = figure.subplots(
+            len(typical), 1, sharex=True, squeeze=False,
+            gridspec_kw={"height_ratios": [len(names) for names in rows.values()]},
+        )[:, 0]  # fmt: skip
+        for axes, (case, start) in zip(panels, typical.items(), strict=True):
+            for span in start.spans:
+                axes.barh(
+                    rows[case].index(span.process),
+                    span.end_s - span.begin_s,
+                    left=span.begin_s,
+                    color=colors[span.step],
+                    hatch=hatches[span.step],
+                    edgecolor="white",
+                    linewidth=0.3,
+                )
+            axes.axvline(start.first_s, color=INK, linewidth=1)
+            axes.set_yticks(range(len(rows[case])), rows[case])
+            axes.invert_yaxis()
+            axes.set_title(f"{case}: first token after {start.first_s:.2f} s")
+        panels[-1].set_xlabel("seconds after the command")
+        marks = [
+            Patch(facecolor=colors[s], hatch=hatches[s], edgecolor="white", label=s) for s in steps
+        ]
+        figure.legend(handles=marks, loc="outside lower center", ncols=6, fontsize=8)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,11 @@ plan, loads the weights once and answers any number of calls. It works in script
 
 from __future__ import annotations
 
+import inspect
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,9 +43,9 @@ Sampling = SamplingParams | Sequence[SamplingParams] | None
 def plan(  # noqa: PLR0913  what a plan is made from
     model: str | Path,
     *,
-    batch: int,
-    prompt: int,
-    new: int,
+    batch: int = 1,
+    prompt: int = 512,
+    new: int = 128,
     cluster: ClusterLike | None = None,
     device_names: Sequence[str] = (),
     device_numbers: Sequence[int] = (),
@@ -62,7 +64,7 @@ def plan(  # noqa: PLR0913  what a plan is made from
         new: new tokens of each sequence.
         cluster: a ``Cluster``, a cluster file, or the content of one as a mapping.
         device_names: instead of a cluster, device types of the catalogue, one node each.
-        device_numbers: how many devices of each type.
+        device_numbers: how many devices of each type; by default one.
         method: planning method, a name in ``llmpq.assigner.METHODS``.
         dtype: number format of what is not quantized; ``auto`` is the checkpoint's own.
         kv_bits: bits of a cached key or value; 16 keeps them in ``dtype``.
@@ -92,7 +94,7 @@ def plan(  # noqa: PLR0913  what a plan is made from
         options["gap"] = DEFAULT_GAP
     unknown = sorted(set(options) - set(PlanRequest.__dataclass_fields__))
     if unknown:
-        raise SpecError(f"plan: found option '{unknown[0]}', expected a field of PlanRequest")
+        raise _unknown_option(unknown[0])
     request = PlanRequest(
         model=spec,
         model_source=None if source is None else str(source),
@@ -109,6 +111,13 @@ def plan(  # noqa: PLR0913  what a plan is made from
         **options,
     )
     return make_plan(with_stored_bits(request), method, command="llmpq.plan")
+
+
+def _unknown_option(name: str) -> SpecError:
+    known = {*inspect.signature(plan).parameters, *PlanRequest.__dataclass_fields__} - {"options"}
+    near = get_close_matches(name, known, 1)
+    meant = f"; did you mean '{near[0]}'?" if near else ""
+    return SpecError(f"plan: found option '{name}', expected a field of PlanRequest{meant}")
 
 
 def load_plan(path: str | Path) -> Plan:
@@ -130,8 +139,11 @@ def _cluster(
 def _read_cluster(
     cluster: ClusterLike | None, names: Sequence[str], numbers: Sequence[int]
 ) -> Cluster:
+    for what, value in (("device_names", names), ("device_numbers", numbers)):
+        if isinstance(value, str | int):
+            raise SpecError(f"{what}: found {value!r}, expected a list, such as [{value!r}]")
     if cluster is None:
-        return cluster_of_lists(names, numbers)
+        return cluster_of_lists(names, numbers or [1] * len(names))
     if names or numbers:
         raise SpecError("cluster: found together with device_names, expected one of them")
     if isinstance(cluster, Cluster):
@@ -295,6 +307,10 @@ class Pipeline:
         """End all ranks; no process is left when this returns."""
         self._session.close()
 
+    def __repr__(self) -> str:
+        """Return the model and the number of stages."""
+        return f"<Pipeline of {self.plan.model.name} in {len(self.plan.stages)} stages>"
+
     def __enter__(self) -> Pipeline:
         """Return itself; the ranks are loaded since construction."""
         return self
@@ -304,8 +320,27 @@ class Pipeline:
         self.close()
 
 
+def _listed(prompts: Prompts) -> list[str | tuple[int, ...]]:
+    """Return the prompts, each a text or tokens."""
+    if isinstance(prompts, str):
+        return [prompts]
+    _check_iterable("prompts", prompts)
+    items: list[str | Sequence[int]] = list(prompts)
+    for number, item in enumerate(items):
+        _check_iterable(f"prompts[{number}]", item)
+    return [item if isinstance(item, str) else tuple(item) for item in items]
+
+
+def _check_iterable(what: str, value: object) -> None:
+    if not isinstance(value, Iterable):
+        raise SpecError(
+            f"{what}: found {value!r}, expected a text or a list of token ids; several prompts, or "
+            "one of tokens, are a list of these"
+        )
+
+
 def _as_prompts(prompts: Prompts, sampling: Sampling) -> list[Prompt]:
-    found: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else [*prompts]
+    found = _listed(prompts)
     if sampling is None or isinstance(sampling, SamplingParams):
         sampling = [sampling or SamplingParams()] * len(found)
     if len(sampling) != len(found):
@@ -318,7 +353,7 @@ def _as_prompts(prompts: Prompts, sampling: Sampling) -> list[Prompt]:
             id=number,
             where=f"prompt {number}",
             text=item if isinstance(item, str) else None,
-            token_ids=None if isinstance(item, str) else tuple(item),
+            token_ids=None if isinstance(item, str) else item,
             sampling_params=params,
         )
         for number, (item, params) in enumerate(zip(found, sampling, strict=True))

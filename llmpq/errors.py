@@ -43,9 +43,17 @@ class ProfileMissError(LlmpqError, LookupError):
 
 
 class InfeasibleError(LlmpqError):
-    """No plan meets the constraints; the message says why and names the smallest fixes."""
+    """No plan meets the constraints; the message says why and names the smallest fixes.
+
+    Attributes:
+        short: the same in a few words, for a row of a table.
+    """
 
     exit_status = 3
+
+    def __init__(self, message: str, *, short: str | None = None) -> None:
+        super().__init__(message)
+        self.short = message if short is None else short
 
 
 class CapacityError(LlmpqError):
@@ -72,6 +80,17 @@ class StoppedError(LlmpqError):
     """A run was stopped (SIGTERM, Ctrl-C) with requests left; the message says how many."""
 
     exit_status = 130
+
+
+def missing_field(where: str, field: str, expected: str = "") -> SpecError:
+    """Build the error of a required field that a file or an option lacks.
+
+    Args:
+        where: name of the file or option group.
+        field: dotted path of the field inside it.
+        expected: what else would have been accepted, in words.
+    """
+    return SpecError(f"{where}: field '{field}' is missing" + (expected and f"; {expected}"))
 
 
 def bad_field(where: str, field: str, found: object, expected: str) -> SpecError:

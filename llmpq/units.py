@@ -21,6 +21,16 @@ def format_bytes(count: float) -> str:
     return f"{count:.0f} B"
 
 
+def format_number(value: float) -> str:
+    """Return a number with three significant digits and no exponent, such as ``1,230`` or ``4.50``.
+
+    Below 0.001 it has the digits that it needs, such as ``2.1e-05``.
+    """
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return _three_digits(value) if abs(value) >= 1 else f"{value:.3g}"
+
+
 def format_seconds(seconds: float) -> str:
     """Return a duration as text, such as ``12.3 ms`` or ``4.1 s``; two minutes and up as m:ss."""
     if seconds >= 120:

@@ -1,15 +1,19 @@
-"""Forecast: a plan's own workload in the simulator, with the runtime's scheduler and policy.
+"""Forecast: requests in the simulator, with the runtime's scheduler and policy.
 
 In addition to the closed formula the simulator covers ragged last micro-batches, regrouping between
 the phases, overlap of prefill and decode, growing contexts and the limit of micro-batches in
-flight. All requests are equal and wait at the start.
+flight. The requests are those of the plan's own workload, which are equal and wait at the start, or
+those that a run served.
 """
 
 from __future__ import annotations
 
+import statistics
+from collections import defaultdict
 from collections.abc import Sequence
 
 from llmpq.batching import BatchingPolicy, PipelineShape, make_policy
+from llmpq.batching.length import ORACLE, Prediction, make_predictor
 from llmpq.costmodel import ClusterCosts
 from llmpq.sim import BatchShape, simulate
 from llmpq.sim.plan_costs import PlanCosts
@@ -24,6 +28,11 @@ MAX_STEPS = 20_000
 MIN_ROUNDS = 8
 MORE_ROWS = 8
 """Rows of the longer step that the cost of a row follows from: a few draft tokens more than one."""
+MAX_RUN_STEPS = 50_000
+"""Most micro-batches times stages of a run to simulate; of a longer run, every second, third, ...
+request stands for all."""
+MIN_ROUNDS_OF_SLOTS = 4
+"""A part of a run stands for the whole if it fills all slots so many times."""
 
 
 def forecast(
@@ -55,6 +64,107 @@ def forecast(
         ),
         row_cost=_row_cost(plan, thinned),
     )
+
+
+def forecast_run(
+    plan: Plan,
+    costs: ClusterCosts,
+    requests: Sequence[TraceRequest],
+    *,
+    schedule: Schedule,
+    prediction: Prediction = ORACLE,
+) -> PlanForecast | None:
+    """Simulate the requests that a run served; ``None`` where that says nothing about them.
+
+    The plan's own seconds of its micro-batches count, as if measured, and the cost models say how
+    seconds change with the shape: the tables that the plan was made with need not be here.
+
+    Args:
+        plan: the plan.
+        costs: cost models of the plan's cluster.
+        requests: in order of arrival, with the lengths of their answers.
+        schedule: of the run.
+        prediction: predictor of answer lengths.
+
+    Raises:
+        ProfileMissError: a table has nothing for a phase and bitwidth of the plan.
+    """
+    every = -(-_steps_of(plan, requests) // MAX_RUN_STEPS)
+    chosen = requests[:: max(1, every)]
+    has_seconds = plan.estimate.latency_s > 0
+    is_too_few = every > 1 and len(chosen) < MIN_ROUNDS_OF_SLOTS * plan.workload.batch
+    if not chosen or not has_seconds or is_too_few:
+        return None
+    answers = [item.new_tokens for item in chosen]
+    predictor = make_predictor(prediction, [item.prompt_tokens for item in chosen], answers)
+    run_costs = _RunCosts(plan, costs)
+    report = simulate(
+        run_costs,
+        make_policy(schedule, PipelineShape.of(plan), predictor),
+        chosen,
+        num_slots=plan.workload.batch,
+    )
+    share = sum(item.new_tokens for item in requests) / sum(answers)
+    first_s = chosen[0].arrival_s
+    return PlanForecast(
+        latency_s=report.makespan_s * share,
+        prefill_s=(max(one.first_token_s for one in report.requests) - first_s) * share,
+        stages=tuple(
+            StageForecast(
+                prefill_s=run_costs.median_s(rank, Phase.PREFILL),
+                decode_s=run_costs.median_s(rank, Phase.DECODE),
+                prefill_busy_s=work_s[Phase.PREFILL] * share,
+                decode_busy_s=work_s[Phase.DECODE] * share,
+            )
+            for rank, work_s in enumerate(report.work_s)
+        ),
+    )
+
+
+def _steps_of(plan: Plan, requests: Sequence[TraceRequest]) -> int:
+    """Return how many micro-batches of all stages a run has, at least."""
+    sizes = plan.micro_batching
+    rounds = sum(item.new_tokens - 1 for item in requests)
+    micro_batches = -(-len(requests) // sizes.prefill) + -(-rounds // sizes.decode)
+    return micro_batches * len(plan.stages)
+
+
+class _RunCosts(PlanCosts):
+    """A plan's costs at the level of its own figures; keeps the seconds of every micro-batch."""
+
+    def __init__(self, plan: Plan, costs: ClusterCosts) -> None:
+        super().__init__(plan, costs)
+        sizes = plan.micro_batching
+        self._full = {Phase.PREFILL: sizes.prefill, Phase.DECODE: sizes.decode}
+        self._steps: defaultdict[tuple[int, Phase], list[tuple[int, float]]] = defaultdict(list)
+        plain = PlanCosts(plan, costs)
+        self._levels = {
+            (rank, phase): _level(
+                own.prefill_s if phase is Phase.PREFILL else own.decode_s, seconds
+            )
+            for rank, own in enumerate(plan.estimate.stages)
+            for phase, seconds in _full_steps_s(plan, plain, rank).items()
+        }
+
+    def stage_s(self, rank: int, shape: BatchShape) -> float:
+        seconds = super().stage_s(rank, shape) * self._levels[rank, shape.phase]
+        whole_s = seconds + (self.project_s(shape) if rank == 0 else 0.0)
+        self._steps[rank, shape.phase].append((shape.rows, whole_s))
+        return seconds
+
+    def project_s(self, shape: BatchShape) -> float:
+        return super().project_s(shape) * self._levels[0, shape.phase]
+
+    def median_s(self, rank: int, phase: Phase) -> float:
+        """Return the median of a phase's full micro-batches on a rank, of any if none was full."""
+        steps = self._steps[rank, phase]
+        full = [seconds for rows, seconds in steps if rows == self._full[phase]]
+        return statistics.median(full or [seconds for _, seconds in steps] or [0.0])
+
+
+def _level(planned_s: float, seconds: float) -> float:
+    """Return the plan's seconds of a micro-batch over those of the cost models."""
+    return planned_s / seconds if planned_s > 0 and seconds > 0 else 1.0
 
 
 def _row_cost(plan: Plan, costs: PlanCosts) -> float:
@@ -100,6 +210,17 @@ def _stage(
     plan: Plan, costs: _ThinnedCosts, rank: int, work_s: dict[Phase, float]
 ) -> StageForecast:
     """Return a stage's seconds of one full micro-batch and of all of them."""
+    seconds = _full_steps_s(plan, costs, rank)
+    return StageForecast(
+        prefill_s=seconds[Phase.PREFILL],
+        decode_s=seconds[Phase.DECODE] if plan.workload.new_tokens > 1 else 0.0,
+        prefill_busy_s=work_s[Phase.PREFILL],
+        decode_busy_s=work_s[Phase.DECODE] * costs.stretch,
+    )
+
+
+def _full_steps_s(plan: Plan, costs: PlanCosts, rank: int) -> dict[Phase, float]:
+    """Return a stage's seconds of a full micro-batch of both phases, the master's work included."""
     seconds = {}
     for phase, rows, tokens in micro_batches_of(plan):
         shape = BatchShape(
@@ -108,12 +229,7 @@ def _stage(
         has_layers = costs.has_layers(rank, phase)
         seconds[phase] = costs.layers_s(rank, phase, rows, tokens) if has_layers else 0.0
         seconds[phase] += costs.project_s(shape) if rank == 0 else 0.0
-    return StageForecast(
-        prefill_s=seconds[Phase.PREFILL],
-        decode_s=seconds[Phase.DECODE] if plan.workload.new_tokens > 1 else 0.0,
-        prefill_busy_s=work_s[Phase.PREFILL],
-        decode_busy_s=work_s[Phase.DECODE] * costs.stretch,
-    )
+    return seconds
 
 
 class _ThinnedCosts(PlanCosts):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
@@ -17,11 +18,37 @@ from llmpq.assigner.enumeration import build_pairs
 from llmpq.assigner.forecast import forecast, micro_batches_of
 from llmpq.assigner.objective import Evaluation, evaluate
 from llmpq.assigner.problem import Assignment, AssignmentProblem, FloatArray
-from llmpq.costmodel import ClusterCosts
+from llmpq.costmodel import ClusterCosts, LatencySource, build_costs
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec.cluster import Device
+from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import MemoryParts, Plan, PlanEstimate, StageAssignment, StageEstimate
 from llmpq.spec.precision import BITS
+
+
+def costs_of_plan(
+    plan: Plan,
+    model: ModelSpec,
+    profile_dir: Path | None = None,
+    *,
+    reads_tables: bool = True,
+) -> ClusterCosts:
+    """Return the cost models of a plan's cluster, of the kind that it was made with.
+
+    Raises:
+        SpecError: a measured table is not here; without ``reads_tables`` none is needed.
+    """
+    is_fitted = any(source.startswith("fit of ") for _, source in plan.provenance.inputs)
+    latency: LatencySource = "fit" if is_fitted else "table"
+    return build_costs(
+        model,
+        plan.cluster,
+        dtype=plan.dtype,
+        kv_bits=plan.kv_bits,
+        head_bits=plan.head_width,
+        profile_dir=profile_dir,
+        latency=latency if reads_tables else "roofline",
+    )
 
 
 def evaluate_plan(plan: Plan, costs: ClusterCosts, omega: FloatArray) -> tuple[PlanEstimate, int]:

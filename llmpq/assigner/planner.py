@@ -10,7 +10,7 @@ from itertools import accumulate
 from llmpq import __version__
 from llmpq.assigner.constraints.overrides import NO_OVERRIDES
 from llmpq.assigner.exact.method import find_exact
-from llmpq.assigner.explain.infeasible import explain_memory
+from llmpq.assigner.explain.infeasible import memory_error
 from llmpq.assigner.forecast import forecast
 from llmpq.assigner.heuristics import adabits, fastest, pipeedge, proportional, transfer
 from llmpq.assigner.milp.search import find_plan
@@ -31,7 +31,14 @@ from llmpq.assigner.request import (
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec.codec import to_json
 from llmpq.spec.fields import digest_of
-from llmpq.spec.plan import ModelRef, Plan, Provenance, Search, StageAssignment
+from llmpq.spec.plan import (
+    QUALITY_UNIT,
+    ModelRef,
+    Plan,
+    Provenance,
+    Search,
+    StageAssignment,
+)
 
 Method = Callable[[PlanningTask, Progress], Solution]
 """Finds a solution of a task that has at least one micro-batch pair, or raises ``InfeasibleError``
@@ -165,7 +172,7 @@ def _tasks_by_head(request: PlanRequest) -> list[PlanningTask]:
 def solve_task(task: PlanningTask, method: str, progress: Progress = silent) -> Solution:
     """Return a method's solution; raises ``InfeasibleError`` as ``make_plan`` does."""
     if not task.pairs:
-        raise InfeasibleError(explain_memory(task.request))
+        raise memory_error(task.request)
     return METHODS[method](task, progress)
 
 
@@ -316,6 +323,8 @@ def _inputs(task: PlanningTask) -> tuple[tuple[str, str], ...]:
     ]
     if request.head_width != 16:
         found.append(("head_loss", _head_loss_text(request)))
+    if (table := request.sensitivity) is not None and table.unit_nats is not None:
+        found.append((QUALITY_UNIT, f"{table.unit_nats:.6g} nats of KL divergence a token"))
     if request.overrides:
         found.append(("overrides", " ".join(request.overrides.options())))
     own, devices = request.cluster.devices, task.cluster.devices

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from llmpq.assigner.plan_estimate import evaluate_plan
+from llmpq.assigner.plan_estimate import costs_of_plan, evaluate_plan
 from llmpq.assigner.problem import FloatArray
 from llmpq.assigner.request import DEFAULT_OMEGA, default_omega, head_loss_at
-from llmpq.costmodel import ClusterCosts, build_costs
+from llmpq.costmodel import ClusterCosts
 from llmpq.errors import SpecError, bad_field
 from llmpq.spec import catalog
 from llmpq.spec.codec import to_json
@@ -64,16 +64,7 @@ def verify_plan(
             excess_bytes=stored_excess,
             warnings=(f"model directory '{plan.model.source}' is not here: not evaluated again",),
         )
-    is_fitted = any(source.startswith("fit of ") for _, source in plan.provenance.inputs)
-    costs = build_costs(
-        model,
-        plan.cluster,
-        dtype=plan.dtype,
-        kv_bits=plan.kv_bits,
-        head_bits=plan.head_width,
-        profile_dir=profile_dir,
-        latency="fit" if is_fitted else "table",
-    )
+    costs = costs_of_plan(plan, model, profile_dir)
     _check_formats(plan, costs, where)
     omega = _omega(plan, model, omega_file)
     estimate, excess_bytes = evaluate_plan(

@@ -13,9 +13,10 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from llmpq import __version__
 from llmpq.errors import LlmpqError, SpecError
@@ -47,9 +48,27 @@ EXTRAS = {
 """Packages that only some commands need, and the extra that installs each."""
 
 
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose errors are one line: usage is in ``--help``."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message and exit with status 2."""
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown != message:
+            message += self._meant(unknown)
+        self.exit(SpecError.exit_status, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+    def _meant(self, unknown: str) -> str:
+        """Return what unknown arguments might be meant to be."""
+        known = [name for action in self._actions for name in action.option_strings]
+        words = (word.partition("=")[0] for word in unknown.split() if word.startswith("--"))
+        near = [name for word in words for name in get_close_matches(word, known, 1)]
+        return f" (did you mean {', '.join(near)}?)" if near else ""
+
+
 def make_parser(name: str, description: str) -> argparse.ArgumentParser:
     """Return a parser with the options every command has."""
-    parser = argparse.ArgumentParser(prog=name, description=description)
+    parser = CommandParser(prog=name, description=description)
     parser.add_argument("--version", action="version", version=f"{name} {__version__}")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--verbose", "-v", action="store_true", help="log the steps")

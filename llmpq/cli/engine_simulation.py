@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from llmpq.batching import uniform_depth
+from llmpq.batching import RequestRecord, uniform_depth
 from llmpq.batching.draft_model import DraftLimits, planned_limits
 from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.queue_order import ALPHA, QUEUE_ORDERS, queue_order
@@ -31,7 +31,7 @@ from llmpq.spec.trace import (
     with_arrivals,
 )
 from llmpq.spec.workload import Workload
-from llmpq.units import MS, format_seconds
+from llmpq.units import format_number, format_seconds
 
 DEFAULT_ACCEPTANCE = 0.7
 """Probability that a draft token is right where neither option nor plan has one."""
@@ -230,6 +230,7 @@ def run_engine(
                 "rate_scale": scale,
                 "requests_per_s": None if rate is None else scale * rate,
                 **report.total.to_json(),
+                "answer_tokens_per_s": answer_rate(report.total.requests),
                 "requests_of_replicas": [len(one.requests) for one in report.replicas],
             }
             for scale, report in reports.items()
@@ -340,16 +341,18 @@ def _text(record: dict[str, Any]) -> str:
         lines.append(f"replicas       {record['replicas']}, balanced by {record['balancer']}")
     for row in record["rates"]:
         rate = row["requests_per_s"]
-        at = "all at once" if rate is None else f"{rate:.3g} requests/s"
+        at = "all at once" if rate is None else f"{format_number(rate)} requests/s"
         lines += [
             f"rate           x {row['rate_scale']:g}, {at}"
             + (f" ({record['skipped']} requests left out)" if record["skipped"] else ""),
-            f"  throughput   {row['throughput_tokens_per_s']:.1f} tokens/s, "
-            f"{row['throughput_requests_per_s']:.3g} requests/s",
+            f"  throughput   {format_number(row['throughput_tokens_per_s'])} tokens/s of all, "
+            f"{format_number(row['throughput_requests_per_s'])} requests/s",
+            f"  one answer   {answer_rate_text(row['answer_tokens_per_s'])}",
             f"  TTFT         {_times(row['time_to_first_token_s'])}",
             "  TTFT a token "
             + ", ".join(
-                f"{name} {value / MS:.3g} ms" for name, value in row["normalized_ttft_s"].items()
+                f"{name} {format_seconds(value)}"
+                for name, value in row["normalized_ttft_s"].items()
             ),
             f"  TGT          {_times(row['total_generation_time_s'])}",
             f"  per token    {_times(row['time_per_token_s'])}",
@@ -363,9 +366,20 @@ def _text(record: dict[str, Any]) -> str:
     if "capacity" in record:
         found = record["capacity"]
         rate = found["requests_per_s"]
-        text = "not found" if rate is None else f"{rate:.3g} requests/s"
+        text = "not found" if rate is None else f"{format_number(rate)} requests/s"
         lines.append(f"capacity       {text} with p95 TTFT {format_seconds(found['ttft_p95_s'])}")
     return "\n".join(lines)
+
+
+def answer_rate(records: Sequence[RequestRecord]) -> float | None:
+    """Return tokens a second of one answer after its first token; ``None`` without others."""
+    times = [record.time_per_token_s for record in records if record.new_tokens > 1]
+    return len(times) / sum(times) if sum(times) > 0 else None
+
+
+def answer_rate_text(rate: float | None) -> str:
+    """Return the rate of one answer."""
+    return "one token each" if rate is None else f"{format_number(rate)} tokens/s"
 
 
 def _times(found: dict[str, float]) -> str:

@@ -10,14 +10,20 @@ from llmpq.assigner import PlanRequest
 from llmpq.assigner.explain.fit import FitAnswer, fit_answers
 from llmpq.cli.common import print_json
 from llmpq.cli.options import with_described
-from llmpq.cli.render import aligned, format_text, memory_pair, plan_record
+from llmpq.cli.render import (
+    aligned,
+    format_text,
+    memory_pair,
+    plan_record,
+    speed_cells,
+    speed_heads,
+)
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.profiler.device import host_cpu, with_host_cpu
 from llmpq.spec import catalog
 from llmpq.spec.cluster import cluster_of_lists, load_cluster
 from llmpq.spec.precision import DTYPE_BYTES, Dtype
 from llmpq.spec.workload import Workload
-from llmpq.units import format_seconds
 
 
 def add_fit_options(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +66,11 @@ def run_fit(options: argparse.Namespace) -> int:
         for line in () if best is None else format_text(best):
             print(line)
     if best is None:
-        raise InfeasibleError(str(answers[-1].reason))
+        last = answers[-1]
+        raise InfeasibleError(
+            f"{request.model.name} does not fit on {request.cluster.name}; at {last.bits} bits: "
+            f"{last.short}"
+        )
     return 0
 
 
@@ -92,24 +102,23 @@ def _record(answer: FitAnswer) -> dict[str, Any]:
 
 def _text(request: PlanRequest, answers: Sequence[FitAnswer]) -> str:
     work = request.workload
-    rows = [("bits", "runs", "memory", "first token", "tokens/s", "devices")]
+    speeds = speed_heads(work)
+    rows: list[tuple[str, ...]] = [("bits", "runs", "memory", *speeds, "devices")]
     reasons = []
     for answer in answers:
         plan = answer.plan
         if plan is None:
-            rows.append((str(answer.bits), "no", "", "", "", ""))
-            reasons.append(f"{answer.bits} bits: {answer.reason}")
+            rows.append((str(answer.bits), "no", *[""] * (len(speeds) + 2)))
+            reasons.append(f"{f'{answer.bits} bits':<9}{answer.short}")
             continue
         stages = plan.estimate.stages
         needed = sum(one.memory.total for one in stages)
-        first_s = sum(one.prefill_s + one.send_prefill_s for one in stages)
         rows.append(
             (
                 str(answer.bits),
                 "yes",
                 memory_pair(needed, sum(one.capacity_bytes for one in stages)),
-                format_seconds(first_s),
-                f"{plan.throughput_tokens_per_s:.3g}",
+                *speed_cells(plan),
                 ", ".join(plan.device_of(stage).label for stage in plan.stages),
             )
         )

@@ -73,7 +73,7 @@ def _add_input_options(parser: argparse.ArgumentParser) -> None:
         "--device_names", nargs="+", metavar="TYPE", help="device types, one node per type"
     )
     cluster.add_argument(
-        "--device_numbers", nargs="+", type=int, metavar="COUNT", help="devices of each type"
+        "--device_numbers", nargs="+", type=int, metavar="COUNT", help="of each type (default 1)"
     )
     add_devices_option(cluster)
     cluster.add_argument("--profile", metavar="DIR", help="folder of measured latency tables")
@@ -257,9 +257,10 @@ def _cluster(options: argparse.Namespace) -> Cluster:
     if options.cluster is not None and names is None and numbers is None:
         cluster = with_described(load_cluster(options.cluster), options, options.cluster)
         return _of_host(cluster, options)
-    if options.cluster is not None or names is None or numbers is None:
-        raise SpecError("expected either --cluster, or both --device_names and --device_numbers")
-    cluster = with_described(cluster_of_lists(names, numbers), options, "--device_names")
+    if options.cluster is not None or names is None:
+        raise SpecError("expected either --cluster, or --device_names with --device_numbers")
+    own = cluster_of_lists(names, numbers or [1] * len(names))
+    cluster = with_described(own, options, "--device_names")
     return _of_host(cluster, options)
 
 

@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.assigner.timeline import Block, timeline
-from llmpq.cli.render import compact_bits, memory_pair, memory_unit, plans_text, rate_text
+from llmpq.cli.render import (
+    compact_bits,
+    long_seconds,
+    memory_pair,
+    memory_unit,
+    plans_text,
+    rate_text,
+)
 from llmpq.errors import SpecError
 from llmpq.spec.fleet import Fleet
 from llmpq.spec.plan import Plan
@@ -52,6 +59,7 @@ STYLE: Any = {
     "xtick.color": INK,
     "ytick.color": INK,
     "axes.labelcolor": INK,
+    "axes.prop_cycle": f"cycler('color', {list(BATCH_COLOURS)})",
     "axes.labelsize": 9,
     "axes.titlelocation": "left",
     "axes.titlesize": 10,
@@ -73,8 +81,8 @@ def draw_plan(plan: Plan, path: str | Path) -> None:
     ratios = [1.6 + height for height in heights]
     estimate = plan.estimate
     result = (
-        f"{estimate.latency_s:.4g} s, {plan.throughput_tokens_per_s:.4g} tokens/s, "
-        f"quality lost {estimate.quality:.3g} (1 = every layer at 4 bits)"
+        f"{long_seconds(estimate.latency_s)}\n{plan.speed_text()}, quality lost "
+        f"{plan.quality_text()}"
     )
     with new_figure(path, 12, 3.9 + ROW_INCHES * sum(heights)) as figure:
         axes = figure.subplots(4, 1, gridspec_kw={"height_ratios": ratios})
@@ -326,13 +334,14 @@ def draw_run(report: dict[str, Any], path: str | Path) -> None:
     with new_figure(path, 1.6 + 1.5 * len(groups), 3.8) as figure:
         axes = figure.subplots()
         for side, (name, colour) in enumerate(RUN_COLOURS.items()):
-            heights = [pair[name] for _, pair in groups]
+            heights = [pair[name] or 0.0 for _, pair in groups]
             places = [place + 0.4 * (side - 0.5) for place in range(len(groups))]
             axes.bar(places, heights, width=0.38, color=colour, label=name)
         for place, (_, pair) in enumerate(groups):
-            if pair["measured"] > 0:
-                error = f"{pair['predicted'] / pair['measured'] - 1:+.1%}"
-                axes.text(place, max(pair.values()), error, ha="center", va="bottom")
+            predicted, measured = pair["predicted"], pair["measured"] or 0.0
+            if predicted is not None and measured > 0:
+                error = f"{predicted / measured - 1:+.0%}"
+                axes.text(place, max(predicted, measured), error, ha="center", va="bottom")
         axes.set_xticks(range(len(groups)), [name for name, _ in groups])
         axes.set_ylabel("seconds")
         axes.set_title("Predicted against measured")
@@ -340,7 +349,7 @@ def draw_run(report: dict[str, Any], path: str | Path) -> None:
         axes.margins(y=0.12)
 
 
-def run_groups(report: dict[str, Any]) -> list[tuple[str, dict[str, float]]]:
+def run_groups(report: dict[str, Any]) -> list[tuple[str, dict[str, float | None]]]:
     """Return name and value of every pair of bars: the latency, its phases, every stage's work."""
     groups = [("latency", report["latency_s"])]
     groups += [(phase, report["phases"][phase]) for phase in _PHASES if "phases" in report]

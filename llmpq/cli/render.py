@@ -18,7 +18,8 @@ from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import Plan, StageAssignment, StageEstimate
 from llmpq.spec.precision import Phase
 from llmpq.spec.tables import LatencyTable
-from llmpq.units import GIB, MIB, format_bytes, format_seconds
+from llmpq.spec.workload import Workload
+from llmpq.units import GIB, MIB, format_bytes, format_number, format_seconds
 
 BAR_WIDTH = 12
 SLOW = ("reference",)
@@ -36,6 +37,10 @@ def plan_record(plan: Plan, path: str | None) -> dict[str, Any]:
         "objective_s": plan.estimate.objective_s,
         "latency_s": plan.estimate.latency_s,
         "quality": plan.estimate.quality,
+        "divergence_nats": plan.divergence_nats,
+        "time_to_first_token_s": plan.first_token_s,
+        "answer_tokens_per_s": plan.answer_tokens_per_s,
+        "decode_tokens_per_s": plan.decode_tokens_per_s,
         "throughput_tokens_per_s": plan.throughput_tokens_per_s,
         "prefill_micro_batch": plan.micro_batching.prefill,
         "decode_micro_batch": plan.micro_batching.decode,
@@ -106,6 +111,11 @@ def memory_pair(used: int, capacity: int) -> str:
     return f"{used / size:{digits}} of {capacity / size:{digits}} {name}"
 
 
+def long_seconds(seconds: float) -> str:
+    """Return the seconds of a whole batch with four digits, without an exponent."""
+    return f"{seconds:.4g} s" if seconds < 1e4 else f"{seconds:,.0f} s"
+
+
 def plans_text(number: int) -> str:
     """Return a number of plans in words."""
     return "1 plan" if number == 1 else f"{number} plans"
@@ -123,8 +133,12 @@ def front_record(
 
 def front_table(plans: Sequence[Plan], paths: Sequence[str]) -> str:
     """Return the plans of a Pareto front as a table."""
+    has_nats = plans[0].divergence_nats is not None
     rows: list[tuple[str, ...]] = [
-        ("plan", "quality lost", "latency", "tokens/s", "bits", "batches", "devices", "file")
+        (
+            *("plan", "quality lost", *(["KL, nats"] if has_nats else []), "latency"),
+            *(*speed_heads(plans[0].workload), "bits", "batches", "devices", "file"),
+        )
     ]
     for number, (plan, path) in enumerate(zip(plans, paths, strict=True), start=1):
         micro = plan.micro_batching
@@ -132,8 +146,9 @@ def front_table(plans: Sequence[Plan], paths: Sequence[str]) -> str:
             (
                 str(number),
                 f"{plan.estimate.quality:.4g}",
-                f"{plan.estimate.latency_s:.4g} s",
-                f"{plan.throughput_tokens_per_s:.4g}",
+                *([format_number(plan.divergence_nats or 0.0)] if has_nats else []),
+                long_seconds(plan.estimate.latency_s),
+                *speed_cells(plan),
                 compact_bits(plan.bits),
                 f"{micro.prefill}, {micro.decode}",
                 f"{len(plan.stages)} of {len(plan.cluster.devices)}",
@@ -142,6 +157,21 @@ def front_table(plans: Sequence[Plan], paths: Sequence[str]) -> str:
         )
     title = f"{_title(plans[0])}; quality lost: 0 = unquantized, 1 = every layer at 4 bits"
     return "\n".join([title, "", *aligned(rows), ""])
+
+
+def speed_heads(work: Workload) -> tuple[str, ...]:
+    """Return the heads of the columns of :func:`speed_cells`."""
+    rates = ("tokens/s",) if work.batch == 1 else ("tokens/s each", f"tokens/s all {work.batch}")
+    return ("first token", *rates)
+
+
+def speed_cells(plan: Plan) -> tuple[str, ...]:
+    """Return the time to the first token, and tokens a second of one answer and of all."""
+    rates = (plan.answer_tokens_per_s, plan.decode_tokens_per_s)[: min(2, plan.workload.batch)]
+    return (
+        format_seconds(plan.first_token_s),
+        *("-" if rate is None else format_number(rate) for rate in rates),
+    )
 
 
 def compact_bits(bits: Sequence[int]) -> str:
@@ -233,13 +263,18 @@ def _memory_text(used: int, capacity: int) -> str:
     return f"[{bar}] {memory_pair(used, capacity)}"
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table with columns of equal width."""
+def aligned(rows: Sequence[Sequence[str]], *, numbers: bool = False) -> list[str]:
+    """Return the lines of a table with columns of equal width.
+
+    ``numbers``: all columns but the first have numbers, which end below each other.
+    """
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+
+    def cells(row: Sequence[str]) -> Iterator[str]:
+        for column, (cell, width) in enumerate(zip(row, widths, strict=True)):
+            yield cell.rjust(width) if numbers and column else cell.ljust(width)
+
+    return ["  ".join(cells(row)).rstrip() for row in rows]
 
 
 def _head_text(plan: Plan) -> list[str]:
@@ -259,10 +294,13 @@ def _totals(plan: Plan) -> list[str]:
     lines = [
         f"micro-batches  prefill {micro.prefill}, decode {micro.decode}",
         *_head_text(plan),
-        f"latency        {estimate.latency_s:.4g} s for the whole batch, "
-        f"{plan.throughput_tokens_per_s:.4g} tokens/s ({search.formula} formula)",
-        f"quality        {estimate.quality:.4g} lost (0 = unquantized, 1 = every layer at 4 bits)",
-        f"objective      {estimate.objective_s:.4g} s = latency + {search.theta_s:g} s x quality",
+        f"latency        {long_seconds(estimate.latency_s)} for the whole batch "
+        f"({search.formula} formula)",
+        f"speed          {plan.speed_text()}",
+        f"quality        {estimate.quality:.4g} lost (0 = unquantized, 1 = every layer at 4 bits)"
+        + _nats_text(plan.divergence_nats),
+        f"objective      {long_seconds(estimate.objective_s)} = latency + {search.theta_s:g} s x "
+        "quality",
     ]
     omega = dict(plan.provenance.inputs).get("omega")
     if omega is not None:
@@ -270,9 +308,9 @@ def _totals(plan: Plan) -> list[str]:
     if search.bound_s is not None and search.gap is not None:
         proof = "proven optimal" if search.status == "optimal" else "not proven optimal"
         lines.append(
-            f"bound          {search.bound_s:.4g} s, gap {max(0.0, search.gap):.2%} ({proof} over "
-            f"{search.orders} device orders: candidates solved {search.pairs_searched}, "
-            f"ruled out by their bound {search.pairs_pruned})"
+            f"bound          {long_seconds(search.bound_s)}, gap {max(0.0, search.gap):.2%} "
+            f"({proof} over {search.orders} device orders: candidates solved "
+            f"{search.pairs_searched}, ruled out by their bound {search.pairs_pruned})"
         )
     lines.append(
         f"planning       {format_seconds(search.planning_s)}, method {search.method}"
@@ -281,10 +319,8 @@ def _totals(plan: Plan) -> list[str]:
     return lines
 
 
-_COMPARED = (
-    *("method", "objective", "latency", "tokens/s", "quality lost"),
-    *("bits", "stages", "micro-batches", "planned in"),
-)
+def _nats_text(nats: float | None) -> str:
+    return "" if nats is None else f", about {format_number(nats)} nats of KL divergence a token"
 
 
 def comparison_table(outcomes: Sequence[Outcome]) -> str:
@@ -296,8 +332,12 @@ def comparison_table(outcomes: Sequence[Outcome]) -> str:
     lines = []
     if plans:
         least_s = plans[0][1].estimate.objective_s
+        heads = (
+            *("method", "objective", "latency", *speed_heads(plans[0][1].workload)),
+            *("quality lost", "bits", "stages", "micro-batches", "planned in"),
+        )
         rows = [_row(method, plan, least_s) for method, plan in plans]
-        lines += [*aligned([_COMPARED, *rows]), ""]
+        lines += [*aligned([heads, *rows]), ""]
     lines += [
         f"{outcome.method}: no plan: {outcome.error}"
         for outcome in outcomes
@@ -311,9 +351,9 @@ def _row(method: str, plan: Plan, least_s: float) -> tuple[str, ...]:
     more = estimate.objective_s / least_s - 1 if least_s > 0 else 0.0
     return (
         method,
-        f"{estimate.objective_s:.4g} s (+{more:.1%})",
-        f"{estimate.latency_s:.4g} s",
-        f"{plan.throughput_tokens_per_s:.4g}",
+        f"{long_seconds(estimate.objective_s)} (+{more:.1%})",
+        long_seconds(estimate.latency_s),
+        *speed_cells(plan),
         f"{estimate.quality:.3g}",
         compact_bits(plan.bits),
         f"{sum(stage.num_layers > 0 for stage in plan.stages)} of {len(plan.cluster.devices)}",
@@ -383,8 +423,8 @@ def schedule_text(plan: Plan) -> list[str]:
     if found is not None:
         bound = "" if found.latency_bound_s is None else f" of {found.latency_bound_s:g} s allowed"
         lines.append(
-            f"expected       {found.requests_per_s:.3g} requests/s; {found.new_tokens} tokens take "
-            f"{format_seconds(found.latency_s)}{bound}"
+            f"expected       {format_number(found.requests_per_s)} requests/s; "
+            f"{found.new_tokens} tokens take {format_seconds(found.latency_s)}{bound}"
         )
     return lines
 
@@ -450,8 +490,8 @@ def _cost_text(plan: Plan, answer: Alternative) -> str:
     best = "the best plan" if answer.proven else "the best plan found"
     return (
         f"{best} that uses it costs {other.objective_s - now.objective_s:+.3g} s "
-        f"({other.objective_s:.4g} s: latency {other.latency_s:.4g} s, quality lost "
-        f"{other.quality:.3g})"
+        f"({long_seconds(other.objective_s)}: latency {long_seconds(other.latency_s)}, "
+        f"quality lost {other.quality:.3g})"
     )
 
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 
 from llmpq.cli.options import add_kernel_option
 from llmpq.dist import Hosts, Supervision
 from llmpq.dist.io.job import DEFAULT_STORE_LIMIT_BYTES, Rendezvous, Transport
+from llmpq.dist.launch.launcher import ranks_of_node
 from llmpq.dist.launch.supervisor import DRAIN_TIMEOUT_S
 from llmpq.dist.launch.task_environment import Task, started_task
 from llmpq.dist.metrics.measurement import Measurement
-from llmpq.dist.metrics.progress import BarProgress, RunProgress, SilentProgress
+from llmpq.dist.metrics.progress import BarProgress, Event, RunProgress, SilentProgress
 from llmpq.errors import SpecError, StoppedError
+from llmpq.spec.plan import Plan
 from llmpq.units import GIB
 
 DEFAULT_MAX_RESTARTS = 3
@@ -91,6 +94,57 @@ def run_progress(num_layers: int) -> Iterator[RunProgress]:
         yield progress
     finally:
         progress.close()
+
+
+class HostProgress:
+    """Progress of a run over several hosts, which says on each what it waits for.
+
+    Args:
+        inner: receives all events.
+        place: this host among those of the run.
+        plan: whose nodes are the hosts.
+        words: the command here, from which those of other hosts follow; ``None`` if a launcher
+            starts it everywhere.
+
+    Raises:
+        SpecError: the plan has another number of nodes.
+    """
+
+    def __init__(
+        self, inner: RunProgress, place: Hosts, plan: Plan, words: Sequence[str] | None
+    ) -> None:
+        ranks = ranks_of_node(plan, place.node_rank, place.num_nodes)
+        nodes = plan.nodes
+        self._inner = inner
+        self._name = f"host {place.node_rank} of {place.num_nodes} ({nodes[place.node_rank]})"
+        self._has_joined = False
+        address = "" if place.address is None else f" at {place.address[0]}:{place.address[1]}"
+        own = f"with {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+        if place.node_rank > 0:
+            self.say(f"{own}, connecting to host 0 ({nodes[0]}){address}")
+            return
+        for number, node in enumerate(nodes[1:], start=1):
+            start = "" if words is None else f"; start there: {_command_of(words, number)}"
+            self.say(f"{own}, waiting{address} for host {number} ({node}){start}")
+
+    def report(self, event: Event) -> None:
+        """Pass the event on; loading begins when all hosts have joined."""
+        if not self._has_joined:
+            self._has_joined = True
+            self.say("all hosts have joined")
+        self._inner.report(event)
+
+    def say(self, text: str) -> None:
+        """Print a line about this host."""
+        print(f"llmpq-dist: {self._name}: {text}", file=sys.stderr, flush=True)
+
+
+def _command_of(words: Sequence[str], number: int) -> str:
+    """Return the command for another host, given host 0's."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--node_rank")
+    rest = parser.parse_known_args(words)[1]
+    return shlex.join([*rest, "--node_rank", str(number)])
 
 
 def add_host_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:

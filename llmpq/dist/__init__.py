@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmpq.dist.engine.policy import schedule_of
-from llmpq.dist.io.job import Job, Rendezvous, check_plan
+from llmpq.dist.io.job import Job, Rendezvous, check_model
 from llmpq.dist.io.prompts import (
     Prompt,
     RequestLimits,
@@ -140,7 +140,7 @@ def check_job(job: Job) -> Plan:
     """Raise an error for what no rank could run; what needs a tokenizer is left to the ranks."""
     plan = read_plan(job.strategy)
     model = load_model_dir(job.model_dir)
-    check_plan(plan, job.model_dir, model.num_layers)
+    check_model(plan, job.model_dir, model)
     schedule_of(plan, job.schedule)
     check_transport(job.transport, topology_of(plan))
     _check_prompts(job, request_limits(plan, model, (), job.sampling))

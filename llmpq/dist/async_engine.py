@@ -28,7 +28,7 @@ from llmpq.dist.io.job import (
     EngineOptions,
     Job,
     Rendezvous,
-    check_plan,
+    check_model,
 )
 from llmpq.dist.io.sampling_params import StructuredOutputsParams
 from llmpq.dist.launch.rank_thread import CLOSE_TIMEOUT_S, RankThread
@@ -228,7 +228,7 @@ class AsyncEngine:
         """
         model_dir = absolute_model_path(model_dir)
         model = load_model_dir(model_dir)
-        check_plan(plan, model_dir, model.num_layers)
+        check_model(plan, model_dir, model)
         if plan.is_split:
             raise SpecError(
                 "plan: found stages of their own for prefill and decode, expected stages that do "

@@ -19,7 +19,7 @@ from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.dist.engine.policy import schedule_of
 from llmpq.dist.io.control_channel import ControlChannel, Message
 from llmpq.dist.io.draft_check import checked_speculation
-from llmpq.dist.io.job import EngineOptions, check_plan
+from llmpq.dist.io.job import EngineOptions, check_model
 from llmpq.dist.io.prompts import Prompt, RequestId, prompt_to_json
 from llmpq.dist.io.results import Result, result_from_fields
 from llmpq.dist.launch.rank_thread import CLOSE_TIMEOUT_S, RankThread
@@ -61,7 +61,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
         speculative_config: SpeculativeConfig | None = None,
         progress: RunProgress | None = None,
     ) -> None:
-        check_plan(plan, model_dir, load_model_dir(model_dir).num_layers)
+        check_model(plan, model_dir, load_model_dir(model_dir))
         schedule_of(plan, None)
         options = EngineOptions(
             speculative_config=checked_speculation(plan, speculative_config, model_dir)
@@ -179,6 +179,7 @@ class _SessionRanks:
         self._listener: socket.socket | None = None
         self._channel: ControlChannel | None = None
         self._error: BaseException | None = None
+        self._is_reported = False  # whether the caller has had the error
 
     def start(self, **options: Any) -> None:
         """Start the ranks; the master connects while it starts. ``options`` are those of a job."""
@@ -204,7 +205,9 @@ class _SessionRanks:
         error = self._error
         if error is None or isinstance(error, StoppedError):
             return StageError("the pipeline is closed; make a new one")
-        self._error = StageError(f"the pipeline has ended, make a new one; its error was: {error}")
+        if self._is_reported:
+            return StageError(f"the pipeline has ended, make a new one; its error was: {error}")
+        self._is_reported = True
         return error
 
     def stop(self, timeout_s: float = 0.0) -> None:

@@ -1,17 +1,18 @@
-"""Evaluate a model at given bits and compare it with the model at 16 bits."""
+"""Evaluate a model at given bits, or several variants, against the model at 16 bits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from llmpq.dist.metrics.progress import RunProgress
+from llmpq.dist.metrics.progress import RunProgress, SilentProgress
 from llmpq.errors import SpecError
 from llmpq.evals.pipeline import pipeline_hidden
 from llmpq.evals.score import Quality, perplexity_and_kl
@@ -62,6 +63,24 @@ class EvalTask:
     step_timeout_s: float = 10.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A model to compare: bits of every layer, or a GPTQ checkpoint instead."""
+
+    name: str
+    bits: tuple[int, ...]
+    quantized: Path | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """Quality of a variant, and the seconds that it took, with loading."""
+
+    name: str
+    quality: Quality
+    seconds: float
+
+
 def evaluate(task: EvalTask, bars: Bars, progress: RunProgress) -> dict[str, Any]:
     """Return perplexity, divergence from 16 bits, and the perplexity at 16 bits.
 
@@ -74,93 +93,139 @@ def evaluate(task: EvalTask, bars: Bars, progress: RunProgress) -> dict[str, Any
         SpecError: the text or the checkpoint does not match the model.
         StageError: a rank failed.
     """
-    windows = read_windows(
-        task.model_dir,
-        task.text,
-        window=task.window,
-        rows=task.rows,
-        max_tokens=task.max_tokens,
-    )
-    is_auto = task.dtype == "auto"
-    dtype = Checkpoint(task.model_dir).dtype if is_auto else getattr(torch, task.dtype)
-    device = open_device(torch.device(task.device))
-    master = load_master(task.model_dir, dtype=dtype, device=device)
-    run = _Run(task=task, windows=windows, dtype=dtype, device=device, bars=bars)
-    reference = run.stream(
-        run.layers(task.model_dir, (16,) * len(task.bits)), master, None, "16 bit"
-    )
-    if task.quantized is not None:
-        found = _of_checkpoint(run, task.quantized, master, reference)
-    else:
-        if task.plan is not None:
-            states = run.pipeline(task.plan, progress)
-        elif set(task.bits) == {16} and task.kv_bits is None:
-            states = reference
-        else:
-            states = run.stream(
-                run.layers(task.model_dir, task.bits), master, task.kv_bits, "model"
-            )
-        bits = 16 if task.plan is None else task.plan.head_width
-        head = (
-            master
-            if bits == 16
-            else load_master(
-                task.model_dir, dtype=dtype, device=device, head_bits=bits, backend=task.kernel
-            )
-        )
-        found = perplexity_and_kl(head, windows, states, reference, reference_master=master)
-    own = perplexity_and_kl(master, windows, reference)
-    return {**found.to_json(), "perplexity_16bit": own.perplexity}
+    reference = _Reference.of(task, bars)
+    found = reference.quality_of(task, progress)
+    return {**found.to_json(), "perplexity_16bit": reference.own_quality().perplexity}
+
+
+def compare(
+    task: EvalTask,
+    variants: Sequence[Variant],
+    bars: Bars,
+    now: Callable[[], float] = time.monotonic,
+) -> Iterator[Compared]:
+    """Evaluate variants of a model on one text; the model at 16 bits is computed once.
+
+    Args:
+        task: the arguments; bits and checkpoint are those of each variant.
+        variants: in the order of the results.
+        bars: progress bars of the passes.
+        now: the clock, in seconds.
+
+    Yields:
+        The model at 16 bits, then every variant.
+
+    Raises:
+        SpecError: the text or a checkpoint does not match the model.
+    """
+    start_s = now()
+    reference = _Reference.of(task, bars)
+    own = replace(reference.own_quality(), kl_to_16bit=0.0)
+    yield Compared(name="reference", quality=own, seconds=now() - start_s)
+    for variant in variants:
+        start_s = now()
+        one = replace(task, bits=variant.bits, quantized=variant.quantized)
+        found = reference.quality_of(one, SilentProgress())
+        yield Compared(name=variant.name, quality=found, seconds=now() - start_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
-    task: EvalTask
+class _Reference:
+    """The text, and the hidden states of the model at 16 bits."""
+
     windows: Windows
     dtype: torch.dtype
     device: torch.device
     bars: Bars
+    master: Master
+    states: list[Tensor]
 
-    def layers(self, model_dir: Path, bits: Sequence[int | None]) -> LayerSource:
-        return LayerSource(
-            model_dir=model_dir,
+    @classmethod
+    def of(cls, task: EvalTask, bars: Bars) -> _Reference:
+        windows = read_windows(
+            task.model_dir,
+            task.text,
+            window=task.window,
+            rows=task.rows,
+            max_tokens=task.max_tokens,
+        )
+        is_auto = task.dtype == "auto"
+        dtype = Checkpoint(task.model_dir).dtype if is_auto else getattr(torch, task.dtype)
+        device = open_device(torch.device(task.device))
+        master = load_master(task.model_dir, dtype=dtype, device=device)
+        bits = (16,) * len(task.bits)
+        layers = LayerSource(
+            model_dir=task.model_dir, bits=bits, dtype=dtype, device=device, backend=task.kernel
+        )
+        with bars("16 bit") as show:
+            states = stream_hidden(layers, master, windows, progress=show)
+        return cls(
+            windows=windows, dtype=dtype, device=device, bars=bars, master=master, states=states
+        )
+
+    def own_quality(self) -> Quality:
+        return perplexity_and_kl(self.master, self.windows, self.states)
+
+    def quality_of(self, task: EvalTask, progress: RunProgress) -> Quality:
+        """Return the quality of what a task asks for."""
+        if task.quantized is not None:
+            return self._of_checkpoint(task, task.quantized)
+        if task.plan is not None:
+            states = self._pipeline(task, task.plan, progress)
+        elif set(task.bits) == {16} and task.kv_bits is None:
+            states = self.states
+        else:
+            states = self._stream(task, task.model_dir, task.bits, self.master)
+        bits = 16 if task.plan is None else task.plan.head_width
+        head = (
+            self.master
+            if bits == 16
+            else load_master(
+                task.model_dir,
+                dtype=self.dtype,
+                device=self.device,
+                head_bits=bits,
+                backend=task.kernel,
+            )
+        )
+        return self._scored(head, states)
+
+    def _of_checkpoint(self, task: EvalTask, folder: Path) -> Quality:
+        """Score a quantized checkpoint, which has its own embedding and head."""
+        num_layers = GptqCheckpoint(folder).config.num_hidden_layers
+        if num_layers != len(task.bits):
+            raise SpecError(
+                f"{folder}: found {num_layers} layers, expected the {len(task.bits)} of "
+                f"{task.model_dir}"
+            )
+        master = load_master(folder, dtype=self.dtype, device=self.device)
+        return self._scored(master, self._stream(task, folder, (None,) * num_layers, master))
+
+    def _scored(self, master: Master, states: list[Tensor]) -> Quality:
+        return perplexity_and_kl(
+            master, self.windows, states, self.states, reference_master=self.master
+        )
+
+    def _stream(
+        self, task: EvalTask, folder: Path, bits: Sequence[int | None], master: Master
+    ) -> list[Tensor]:
+        layers = LayerSource(
+            model_dir=folder,
             bits=bits,
             dtype=self.dtype,
             device=self.device,
-            backend=self.task.kernel,
+            backend=task.kernel,
         )
+        with self.bars("model") as show:
+            return stream_hidden(layers, master, self.windows, kv_bits=task.kv_bits, progress=show)
 
-    def stream(
-        self, layers: LayerSource, master: Master, kv_bits: int | None, label: str
-    ) -> list[Tensor]:
-        with self.bars(label) as show:
-            return stream_hidden(layers, master, self.windows, kv_bits=kv_bits, progress=show)
-
-    def pipeline(self, plan: Plan, progress: RunProgress) -> list[Tensor]:
+    def _pipeline(self, task: EvalTask, plan: Plan, progress: RunProgress) -> list[Tensor]:
         states = pipeline_hidden(
             plan,
-            self.task.model_dir,
+            task.model_dir,
             self.windows,
-            step_timeout_s=self.task.step_timeout_s,
+            step_timeout_s=task.step_timeout_s,
             progress=progress,
-            kernel=self.task.kernel,
+            kernel=task.kernel,
         )
         return [state.to(self.device) for state in states]
-
-
-def _of_checkpoint(
-    run: _Run, folder: Path, reference_master: Master, reference: list[Tensor]
-) -> Quality:
-    """Score a quantized checkpoint, which has its own embedding and head."""
-    num_layers = GptqCheckpoint(folder).config.num_hidden_layers
-    if num_layers != len(run.task.bits):
-        raise SpecError(
-            f"{folder}: found {num_layers} layers, expected the {len(run.task.bits)} of "
-            f"{run.task.model_dir}"
-        )
-    master = load_master(folder, dtype=run.dtype, device=run.device)
-    layers = run.layers(folder, (None,) * num_layers)
-    states = run.stream(layers, master, run.task.kv_bits, "model")
-    return perplexity_and_kl(
-        master, run.windows, states, reference, reference_master=reference_master
-    )

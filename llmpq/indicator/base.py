@@ -23,6 +23,7 @@ from llmpq.quant.checkpoint.reader import is_gptq
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.precision import BITS, default_precision
 from llmpq.spec.sensitivity import (
+    NATS_KEY,
     SHAPES_KEY,
     WEIGHTS_KEY,
     SensitivityTable,
@@ -171,6 +172,8 @@ def sensitivity_table(
             provenance.pop(key, None)
     normalised = normalise(monotone(scores), str(subject.model_dir))
     unit = sum(monotone(scores)[UNIT_BITS])
+    if method == "divergence":  # its scores are nats
+        provenance[NATS_KEY] = f"{unit:.6g}"
     raised = monotone({} if head is None else {width: (value,) for width, value in head.items()})
     return SensitivityTable(
         model=model.name,

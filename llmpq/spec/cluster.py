@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar
 from llmpq.errors import SpecError
 from llmpq.spec.codec import Rule, from_json
 from llmpq.spec.devices.figures import DeviceEntry, DeviceSpec, check_unique
-from llmpq.spec.fields import SCHEMA, Fields, read_json
+from llmpq.spec.fields import SCHEMA, read_fields
 from llmpq.spec.precision import Dtype
 from llmpq.units import format_bytes
 
@@ -222,7 +222,7 @@ def host_text(device: DeviceGroup) -> str:
 def load_cluster(path: str | Path) -> Cluster:
     """Read a cluster file; relative ``profile`` paths are resolved against its folder."""
     path = Path(path)
-    cluster = from_json(Cluster, Fields(read_json(path), str(path)))
+    cluster = from_json(Cluster, read_fields(path, "cluster"))
 
     def placed(group: DeviceGroup) -> DeviceGroup:
         profile = None if group.profile is None else str(path.parent / group.profile)

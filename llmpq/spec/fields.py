@@ -18,14 +18,23 @@ import stat
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from llmpq.errors import SpecError, bad_field
+from llmpq.errors import SpecError, bad_field, missing_field
 
 T = TypeVar("T", bound=str)
 
 MAX_FILE_BYTES = 64 * 1024 * 1024
 SCHEMA = 1
+FileKind = Literal["strategy", "fleet", "cluster", "sensitivity", "workload"]
+_KINDS: dict[FileKind, tuple[str, str]] = {
+    "strategy": ("stages", "llmpq-algo makes one"),
+    "fleet": ("replicas", "llmpq-algo --replicas makes one"),
+    "cluster": ("nodes", "it lists your devices"),
+    "sensitivity": ("omega", "llmpq-indicator makes one"),
+    "workload": ("prompt_tokens", "it has batch, prompt_tokens and new_tokens"),
+}
+"""Field by which a kind of file is known, in this order, and where such a file comes from."""
 _STANDARD_OUTPUT = 1
 LFS_BYTES = 24
 """Bytes at the start of a file that :func:`check_downloaded` needs."""
@@ -74,7 +83,7 @@ class Fields:
     def take(self, field: str) -> Any:
         """Return the raw value of a required field."""
         if field not in self._left:
-            raise bad_field(self.where, self.name_of(field), "nothing", "this field to be present")
+            raise missing_field(self.where, self.name_of(field))
         return self._left.pop(field)
 
     def text(self, field: str, choices: Iterable[str] | None = None) -> str:
@@ -170,6 +179,21 @@ class Fields:
     def _present(self, field: str) -> bool:
         self.drop_null(field)
         return field in self._left
+
+
+def read_fields(path: str | Path, kind: FileKind) -> Fields:
+    """Read a JSON file of some kind.
+
+    Raises:
+        SpecError: it cannot be read, or is a file of another kind.
+    """
+    value = read_json(path)
+    found = [
+        one for one, (field, _) in _KINDS.items() if isinstance(value, dict) and field in value
+    ]
+    if found and kind not in found:
+        raise SpecError(f"{path}: is a {found[0]} file, expected a {kind} file ({_KINDS[kind][1]})")
+    return Fields(value, str(path))
 
 
 def read_json(path: str | Path, *, allows_constants: bool = False) -> Any:

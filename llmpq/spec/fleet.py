@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar
 from llmpq.errors import SpecError
 from llmpq.spec.cluster import Cluster
 from llmpq.spec.codec import Rule, from_json, to_json
-from llmpq.spec.fields import SCHEMA, Fields, dump_json, read_json, write_text
+from llmpq.spec.fields import SCHEMA, dump_json, read_fields, write_text
 from llmpq.spec.plan import Plan, Status, read_plan
 
 
@@ -125,7 +125,7 @@ class Fleet:
 
 def read_fleet(path: str | Path) -> Fleet:
     """Read a fleet file; ``SpecError`` names the file and the field."""
-    return from_json(Fleet, Fields(read_json(path), str(path)))
+    return from_json(Fleet, read_fields(path, "fleet"))
 
 
 def write_fleet(path: str | Path, fleet: Fleet) -> None:

@@ -15,14 +15,16 @@ from typing import Annotated, ClassVar, Literal
 from llmpq.errors import SpecError
 from llmpq.spec.cluster import Cluster, Device
 from llmpq.spec.codec import Rule, from_json, to_json
-from llmpq.spec.fields import SCHEMA, Fields, dump_json, read_json, write_text
+from llmpq.spec.fields import SCHEMA, dump_json, read_fields, write_text
 from llmpq.spec.precision import BITS, Dtype, Phase
 from llmpq.spec.schedule import PlannedDraft, Schedule
 from llmpq.spec.workload import Workload
-from llmpq.units import format_bytes, format_seconds
+from llmpq.units import format_bytes, format_number, format_seconds
 
 Status = Literal["optimal", "feasible"]
 Formula = Literal["steady", "paper"]
+QUALITY_UNIT = "quality_unit"
+"""Input of a plan: what a loss of 1 is, such as ``0.018 nats``, if the table measured that."""
 PREFILL_BUFFERS = 2
 """Micro-batches that a stage which only prefills has slots for: one computed, one being sent."""
 
@@ -248,6 +250,15 @@ class Plan:
         _check_stages(self)
         _check_sizes(self)
 
+    def __repr__(self) -> str:
+        """Return the plan in a line; :meth:`summary` has more."""
+        bits = Counter(self.bits)
+        widths = " ".join(f"{bits[width]}x{width}" for width in sorted(bits, reverse=True))
+        return (
+            f"<Plan of {self.model.name} on {self.cluster.name}: {len(self.stages)} stages, "
+            f"{widths} bits, {format_seconds(self.estimate.predicted_s)}>"
+        )
+
     @property
     def throughput_tokens_per_s(self) -> float:
         """Generated tokens per predicted second."""
@@ -264,6 +275,36 @@ class Plan:
         times = [max(stage.decode_s, stage.send_decode_s) for stage in self.estimate.stages]
         rounds = math.ceil(self.workload.batch / self.micro_batching.decode)
         return max(sum(times), rounds * max(times))
+
+    @property
+    def first_token_s(self) -> float:
+        """Predicted seconds from a prompt to its first token, without other requests."""
+        stages = [self.estimate.stages[rank] for rank in self.path(Phase.PREFILL)]
+        return sum(stage.prefill_s + stage.send_prefill_s for stage in stages)
+
+    @property
+    def answer_tokens_per_s(self) -> float | None:
+        """Predicted tokens a second of one answer, while the whole batch decodes.
+
+        ``None`` for answers of one token.
+        """
+        round_s = self.decode_round_s
+        return 1 / round_s if self.workload.new_tokens > 1 and round_s > 0 else None
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """Predicted tokens a second of all answers, while the whole batch decodes."""
+        own = self.answer_tokens_per_s
+        return None if own is None else own * self.workload.batch
+
+    @property
+    def divergence_nats(self) -> float | None:
+        """Estimated KL divergence of a token from the unquantized model.
+
+        ``None`` where the quality was not measured as a divergence.
+        """
+        unit = dict(self.provenance.inputs).get(QUALITY_UNIT)
+        return None if unit is None else self.estimate.quality * float(unit.split()[0])
 
     @property
     def bits(self) -> tuple[int, ...]:
@@ -322,6 +363,11 @@ class Plan:
         return (*(stage.device for stage in self.stages), *drafts)
 
     @property
+    def nodes(self) -> tuple[str, ...]:
+        """Nodes of its ranks, each once, in the order of the pipeline."""
+        return tuple(dict.fromkeys(self.cluster.devices[one].node for one in self.rank_devices))
+
+    @property
     def draft_rank(self) -> int | None:
         """Rank of the draft model's own process; ``None`` where it runs in that of rank 0."""
         return len(self.stages) if len(self.rank_devices) > len(self.stages) else None
@@ -342,14 +388,29 @@ class Plan:
                 f"[{stage.first_layer}, {stage.end_layer}), bits {bits or 'none'}{form}, "
                 f"{format_bytes(cost.memory.total)} of {format_bytes(cost.capacity_bytes)}"
             )
-        tokens = work.batch * work.new_tokens
         lines.append(
-            f"predicted: {format_seconds(estimate.predicted_s)}, "
-            f"{tokens / estimate.predicted_s if estimate.predicted_s > 0 else 0:.4g} tokens/s; "
-            f"quality loss {estimate.quality:.3g} (1 is every layer at 4 bits); "
-            f"{self.search.status}"
+            f"predicted: {format_seconds(estimate.predicted_s)}; {self.speed_text()}; "
+            f"quality loss {self.quality_text()}; {self.search.status}"
         )
         return "\n".join(lines)
+
+    def speed_text(self) -> str:
+        """Return the time to the first token, and tokens a second of one answer and of all."""
+        parts = [f"first token {format_seconds(self.first_token_s)}"]
+        forecast, batch = self.estimate.forecast, self.workload.batch
+        if forecast is not None and batch > self.micro_batching.prefill:
+            parts[0] += f" (last of {batch}: {format_seconds(forecast.prefill_s)})"
+        if (own := self.answer_tokens_per_s) is not None:
+            parts.append(f"one answer {format_number(own)} tokens/s")
+            if batch > 1:
+                parts.append(f"all {batch} together {format_number(own * batch)}")
+        return ", ".join(parts)
+
+    def quality_text(self) -> str:
+        """Return the loss of quality, and its divergence where that is known."""
+        nats = self.divergence_nats
+        known = "" if nats is None else f", about {format_number(nats)} nats of KL divergence"
+        return f"{self.estimate.quality:.3g} (1 is every layer at 4 bits{known})"
 
     def save(self, path: str | Path) -> None:
         """Write the plan as a strategy file."""
@@ -487,7 +548,7 @@ def handovers_of(plan: Plan) -> tuple[Handover, ...]:
 
 def read_plan(path: str | Path) -> Plan:
     """Read and validate a strategy file; ``SpecError`` names the file and the field."""
-    return from_json(Plan, Fields(read_json(path), str(path)))
+    return from_json(Plan, read_fields(path, "strategy"))
 
 
 def write_plan(path: str | Path, plan: Plan) -> None:

@@ -9,19 +9,21 @@ that the files are intact.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from llmpq.errors import SpecError
+from llmpq.errors import SpecError, bad_field
 from llmpq.spec.codec import Rule, from_json, to_json
-from llmpq.spec.fields import SCHEMA, Fields, digest_of, dump_json, read_json, write_text
+from llmpq.spec.fields import SCHEMA, digest_of, dump_json, read_fields, write_text
 from llmpq.spec.gguf.header import find_gguf, read_header
 from llmpq.spec.model import ModelSpec
 
 SHAPES_KEY = "shapes_sha256"
 WEIGHTS_KEY = "weights_sha256"
+NATS_KEY = "unit_nats"
 
 _SAMPLES = 64
 _SAMPLE_BYTES = 4096
@@ -99,6 +101,25 @@ class SensitivityTable:
             )
         return known[bits] / self._unit()
 
+    @property
+    def unit_nats(self) -> float | None:
+        """KL divergence of a token, in nats, that a normalised loss of 1 stands for.
+
+        ``None`` where the table does not state it.
+
+        Raises:
+            SpecError: it states something else than a number.
+        """
+        stated = dict(self.provenance).get(NATS_KEY)
+        try:
+            found = None if stated is None else float(stated)
+        except (TypeError, ValueError):
+            found = math.nan
+        if found is not None and not 0 < found < math.inf:
+            where = f"sensitivity table of {self.model}"
+            raise bad_field(where, f"provenance.{NATS_KEY}", stated, "a positive number of nats")
+        return found
+
     def _unit(self) -> float:
         """Return the sum of the 4-bit column."""
         unit = sum(dict(self.omega).get(4, ()))
@@ -112,7 +133,7 @@ class SensitivityTable:
 
 def read_sensitivity(path: str | Path) -> SensitivityTable:
     """Read a sensitivity JSON file."""
-    table = from_json(SensitivityTable, Fields(read_json(path), str(path)))
+    table = from_json(SensitivityTable, read_fields(path, "sensitivity"))
     return replace(table, provenance=tuple((key, str(value)) for key, value in table.provenance))
 
 

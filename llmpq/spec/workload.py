@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 
 from llmpq.errors import SpecError
 from llmpq.spec.codec import Rule, from_json
-from llmpq.spec.fields import SCHEMA, Fields, read_json
+from llmpq.spec.fields import SCHEMA, read_fields
 
 MAX_BATCH = 1_000_000
 MAX_TOKENS = 10_000_000
@@ -58,4 +58,4 @@ class Workload:
 
 def load_workload(path: str | Path) -> Workload:
     """Read a workload file."""
-    return from_json(Workload, Fields(read_json(path), str(path)))
+    return from_json(Workload, read_fields(path, "workload"))

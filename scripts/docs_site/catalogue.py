@@ -9,6 +9,7 @@ from typing import Any
 
 from llmpq.spec import catalog
 from llmpq.spec.huggingface.families import model_types
+from llmpq.units import GIB, KIB
 from scripts.docs_site import fit_table
 
 SCHEMAS = Path(__file__).resolve().parents[2] / "llmpq" / "spec" / "schema"
@@ -41,30 +42,37 @@ def families() -> str:
         "run": TESTED - planned,
     }
     lines = ["| | families |", "| --- | --- |"]
-    for title, names in groups.items():
-        lines.append(f"| {title} | {', '.join(f'`{name}`' for name in sorted(names))} |")
+    lines += [
+        f"| {title} | {', '.join(f'`{name}`' for name in sorted(names))} |"
+        for title, names in groups.items()
+        if names
+    ]
     return "\n".join(lines)
 
 
 def models() -> str:
     """Return a table of all models: parameters, bytes of weights and of a cached token."""
-    lines = ["| name | parameters | weights, bytes | cache, bytes a token |", "|" + " --- |" * 4]
+    lines = ["| name | parameters, 10^9 | weights, GiB | cache, KiB a token |", "|" + " --- |" * 4]
     for name in sorted(catalog.model_names(), key=str.lower):
         model = catalog.model(name)
         values = sum(layer.kv_values_per_token for layer in model.layers)
-        sizes = (model.parameters, VALUE_BYTES * model.parameters, VALUE_BYTES * values)
-        lines.append(f"| `{name}` | {' | '.join(f'{size:,}' for size in sizes)} |")
+        billions, gib = model.parameters / 1e9, VALUE_BYTES * model.parameters / GIB
+        cache = VALUE_BYTES * values / KIB
+        lines.append(f"| `{name}` | {billions:.3f} | {gib:.2f} | {cache:,.0f} |")
     return "\n".join(lines)
 
 
 def devices() -> str:
     """Return a table of all devices."""
-    lines = ["| type | memory | 16-bit arithmetic | memory bandwidth |", "|" + " --- |" * 4]
+    lines = [
+        "| type | memory, GiB | 16-bit arithmetic, TFLOP/s | memory bandwidth, GB/s |",
+        "|" + " --- |" * 4,
+    ]
     for device in _read("devices.json")["devices"]:
         rate = max(device["flops"].values())
         lines.append(
-            f"| `{device['type']}` | {device['memory_bytes'] / 2**30:.0f} GiB | "
-            f"{rate / 1e12:.3g} TFLOP/s | {device['memory_bytes_per_s'] / 1e9:.0f} GB/s |"
+            f"| `{device['type']}` | {device['memory_bytes'] / GIB:.0f} | "
+            f"{rate / 1e12:,.1f} | {device['memory_bytes_per_s'] / 1e9:,.0f} |"
         )
     return "\n".join(lines)
 

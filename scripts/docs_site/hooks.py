@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from scripts.docs_site import catalogue, cli_reference, evidence, glossary, kernels
+from scripts.docs_site import (
+    alignment,
+    catalogue,
+    cli_reference,
+    evidence,
+    glossary,
+    kernels,
+)
 
 COMMANDS = "<!-- commands -->"
 
@@ -13,6 +20,6 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replace the markers of a page by what is generated."""
     if COMMANDS in markdown:
         markdown = markdown.replace(COMMANDS, cli_reference.reference())
-    for module in (catalogue, kernels, evidence, glossary):
+    for module in (catalogue, kernels, evidence, glossary, alignment):
         markdown = module.expand(markdown)
     return markdown

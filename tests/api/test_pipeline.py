@@ -138,6 +138,8 @@ def test_a_stream_yields_every_token_and_the_text_of_generate(pipeline):
         ("", "prompt 0: field 'prompt'"),
         ([[]], "prompt 0: field 'prompt_token_ids'"),
         ("w1 \udc80", "prompt 0: field 'prompt'"),
+        (None, "prompts: found None, expected a text or a list of token ids"),
+        ([1, 2], r"prompts\[0\]: found 1, expected a text or a list of token ids"),
     ],
 )
 def test_a_bad_prompt_refuses_its_call_alone(pipeline, expected, prompts, message):

@@ -11,6 +11,8 @@ from llmpq.profiler.device import host_cpu, with_host_cpu
 from llmpq.spec.cluster import load_cluster
 from llmpq.spec.fields import dump_json
 from llmpq.spec.plan import plan_text
+from llmpq.spec.workload import Workload
+from llmpq.units import format_seconds
 
 WORKLOAD = {"batch": 4, "prompt": 16, "new": 8}
 
@@ -62,12 +64,28 @@ def test_a_plan_is_saved_read_and_summarized(tiny_model, tmp_path):
         ({"cluster": {"schema": 1, "name": "x"}}, "cluster: field 'nodes'"),
         ({"device_names": ["T4-16G"], "device_numbers": [1], "dtype": "int9"}, "dtype: found"),
         ({"device_names": ["T4-16G"], "device_numbers": [1], "speed": 9}, "found option 'speed'"),
+        ({"device_names": ["T4-16G"], "qualty_budget": 1}, "did you mean 'quality_budget'?"),
+        ({"device_names": ["T4-16G"], "device_numbers": 2}, "device_numbers: found 2, expected"),
+        ({"device_names": "T4-16G"}, "device_names: found 'T4-16G', expected a list"),
         ({"device_names": ["T4-16G"], "device_numbers": [1], "kv_bits": 4}, "kv_bits: found 4"),
     ],
 )
 def test_bad_arguments_are_named(options, message):
     with pytest.raises(SpecError, match=message):
         plan("facebook/opt-30b", **WORKLOAD, **options)
+
+
+def test_a_batch_and_numbers_of_devices_have_defaults():
+    found = plan("facebook/opt-1.3b", device_names=["T4-16G"])
+    assert found.workload == Workload(batch=1, prompt_tokens=512, new_tokens=128)
+    assert len(found.cluster.devices) == 1
+
+
+def test_a_plan_is_shown_in_a_line():
+    found = plan("facebook/opt-1.3b", device_names=["T4-16G"], bits=(8,))
+    seconds = format_seconds(found.estimate.predicted_s)
+    expected = f"<Plan of facebook/opt-1.3b on t4-16gx1: 1 stages, 24x8 bits, {seconds}>"
+    assert repr(found) == expected
 
 
 def test_unknown_names_of_the_package_are_attribute_errors():

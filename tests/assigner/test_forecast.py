@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from llmpq.assigner import forecast as forecast_module
 from llmpq.assigner import make_plan
-from llmpq.assigner.forecast import forecast
+from llmpq.assigner.forecast import forecast, forecast_run
 from llmpq.assigner.request import costs_of
 from llmpq.costmodel.tables.profiles import StageOverhead
 from llmpq.sim.engine_costs import PlanEngineCosts, StepShape
@@ -20,6 +20,8 @@ from llmpq.spec.cluster import LinkSpec
 from llmpq.spec.codec import from_json, to_json
 from llmpq.spec.fields import Fields
 from llmpq.spec.plan import MicroBatching, Plan, StageAssignment
+from llmpq.spec.schedule import Schedule
+from llmpq.spec.trace import TraceRequest
 from llmpq.spec.workload import Workload
 
 WORK = Workload(batch=8, prompt_tokens=64, new_tokens=30)
@@ -177,3 +179,55 @@ def test_every_trip_of_one_micro_batch_takes_every_link_once(factor):
     assert latency(1e-3 * factor) == pytest.approx(
         latency(1e-3) + 30 * 2 * 1e-3 * (factor - 1), rel=1e-6
     )
+
+
+HYBRID = Schedule(policy="hybrid")
+
+
+def requests(count, prompt_tokens=WORK.prompt_tokens, new_tokens=WORK.new_tokens):
+    one = TraceRequest(arrival_s=0.0, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
+    return [one] * count
+
+
+def test_the_planned_requests_have_the_plan_s_forecast():
+    planned, found = PLAN.estimate.forecast, forecast_run(PLAN, COSTS, requests(8), schedule=HYBRID)
+    assert found.latency_s == pytest.approx(planned.latency_s, rel=1e-3)
+    assert found.prefill_s == pytest.approx(planned.prefill_s, rel=1e-3)
+    for own, other in zip(found.stages, planned.stages, strict=True):
+        assert own.prefill_s == pytest.approx(other.prefill_s, rel=1e-3)
+        assert own.decode_s == pytest.approx(other.decode_s, rel=1e-2)  # median, not middle round
+        assert own.decode_busy_s == pytest.approx(other.decode_busy_s, rel=1e-3)
+
+
+def test_other_requests_have_a_forecast_of_their_own():
+    planned = PLAN.estimate.forecast.latency_s
+    more = forecast_run(PLAN, COSTS, requests(40), schedule=HYBRID).latency_s
+    assert 4 * planned < more < 5.1 * planned
+    short = forecast_run(PLAN, COSTS, requests(8, 4, 3), schedule=HYBRID).latency_s
+    assert short < planned / 5
+
+
+def test_the_plan_s_own_seconds_count_where_its_tables_are_not_here():
+    plan = plan_with((LAYERS,), 8, 8)
+    stage = replace(PLAN.estimate.stages[0], prefill_s=4.0, decode_s=0.5)
+    plan = replace(plan, estimate=replace(plan.estimate, stages=(stage,)))
+    found = forecast_run(plan, COSTS, requests(8), schedule=HYBRID)
+    assert found.prefill_s == pytest.approx(4.0)
+    assert found.latency_s == pytest.approx(4.0 + 29 * 0.5, rel=1e-3)
+    assert found.stages[0].prefill_s == pytest.approx(4.0)
+
+
+def test_a_part_of_a_long_run_stands_for_the_whole(monkeypatch):
+    whole = forecast_run(PLAN, COSTS, requests(400), schedule=HYBRID).latency_s
+    monkeypatch.setattr(forecast_module, "MAX_RUN_STEPS", 2000)
+    part = forecast_run(PLAN, COSTS, requests(400), schedule=HYBRID).latency_s
+    assert part == pytest.approx(whole, rel=0.05)
+    assert part != whole
+    monkeypatch.setattr(forecast_module, "MAX_RUN_STEPS", 100)
+    assert forecast_run(PLAN, COSTS, requests(400), schedule=HYBRID) is None
+
+
+def test_a_plan_without_seconds_has_no_forecast():
+    plan = replace(PLAN, estimate=replace(PLAN.estimate, latency_s=0.0))
+    assert forecast_run(plan, COSTS, requests(8), schedule=HYBRID) is None
+    assert forecast_run(PLAN, COSTS, [], schedule=HYBRID) is None

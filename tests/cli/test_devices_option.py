@@ -63,7 +63,7 @@ def test_a_cluster_file_may_describe_its_devices(capsys):
         (["--device_names", "attic card", "--device_numbers", "1", "--devices", "none.json"],
          "none.json: no such file"),
         (["--device_names", "attic card", "--device_numbers", "1", "--devices", "bad.json"],
-         "bad.json: device type 'attic card': field 'memory_bytes': found 'nothing'"),
+         "bad.json: device type 'attic card': field 'memory_bytes' is missing"),
     ],
 )  # fmt: skip
 def test_a_wrong_description_names_file_and_field(argv, message, capsys):

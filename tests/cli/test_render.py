@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 from helpers.builders import cluster_of, plan_request
@@ -18,14 +19,20 @@ from llmpq.cli.render import (
     comparison_table,
     format_text,
     front_table,
+    long_seconds,
     memory_pair,
     plan_record,
     plan_table,
+    speed_cells,
+    speed_heads,
 )
-from llmpq.errors import InfeasibleError
+from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 from llmpq.spec.lengths import constant
 from llmpq.spec.plan import read_plan, write_plan
+from llmpq.spec.sensitivity import SensitivityTable
+from llmpq.spec.workload import Workload
+from llmpq.units import format_number, format_seconds
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 MIB, GIB = 2**20, 2**30
@@ -91,6 +98,59 @@ def test_plan_table_shows_the_phase_of_split_stages() -> None:
     assert found == [stage.phase.value for stage in split.stages]
     assert set(found) == {"prefill", "decode"}
     assert [one["phase"] for one in plan_record(split, None)["stages"]] == found
+
+
+def test_speed_is_the_first_token_one_answer_and_all_of_them() -> None:
+    plan = make_plan(plan_request())
+    round_s, batch = plan.decode_round_s, plan.workload.batch
+    record = plan_record(plan, None)
+    assert record["answer_tokens_per_s"] == pytest.approx(1 / round_s)
+    assert record["decode_tokens_per_s"] == pytest.approx(batch / round_s)
+    stages = plan.estimate.stages
+    first_s = sum(stage.prefill_s + stage.send_prefill_s for stage in stages)
+    assert record["time_to_first_token_s"] == pytest.approx(first_s)
+    each, every = format_number(1 / round_s), format_number(batch / round_s)
+    line = f"one answer {each} tokens/s, all {batch} together {every}"
+    assert line in plan_table(plan, {})
+    assert speed_heads(plan.workload) == ("first token", "tokens/s each", f"tokens/s all {batch}")
+    assert speed_cells(plan) == (format_seconds(first_s), each, every)
+
+
+def test_speed_of_one_sequence_and_of_one_token_each() -> None:
+    alone = make_plan(plan_request(workload=Workload(batch=1, prompt_tokens=64, new_tokens=4)))
+    assert len(speed_cells(alone)) == len(speed_heads(alone.workload)) == 2
+    assert "together" not in alone.speed_text()
+    short = make_plan(plan_request(workload=Workload(batch=4, prompt_tokens=64, new_tokens=1)))
+    assert short.answer_tokens_per_s is None
+    assert speed_cells(short)[1:] == ("-", "-")
+    assert "answer" not in short.speed_text()
+
+
+def test_quality_is_a_divergence_where_the_table_knows_its_unit() -> None:
+    layers = plan_request().model.num_layers
+    omega = tuple(
+        (bits, (share / layers,) * layers) for bits, share in ((3, 4.0), (4, 1.0), (8, 0.1))
+    )
+    known = SensitivityTable(
+        model="m", method="divergence", omega=omega, provenance=(("unit_nats", "0.02"),)
+    )
+    plan = make_plan(plan_request(sensitivity=known, bits=(4,)))
+    assert plan.divergence_nats == pytest.approx(0.02)
+    assert "about 0.02 nats of KL divergence" in plan_table(plan, {})
+    assert "about 0.02 nats" in plan.summary()
+    assert plan_record(plan, None)["divergence_nats"] == pytest.approx(0.02)
+    assert front_table([plan], ["p.json"]).splitlines()[2].split()[3:5] == ["KL,", "nats"]
+    plain = make_plan(plan_request(sensitivity=replace(known, provenance=()), bits=(4,)))
+    assert plain.divergence_nats is None
+    assert "nats" not in plan_table(plain, {})
+    wrong = replace(known, provenance=(("unit_nats", "much"),))
+    with pytest.raises(SpecError, match="unit_nats"):
+        make_plan(plan_request(sensitivity=wrong, bits=(4,)))
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(28.546, "28.55 s"), (24_690.4, "24,690 s")])
+def test_long_times_have_no_exponent(seconds, text) -> None:
+    assert long_seconds(seconds) == text
 
 
 def test_front_table_has_one_row_per_plan() -> None:

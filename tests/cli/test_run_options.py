@@ -6,16 +6,21 @@ import argparse
 from dataclasses import replace
 
 import pytest
+from helpers.ranks import make_plan
 
 from llmpq.cli.run_options import (
+    HostProgress,
     add_fault_options,
     outcome,
     store_directory,
     store_limit_bytes,
     supervision_of,
 )
+from llmpq.dist import Hosts
 from llmpq.dist.metrics.measurement import Measurement
+from llmpq.dist.metrics.progress import Event, SilentProgress
 from llmpq.errors import SpecError
+from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 
 DONE = Measurement(requests=1, generated_tokens=1, latency_s=1.0, load_s=1.0, stages=())
 
@@ -83,3 +88,39 @@ def test_store_limit_is_in_gibibytes():
     for senseless in (-1.0, float("nan"), float("inf")):
         with pytest.raises(SpecError, match="--store_limit"):
             store_limit_bytes(senseless)
+
+
+GROUP = DeviceGroup(type="cpu", count=1, threads=1)
+TWO = make_plan(
+    (0, 1, 3),
+    cluster=Cluster(name="two", nodes=tuple(Node(name=n, devices=(GROUP,)) for n in ("a", "b"))),
+)
+WORDS = ["llmpq-dist", "--strat_file_name", "my plan.json", "--nnodes", "2", "--node_rank=0"]
+PLACE = Hosts(num_nodes=2, node_rank=0, address=("10.0.0.1", 29500))
+
+
+def test_a_lone_host_says_which_host_it_waits_for_and_what_to_start_there(capsys):
+    progress = HostProgress(SilentProgress(), PLACE, TWO, WORDS)
+    assert capsys.readouterr().err == (
+        "llmpq-dist: host 0 of 2 (a): with rank 0, waiting at 10.0.0.1:29500 for host 1 (b); start "
+        "there: llmpq-dist --strat_file_name 'my plan.json' --nnodes 2 --node_rank 1\n"
+    )
+    for done in (1, 2):
+        progress.report(Event(rank=0, kind="load", done=done, total=2))
+    assert capsys.readouterr().err == "llmpq-dist: host 0 of 2 (a): all hosts have joined\n"
+
+
+def test_another_host_says_what_it_does(capsys):
+    HostProgress(SilentProgress(), replace(PLACE, node_rank=1), TWO, WORDS)
+    line = "host 1 of 2 (b): with rank 1, connecting to host 0 (a) at 10.0.0.1:29500"
+    assert capsys.readouterr().err == f"llmpq-dist: {line}\n"
+
+
+def test_where_a_launcher_starts_all_hosts_there_is_nothing_to_start(capsys):
+    HostProgress(SilentProgress(), PLACE, TWO, None)
+    assert "start there" not in capsys.readouterr().err
+
+
+def test_a_host_that_the_plan_lacks_raises_an_error():
+    with pytest.raises(SpecError, match="nodes of the plan"):
+        HostProgress(SilentProgress(), replace(PLACE, node_rank=2), TWO, WORDS)

@@ -175,7 +175,7 @@ def test_the_command_reports_and_resumes(tiny_model, tmp_path, capsys):
     assert (report["status"], report["requests"]) == ("done", 11)
     assert 0 < report["drafts"]["accepted"] <= report["drafts"]["tokens"]
     assert report["generated_tokens"] == 11 * 60
-    assert report["latency_s"]["predicted"] == 1.0
+    assert report["latency_s"]["predicted"] is None  # draft tokens have no forecast
     assert report["latency_s"]["measured"] == report["elapsed_s"] > 0
     assert [stage["device"] for stage in report["stages"]] == ["here/cpu#0", "here/cpu#1"]
     for stage in report["stages"]:
@@ -242,7 +242,9 @@ def test_torchrun_starts_the_same_ranks(tiny_model, tmp_path):
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["generated_tokens"] == 12 * 60
+    report = json.loads(done.stdout)
+    assert report["generated_tokens"] == 12 * 60
+    assert report["latency_s"]["predicted"] > 0
     results = {result.id: result.token_ids for result in read_results(tmp_path / "results.jsonl")}
     assert results == expected_answers(PLAN, model_dir)
 

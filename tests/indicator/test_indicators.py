@@ -164,6 +164,13 @@ def test_the_head_has_the_unit_of_the_layers(tiny_model):
         table.normalised_head(3)
 
 
+def test_a_divergence_states_what_its_unit_is_in_nats(tiny_model):
+    one = subject(tiny_model("llama", seed=1), bits=(4, 8))
+    scores = {4: (0.03, 0.01), 8: (0.002, 0.001)}
+    assert sensitivity_table(one, "divergence", scores).unit_nats == pytest.approx(0.04)
+    assert sensitivity_table(one, "variance", scores).unit_nats is None
+
+
 def dequantized(plain, model_dir, index, bits):
     """The state of a layer whose matrices went through the default quantizer."""
     state = {name: value.clone() for name, value in plain.items()}

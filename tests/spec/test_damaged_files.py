@@ -42,6 +42,30 @@ def _places(value: Any, where: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [where, *found] if where else found
 
 
+@pytest.mark.parametrize("other", FILES)
+@pytest.mark.parametrize("kind", FILES)
+def test_a_file_of_another_kind_is_named(kind, other):
+    read = FILES[kind][1]
+    path = FILES[other][0]
+    if kind == other:
+        read(path)
+        return
+    names = {"plan": "strategy"}
+    message = (
+        f"{path}: is a {names.get(other, other)} file, expected a {names.get(kind, kind)} file"
+    )
+    with pytest.raises(SpecError) as error:
+        read(path)
+    assert str(error.value).startswith(message)
+
+
+def test_a_missing_field_is_named_in_a_sentence(tmp_path):
+    file = tmp_path / "file.json"
+    file.write_text('{"schema": 1}')
+    with pytest.raises(SpecError, match=r"file.json: field 'model' is missing$"):
+        read_plan(file)
+
+
 @pytest.mark.parametrize("kind", FILES)
 @settings(max_examples=40, suppress_health_check=CHECKS)
 @given(data=st.data())

@@ -70,7 +70,7 @@ def test_a_wrong_entry_names_file_and_field(tmp_path, change, message):
 def test_without_a_like_four_figures_are_needed(tmp_path, missing):
     stated = {name: value for name, value in OWN.items() if name != missing}
     path = devices_file(tmp_path, stated)
-    message = f"{path}: device type 'own': field '{missing}': found 'nothing', expected it, or"
+    message = f"{path}: device type 'own': field '{missing}' is missing; expected it, or"
     with pytest.raises(SpecError) as error:
         catalog.load_devices(path)
     assert str(error.value).startswith(message)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from llmpq.assigner.enumeration import num_orders
 from llmpq.assigner.exact.native import NotCoveredError
 from llmpq.assigner.exact.search import solve_exact
-from llmpq.assigner.explain.infeasible import explain_budget, explain_memory
+from llmpq.assigner.explain.infeasible import explain_budget, memory_error
 from llmpq.assigner.heuristics.proportional import find_proportional
 from llmpq.assigner.milp.search import find_plan
 from llmpq.assigner.request import (
@@ -43,7 +43,7 @@ def find_exact(task: PlanningTask, progress: Progress) -> Solution:
         return fallback
     except InfeasibleError as error:
         if request.quality_budget is None:
-            raise InfeasibleError(explain_memory(request)) from error
+            raise memory_error(request) from error
         raise InfeasibleError(explain_budget(task, task.orders())) from error
     searched = result.stats.searched
     solution = Solution(

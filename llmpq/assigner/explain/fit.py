@@ -16,11 +16,15 @@ from llmpq.spec.workload import Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitAnswer:
-    """Whether a model runs with every layer at ``bits``: its plan, or the reason why not."""
+    """Whether a model runs with every layer at ``bits``: its plan, or the reason why not.
+
+    ``short`` is the reason in a few words.
+    """
 
     bits: int
     plan: Plan | None = None
     reason: str | None = None
+    short: str | None = None
 
 
 def fit_answers(request: PlanRequest, widths: Sequence[int] = BITS) -> tuple[FitAnswer, ...]:
@@ -33,7 +37,7 @@ def fit_answers(request: PlanRequest, widths: Sequence[int] = BITS) -> tuple[Fit
             )
             answers.append(FitAnswer(bits=bits, plan=plan))
         except InfeasibleError as error:
-            answers.append(FitAnswer(bits=bits, reason=str(error)))
+            answers.append(FitAnswer(bits=bits, reason=str(error), short=error.short))
     return tuple(answers)
 
 

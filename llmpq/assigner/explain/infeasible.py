@@ -18,43 +18,51 @@ from llmpq.assigner.milp.ilp import IlpOptions, solve_ilp
 from llmpq.assigner.problem import IntArray, PairCosts
 from llmpq.assigner.request import PlanningTask, PlanRequest, costs_of
 from llmpq.costmodel import ClusterCosts
-from llmpq.errors import SpecError
+from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec.cluster import Cluster
 from llmpq.spec.plan import MicroBatching, Plan
 from llmpq.spec.precision import BITS, Phase
 from llmpq.units import format_bytes, format_seconds
 
 MAX_ADDED_DEVICES = 16
+_OTHER_BITS = "allow"
 SMALLEST = MicroBatching(prefill=1, decode=1)
 """The pair with the least temporary memory: what does not fit with it fits with none."""
 
 
-def explain_memory(request: PlanRequest) -> str:
+def memory_error(request: PlanRequest) -> InfeasibleError:
     """Return why a model does not fit, split by cause, and the smallest single changes."""
     held, layers = held_layers(request), request.model.num_layers
     if held >= layers:
-        return (
+        return InfeasibleError(
             f"{request.model.name} does not fit when its layers are decided in groups of "
-            f"{request.layer_group}; it does with smaller groups"
+            f"{request.layer_group}; it does with smaller groups",
+            short=f"does not fit in groups of {request.layer_group} layers",
         )
     pair, costs = _smallest_pair(request)
     if held < 0:
-        short = format_bytes(costs.master_bytes())
-        why = f"no device holds the embeddings and head ({short}) and its runtime"
+        size = format_bytes(costs.master_bytes())
+        why = f"no device holds the embeddings and head ({size}) and its runtime"
+        short = why
     else:
-        why = f"{held} of {layers} layers fit at {min(request.bits)} bits"
+        short = f"{held} of {layers} layers fit"
+        why = f"{short} at {min(request.bits)} bits"
     kind = int(pair.layer_bytes[0].min(axis=1).argmax())
     kv = int(pair.kv_bytes[kind])
     weights = int(pair.layer_bytes[0, kind].min()) - kv
     work = request.workload
-    fixes = _fixes(request)
+    fixes = _fixes(request, costs)
     advice = " or ".join(fixes) if fixes else "no single change of batch, length or devices helps"
-    return (
+    # The rows of a table have bits of their own.
+    others = [fix for fix in fixes if not fix.startswith(_OTHER_BITS)]
+    short += f"; needs {' or '.join(others)}" if others else "; no single change helps"
+    return InfeasibleError(
         f"{request.model.name} does not fit on {request.cluster.name}: {why}; "
         f"a layer takes {format_bytes(weights)} of weights at {min(request.bits)} bits and "
         f"{format_bytes(kv)} of KV cache ({work.batch} sequences of {work.max_context_tokens} "
         f"tokens), the master another {format_bytes(int(pair.master_bytes.min()))}; "
-        f"smallest single fixes: {advice}"
+        f"smallest single fixes: {advice}",
+        short=short,
     )
 
 
@@ -74,7 +82,7 @@ def explain_budget(task: PlanningTask, orders: tuple[tuple[int, ...], ...]) -> s
     ]
     qualities = [evaluation.quality for evaluation in found if evaluation is not None]
     if not qualities:
-        return explain_memory(request)
+        return str(memory_error(request))
     best = min(qualities)
     return (
         f"quality budget {request.quality_budget:g} cannot be met: {request.model.name} fits on "
@@ -155,12 +163,12 @@ def _held_by_order(pair: PairCosts, order: tuple[int, ...], kinds: tuple[int, ..
     return layer
 
 
-def _fixes(request: PlanRequest) -> list[str]:
+def _fixes(request: PlanRequest, costs: ClusterCosts) -> list[str]:
     work = request.workload
     fixes = []
     for width in (b for b in BITS if b < min(request.bits)):
         if _fits(replace(request, bits=(*request.bits, width))):
-            fixes.append(f"allow {width} bits")
+            fixes.append(f"{_OTHER_BITS} {width} bits")
             break
     for field, text in (
         ("batch", "batch <= {}"),
@@ -177,9 +185,17 @@ def _fixes(request: PlanRequest) -> list[str]:
     for index, name in enumerate(types):
         for more in range(1, MAX_ADDED_DEVICES + 1):
             if _fits(replace(request, cluster=larger_cluster(request.cluster, index, more))):
-                fixes.append(f"+{more} {name}")
+                fixes.append(_added(more, name, index, costs))
                 break
     return fixes
+
+
+def _added(more: int, name: str, group: int, costs: ClusterCosts) -> str:
+    """Return a number of devices more; of a CPU, whose number is fixed, their memory."""
+    device = next(one for one in costs.cluster.devices if one.group == group)
+    if costs.specs[group].kind != "cpu":
+        return f"+{more} {name}"
+    return f"+{format_bytes(more * costs.capacity_bytes(device))} memory for {name}"
 
 
 def _fits(request: PlanRequest) -> bool:

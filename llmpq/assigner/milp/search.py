@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 
 from llmpq.assigner.enumeration import layers_that_fit
-from llmpq.assigner.explain.infeasible import explain_budget, explain_memory
+from llmpq.assigner.explain.infeasible import explain_budget, memory_error
 from llmpq.assigner.heuristics.proportional import find_proportional
 from llmpq.assigner.heuristics.transfer import find_transfer
 from llmpq.assigner.milp.ilp import IlpOptions, layers_equal, solve_ilp
@@ -50,11 +50,9 @@ def find_plan(task: PlanningTask, progress: Progress) -> Solution:
                 f"({search.searched} of {len(search.candidates)} candidates solved); memory does "
                 "not rule one out, so raise the time limit"
             )
-        raise InfeasibleError(
-            explain_memory(request)
-            if request.quality_budget is None
-            else explain_budget(task, orders)
-        )
+        if request.quality_budget is None:
+            raise memory_error(request)
+        raise InfeasibleError(explain_budget(task, orders))
     problem, assignment, evaluation = search.best
     bound_s = min(evaluation.objective_s, search.proven_s)
     gap = relative_gap(evaluation.objective_s, bound_s)

@@ -74,10 +74,11 @@ def draw_schedule(
         axes.set_ylim(len(devices) - 0.4, -0.6)
         axes.set_xlim(0, max(span.end_s for span in (*spans, *measured)))
         axes.set_xlabel("seconds; hatched while loading, dotted where a stage ends")
-        predicted = "predicted above measured" if measured else "predicted"
+        measured_s = max((span.end_s for span in measured), default=0.0)
         axes.set_title(
             f"{schedule.application} on {schedule.cluster}, {schedule.method}: "
-            f"{schedule.makespan_s:.1f} s {predicted}",
+            f"{schedule.makespan_s:.1f} s predicted"
+            + (f" (above), {measured_s:.1f} s measured (below)" if measured else ""),
             loc="left",
         )
         _legend(axes, colours)

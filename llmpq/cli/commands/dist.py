@@ -9,6 +9,7 @@ ray``, the hosts are nodes of a Ray cluster.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -38,11 +39,13 @@ from llmpq.dist.launch.task_environment import Task, started_task, torchrun_task
 from llmpq.dist.metrics import report as run_report
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import SilentProgress
-from llmpq.errors import SpecError, StageError
+from llmpq.errors import LlmpqError, SpecError, StageError
 from llmpq.logging import get_logger
 from llmpq.spec.fields import dump_json, write_text
-from llmpq.spec.plan import Plan, read_plan
+from llmpq.spec.huggingface.families import load_model_dir
+from llmpq.spec.plan import Plan, PlanForecast, read_plan
 from llmpq.spec.schedule import Schedule
+from llmpq.spec.trace import TraceRequest
 
 logger = get_logger(__name__)
 
@@ -120,6 +123,8 @@ def _run(options: argparse.Namespace, start_s: float) -> int:
     run_options.check_ray_address(options)
     if options.launcher == "ray":
         return _run_on_ray(options, plan)
+    if options.nnodes == 1 and not options.no_auto and started_task(os.environ) is None:
+        _warn_of_nodes(plan, options.strat_file_name)
     if options.format == "openai_batch":
         from llmpq.cli import openai_batch
 
@@ -161,16 +166,33 @@ def _check_runs(plan: Plan, file: str) -> None:
             )
 
 
+def _warn_of_nodes(plan: Plan, file: str) -> None:
+    """Warn of a plan over several hosts that runs on this one."""
+    nodes = plan.nodes
+    if len(nodes) > 1:
+        logger.warning(
+            "%s: found stages on %d nodes (%s); without --nnodes all of them run on this host",
+            file,
+            len(nodes),
+            ", ".join(nodes),
+        )
+
+
 def _supervise(job: Job, plan: Plan, options: argparse.Namespace) -> Measurement | None:
     """Run the ranks of this host, with restarts, until done or stopped."""
     supervision = run_options.supervision_of(options)
+    place = run_options.hosts_of(options)
     with (
         run_options.run_progress(plan.model.num_layers) as progress,
         supervision.stop.from_signals(),
     ):
-        return run_job(
-            job, hosts=run_options.hosts_of(options), progress=progress, supervision=supervision
-        )
+        if place.num_nodes == 1:
+            return run_job(job, hosts=place, progress=progress, supervision=supervision)
+        words = ["llmpq-dist", *options.argv] if options.nnodes > 1 else None
+        on_host = run_options.HostProgress(progress, place, plan, words)
+        measurement = run_job(job, hosts=place, progress=on_host, supervision=supervision)
+    on_host.say("done")
+    return measurement
 
 
 def _job(options: argparse.Namespace, plan: Plan, task: Task | None) -> Job:
@@ -223,8 +245,11 @@ def _own_task(options: argparse.Namespace, plan: Plan) -> Task | None:
     if options.no_auto:
         return torchrun_task(os.environ)
     task = started_task(os.environ) if options.nnodes == 1 else None
-    nodes = {plan.cluster.devices[index].node for index in plan.rank_devices}
-    if task is None or task.world_size == len(nodes) or task.world_size != len(plan.rank_devices):
+    if (
+        task is None
+        or task.world_size == len(plan.nodes)
+        or task.world_size != len(plan.rank_devices)
+    ):
         return None
     return task
 
@@ -255,7 +280,7 @@ def _be_one_rank(job: Job, plan: Plan, task: Task) -> Measurement | None:
 def _report(plan: Plan, measurement: Measurement, job: Job, options: argparse.Namespace) -> None:
     """Print predicted and measured times, and write and draw them as the options say."""
     assert job.schedule is not None  # ``_job`` says which
-    report = run_report.build_report(plan, measurement)
+    report = run_report.build_report(plan, measurement, forecast_of(plan, measurement, job))
     drift = run_report.drift_of_run(job.schedule, measurement)
     if drift is not None:
         report["drift"] = drift.to_json(measurement.adjusted)
@@ -276,9 +301,40 @@ def _report(plan: Plan, measurement: Measurement, job: Job, options: argparse.Na
     if options.json:
         print_json(report)
     else:
-        print(run_report.format_report(plan, report))
-        if any(width != 16 for width in plan.bits):
+        print(run_report.format_report(report, verbose=options.verbose))
+        if options.verbose and any(width != 16 for width in plan.bits):
             print(f"weights quantized by {report['quantizer']}")
+
+
+def forecast_of(plan: Plan, measurement: Measurement, job: Job) -> PlanForecast | None:
+    """Return a forecast of the requests that ran, ``None`` where nothing can be said of them."""
+    if measurement.draft_tokens or not measurement.records:
+        return None  # the cost models know no draft tokens
+    from llmpq.assigner.forecast import forecast_run
+    from llmpq.assigner.plan_estimate import costs_of_plan
+
+    assert job.schedule is not None  # ``_job`` says which
+    records = sorted(measurement.records, key=lambda record: (record.arrival_s, record.request))
+    begin_s = records[0].arrival_s
+    requests = [
+        TraceRequest(
+            arrival_s=record.arrival_s - begin_s,
+            prompt_tokens=record.prompt_tokens,
+            new_tokens=record.new_tokens,
+        )
+        for record in records
+    ]
+    model = load_model_dir(job.model_dir)
+    for reads_tables in (True, False):  # the plan's tables may be on the host that planned only
+        with contextlib.suppress(LlmpqError):
+            return forecast_run(
+                plan,
+                costs_of_plan(plan, model, reads_tables=reads_tables),
+                requests,
+                schedule=job.schedule,
+                prediction=job.prediction,
+            )
+    return None
 
 
 if __name__ == "__main__":

@@ -13,10 +13,11 @@ from typing import Any
 
 from llmpq.cli.common import make_parser, print_json, require, run_command
 from llmpq.cli.options import add_step_timeout_option
-from llmpq.cli.run_options import add_host_options, hosts_of, rendezvous_of
+from llmpq.cli.run_options import HostProgress, add_host_options, hosts_of, rendezvous_of
 from llmpq.dist import model_dir_of, run_job
 from llmpq.dist.io.job import Job
 from llmpq.dist.io.prompts import Prompt, write_prompts
+from llmpq.dist.metrics.progress import SilentProgress
 from llmpq.errors import SpecError
 from llmpq.spec.fields import read_json
 from llmpq.spec.plan import read_plan
@@ -55,7 +56,11 @@ def _run(options: argparse.Namespace) -> int:
             rendezvous=rendezvous_of(options),
             transport=options.transport,
         )
-        run_job(job, hosts=hosts_of(options))
+        place, progress = hosts_of(options), None
+        if place.num_nodes > 1:
+            words = ["llmpq-dist", "doctor", *options.argv] if options.nnodes > 1 else None
+            progress = HostProgress(SilentProgress(), place, plan, words)
+        run_job(job, hosts=place, progress=progress)
         if not output.is_file():
             return 0  # the host of the master reports the findings
         found = read_json(output)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmpq.cli.common import (
     check_least,
@@ -20,14 +20,20 @@ from llmpq.cli.common import (
     run_command,
 )
 from llmpq.cli.options import add_kernel_option, add_step_timeout_option
+from llmpq.cli.render import aligned
 from llmpq.cli.run_options import run_progress
 from llmpq.dist import model_dir_of
 from llmpq.dist.launch.process_environment import cpu_environment
 from llmpq.errors import SpecError, bad_field
 from llmpq.spec.fields import read_json
 from llmpq.spec.huggingface.families import load_model_dir
+from llmpq.spec.huggingface.gptq import find_config
 from llmpq.spec.plan import Plan, read_plan
 from llmpq.spec.precision import BITS, DTYPE_BYTES
+from llmpq.units import GIB
+
+if TYPE_CHECKING:
+    from llmpq.evals.evaluate import Compared, Variant
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,6 +55,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     what.add_argument(
         "--quantized", metavar="DIR", help="a GPTQ checkpoint of the model in --model"
+    )
+    what.add_argument(
+        "--compare",
+        nargs="+",
+        metavar="WHAT",
+        help="several in one table, with the model at 16 bits computed once: a bitwidth, gptq:DIR, "
+        "layer_bits:FILE.json or strategy:FILE",
     )
     how = parser.add_argument_group("running")
     how.add_argument(
@@ -74,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
+    variants = None if options.compare is None else _variants(options)
     arguments = _arguments(options)
     require("torch", "transformers")
     threads = options.threads or len(os.sched_getaffinity(0))
@@ -81,14 +95,96 @@ def _run(options: argparse.Namespace) -> int:
     os.environ.update(cpu_environment(threads))
     import torch
 
-    from llmpq.evals.evaluate import EvalTask, evaluate
+    from llmpq.evals.evaluate import EvalTask, Variant, compare, evaluate
 
     torch.set_num_threads(threads)
     task = EvalTask(**arguments)
+    if variants is not None:
+        asked = [Variant(**fields) for fields in variants]
+        rows = _rows(task.model_dir, asked, compare(task, asked, progress_bar))
+        print_json({"compared": rows}) if options.json else print(_table(rows))
+        return 0
     with run_progress(len(task.bits)) as progress:
         report = evaluate(task, progress_bar, progress)
     _print(report, as_json=options.json)
     return 0
+
+
+def _variants(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the fields of what to compare, checked before torch is imported."""
+    if options.model is None:
+        raise SpecError("--model: found none, expected the directory of the weights")
+    num_layers = load_model_dir(Path(options.model)).num_layers
+    return [_variant(what, num_layers) for what in options.compare]
+
+
+def _variant(what: str, num_layers: int) -> dict[str, Any]:
+    kind, _, path = what.partition(":")
+    if what in map(str, BITS):
+        return {"name": what, "bits": (int(what),) * num_layers}
+    if kind == "gptq" and path:
+        if find_config(Path(path)) is None:
+            raise SpecError(f"--compare: {path}: found no GPTQ checkpoint")
+        return {"name": what, "bits": (16,) * num_layers, "quantized": Path(path)}
+    if kind == "layer_bits" and path:
+        return {"name": what, "bits": _listed(path, num_layers)}
+    if kind == "strategy" and path:
+        bits = read_plan(path).bits
+        if len(bits) != num_layers:
+            raise SpecError(f"--compare: {path}: found {len(bits)} layers, expected {num_layers}")
+        return {"name": what, "bits": bits}
+    raise SpecError(
+        f"--compare: found '{what}', expected one of {', '.join(map(str, BITS))}, gptq:DIR, "
+        "layer_bits:FILE.json, strategy:FILE"
+    )
+
+
+def _rows(
+    model_dir: Path, variants: Sequence[Variant], compared: Iterable[Compared]
+) -> list[dict[str, Any]]:
+    """Return bits, size and quality of the model at 16 bits and of every variant."""
+    model = load_model_dir(model_dir)
+    whole = [(None, (16,) * model.num_layers)]
+    rows = []
+    for (folder, bits), found in zip(
+        [*whole, *((one.quantized, one.bits) for one in variants)], compared, strict=True
+    ):
+        one = model if folder is None else load_model_dir(folder)
+        precisions = one.stored or tuple(one.precision(width) for width in bits)
+        bytes_each = DTYPE_BYTES[one.dtype]
+        pairs = list(zip(one.layers, precisions, strict=True))
+        weights = [sum(op.weight_parameters for op in layer.linears) for layer, _ in pairs]
+        total = sum(count * item.bits for count, (_, item) in zip(weights, pairs, strict=True))
+        size = one.master_parameters * bytes_each
+        size += sum(layer.weight_bytes(item, bytes_each) for layer, item in pairs)
+        rows.append(
+            {
+                "name": found.name,
+                "bits": total / sum(weights),
+                "weight_bytes": size,
+                **found.quality.to_json(),
+                "seconds": found.seconds,
+            }
+        )
+    return rows
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> str:
+    first = rows[0]
+    lines = [("", "bits", "GiB", "perplexity", "change", "KL, nats", "seconds")]
+    lines += [
+        (
+            row["name"],
+            f"{row['bits']:.2f}",
+            f"{row['weight_bytes'] / GIB:.3f}",
+            f"{row['perplexity']:.4f}",
+            f"{row['perplexity'] / first['perplexity'] - 1:+.2%}",
+            f"{row['kl_to_16bit']:.6f}",
+            f"{row['seconds']:.1f}",
+        )
+        for row in rows
+    ]
+    return "\n".join([*aligned(lines, numbers=True), f"\ntokens {first['tokens']}"])
 
 
 def _arguments(options: argparse.Namespace) -> dict[str, Any]:
@@ -142,12 +238,15 @@ def _uniform_or_listed(options: argparse.Namespace, num_layers: int) -> tuple[in
     if options.layer_bits is None:
         # The bits of --quantized are in its files.
         return (options.bits or 16,) * num_layers
-    found = read_json(options.layer_bits)
+    return _listed(options.layer_bits, num_layers)
+
+
+def _listed(file: str, num_layers: int) -> tuple[int, ...]:
+    """Return the bits of a file that lists them."""
+    found = read_json(file)
     is_list = isinstance(found, list) and all(type(width) is int for width in found)
     if not is_list or len(found) != num_layers or not set(found) <= set(BITS):
-        raise bad_field(
-            options.layer_bits, "(whole file)", found, f"a list of {num_layers} of {BITS}"
-        )
+        raise bad_field(file, "(whole file)", found, f"a list of {num_layers} of {BITS}")
     return tuple(found)
 
 

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("llmpq-serve", "Answer OpenAI's API with the ranks of a strategy.")
     files = parser.add_argument_group("files")
-    what = files.add_mutually_exclusive_group(required=True)
+    what = files.add_mutually_exclusive_group()
     what.add_argument("--strat_file_name", metavar="FILE", help="strategy file")
     what.add_argument(
         "--fleet",
@@ -63,6 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     files.add_argument(
         "--model", metavar="DIR", help="weights (default: the directory in the plan)"
     )
+    # What other servers are given: the answer says what this one needs.
+    parser.add_argument("given", nargs="?", help=argparse.SUPPRESS)
     files.add_argument(
         "--served_model_name",
         nargs="+",
@@ -115,6 +117,7 @@ def _add_limit_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace, start: StartLog) -> int:
+    _check_files(options)
     check_engine_options(options)
     _check_names(options)
     if options.fleet is not None:
@@ -122,6 +125,7 @@ def _run(options: argparse.Namespace, start: StartLog) -> int:
     if options.balancer is not None:
         raise SpecError("--balancer: found without --fleet, expected both")
     plan = read_plan(options.strat_file_name)
+    _check_one_host(plan, options.strat_file_name)
     model_dir = model_dir_of(plan, options.model)
     require("torch", "transformers", *SERVER_PACKAGES)
     from llmpq.server.admission import token_budget_for
@@ -178,6 +182,35 @@ def _run_engine(
     run_server(server, engine.ready, load_tokenizer, on_ready)
 
 
+def _check_files(options: argparse.Namespace) -> None:
+    """Check that the plan or fleet is given, and say how to make one where it is not."""
+    given, has_plan = options.given, options.strat_file_name or options.fleet
+    if has_plan and given is None:
+        return
+    if has_plan:
+        raise SpecError(f"found '{given}' and a plan, expected one of them")
+    if given is not None and Path(given).is_file() and given.endswith(".json"):
+        raise SpecError(f"found '{given}' alone, expected --strat_file_name {given}")
+    model = given or options.model or "DIR"
+    raise SpecError(
+        f"found no plan, expected --strat_file_name FILE or --fleet FILE; make one: llmpq-algo "
+        f"--model {model} --device_names cpu --device_numbers 1 --global_bz 4 --s 1024 --n 256 "
+        "--output plan.json (or your GPUs instead of cpu), then: llmpq-serve --strat_file_name "
+        "plan.json"
+    )
+
+
+def _check_one_host(plan: Plan, file: str) -> None:
+    """Check that the ranks of a plan are on one node, because all of them start here."""
+    nodes = plan.nodes
+    if len(nodes) > 1:
+        raise SpecError(
+            f"{file}: found stages on {len(nodes)} nodes ({', '.join(nodes)}), expected one: all "
+            "ranks start on this host. Over several hosts, llmpq-dist --nnodes answers files of "
+            "prompts; if the devices are in this host, plan with a cluster file that has one node"
+        )
+
+
 def _check_names(options: argparse.Namespace) -> None:
     """Check the names that the server gets."""
     if not all(options.served_model_name or ("the plan's",)):
@@ -208,8 +241,17 @@ def _admission(options: argparse.Namespace, plan: Plan) -> AdmissionLimits:
 def _run_fleet(options: argparse.Namespace) -> int:
     """Serve a fleet until SIGTERM or Ctrl-C; return the exit status."""
     fleet = read_fleet(options.fleet)
-    for plan in fleet.plans(options.fleet):
+    for one, plan in zip(fleet.replicas, fleet.plans(options.fleet), strict=True):
+        _check_one_host(plan, str(Path(options.fleet).parent / one.strategy))
         model_dir_of(plan, options.model)
+    used = {name for one in fleet.replicas for name in one.devices}
+    nodes = {device.node for device in fleet.cluster.devices if device.label in used}
+    if len(nodes) > 1:
+        raise SpecError(
+            f"{options.fleet}: found replicas on {len(nodes)} nodes ({', '.join(sorted(nodes))}), "
+            "expected one: all start on this host; start llmpq-serve with the strategy file of its "
+            "replica on each host, and llmpq-route"
+        )
     environments = [
         visible_devices(fleet.cluster, one.devices, os.environ) for one in fleet.replicas
     ]

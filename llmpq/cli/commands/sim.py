@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from llmpq.assigner.plan_estimate import costs_of_plan
 from llmpq.batching import PipelineShape, make_policy
 from llmpq.batching.length import make_predictor
 from llmpq.batching.workload_shift import (
@@ -20,6 +21,8 @@ from llmpq.batching.workload_shift import (
 from llmpq.cli.common import make_parser, print_json, run_command
 from llmpq.cli.engine_simulation import (
     add_engine_options,
+    answer_rate,
+    answer_rate_text,
     refuse_engine_options,
     run_engine,
 )
@@ -30,7 +33,6 @@ from llmpq.cli.options import (
     schedule_of,
     with_described,
 )
-from llmpq.costmodel import build_costs
 from llmpq.errors import SpecError
 from llmpq.sim import SimReport, simulate
 from llmpq.sim.plan_costs import PlanCosts
@@ -41,7 +43,7 @@ from llmpq.spec.lengths import constant, load_lengths
 from llmpq.spec.plan import Plan, read_plan
 from llmpq.spec.trace import TraceRequest, draw_trace, fit_trace, load_trace
 from llmpq.spec.workload import load_workload
-from llmpq.units import format_seconds
+from llmpq.units import format_number, format_seconds
 
 NAME = "llmpq-sim"
 
@@ -129,6 +131,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.trace_out is not None:
         write_text(options.trace_out, chrome_trace(report, _stage_names(plan)))
     record = {"policy": schedule.policy, "skipped": skipped, **report.to_json()}
+    record["answer_tokens_per_s"] = answer_rate(report.requests)
     drift = compare_lengths(schedule, answers)
     if drift is not None and monitor is not None:
         record["drift"] = drift.to_json(monitor.adjusted)
@@ -148,15 +151,7 @@ def _costs(plan: Plan, profile: str | None) -> PlanCosts:
     model, _ = catalog.resolve_model(
         source if source is not None and Path(source).exists() else plan.model.name
     )
-    costs = build_costs(
-        model,
-        plan.cluster,
-        dtype=plan.dtype,
-        kv_bits=plan.kv_bits,
-        head_bits=plan.head_width,
-        profile_dir=None if profile is None else Path(profile),
-    )
-    return PlanCosts(plan, costs)
+    return PlanCosts(plan, costs_of_plan(plan, model, None if profile is None else Path(profile)))
 
 
 def _requests(options: argparse.Namespace, plan: Plan) -> Sequence[TraceRequest]:
@@ -203,8 +198,9 @@ def _text(plan: Plan, record: dict[str, Any], report: SimReport) -> str:
         f"requests       {record['requests']}"
         + (f" ({record['skipped']} left out)" if record["skipped"] else ""),
         f"makespan       {format_seconds(report.makespan_s)}",
-        f"throughput     {report.throughput_tokens_per_s:.1f} tokens/s, "
-        f"{report.throughput_requests_per_s:.3g} requests/s",
+        f"throughput     {format_number(report.throughput_tokens_per_s)} tokens/s of all, "
+        f"{format_number(report.throughput_requests_per_s)} requests/s",
+        f"one answer     {answer_rate_text(record['answer_tokens_per_s'])}",
     ]
     for title, key in (
         ("latency", "latency_s"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,13 +12,17 @@ from llmpq.batching.queue_order import SERVED_ORDERS
 from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.dist.io.sampling_params import GREEDY, SamplingParams
 from llmpq.errors import SpecError, bad_field
+from llmpq.logging import get_logger
+from llmpq.spec.catalog import resolve_model
 from llmpq.spec.codec import Rule, from_json, to_json
-from llmpq.spec.fields import Fields, dump_json, read_json, write_text
+from llmpq.spec.fields import Fields, digest_of, dump_json, read_json, write_text
+from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import Plan
 from llmpq.spec.precision import DTYPE_BYTES
 from llmpq.spec.schedule import Schedule
 from llmpq.units import GIB
 
+_log = get_logger(__name__)
 Task = Literal["generate", "serve", "online", "hidden", "doctor"]
 Transport = Literal["auto", "gloo"]
 MIN_STEP_TIMEOUT_S = 0.5
@@ -182,6 +186,61 @@ def check_plan(plan: Plan, model_dir: Path, num_layers: int) -> None:
             f"plan: field 'kv_bits': found {plan.kv_bits}, expected 8 or {width}: keys and values "
             f"are quantized, or held in the plan's dtype {plan.dtype}"
         )
+
+
+def check_model(plan: Plan, model_dir: Path, model: ModelSpec) -> None:
+    """Check that the plan is for a model of these sizes, as far as its own model is known.
+
+    Checkpoints of one model in other formats, and fine-tuned ones, have its sizes.
+
+    Args:
+        plan: the plan.
+        model_dir: directory of the weights, for messages.
+        model: what is there.
+
+    Raises:
+        SpecError: the plan is for another model, or asks for what the runtime does not do.
+    """
+    check_plan(plan, model_dir, model.num_layers)
+    recorded = dict(plan.provenance.inputs).get("model")
+    if recorded is None or recorded == digest_of(asdict(model)):
+        return
+    own = _own_model(plan)
+    if own is None:
+        return
+    message = (
+        f"{model_dir}: found {_described(model)}, expected the plan's model {plan.model.name}: "
+        f"{_described(own)}"
+    )
+    if _sizes(own) != _sizes(model):
+        raise SpecError(f"{message}; make a plan with llmpq-algo --model {model_dir}")
+    if own.family != model.family:
+        _log.warning("%s; the plan's times, memory and quality are those of its own model", message)
+
+
+def _own_model(plan: Plan) -> ModelSpec | None:
+    """Return the model that a plan was made for; ``None`` if it is not here."""
+    source = plan.model.source
+    if source is not None and not Path(source).exists():
+        return None
+    try:
+        return resolve_model(source or plan.model.name)[0]
+    except SpecError:
+        return None
+
+
+def _sizes(model: ModelSpec) -> tuple[int, tuple[int, ...]]:
+    """Return the hidden size and the linear weights of every layer."""
+    weights = tuple(sum(op.weight_parameters for op in layer.linears) for layer in model.layers)
+    return model.hidden_size, weights
+
+
+def _described(model: ModelSpec) -> str:
+    weights = sum(_sizes(model)[1])
+    return (
+        f"a {model.family} of {model.num_layers} layers, hidden size {model.hidden_size}, "
+        f"{weights:,} weights in its layers"
+    )
 
 
 def write_job(path: Path, job: Job) -> None:

@@ -94,7 +94,7 @@ def ranks_of_node(plan: Plan, node_rank: int, num_nodes: int) -> list[int]:
     hosts = [plan.cluster.devices[index].node for index in plan.rank_devices]
     if num_nodes == 1:
         return list(range(len(hosts)))
-    nodes = list(dict.fromkeys(hosts))
+    nodes = plan.nodes
     if num_nodes != len(nodes) or not 0 <= node_rank < num_nodes:
         raise SpecError(
             f"nnodes, node_rank: found {num_nodes} and {node_rank}, expected 1, or the "

@@ -1,10 +1,10 @@
-"""The report of a run: what the plan predicted against what was measured.
+"""The report of a run: what was predicted against what was measured.
 
 Memory is the total of a plan's parts against the most the process held (``stats.peak_memory_bytes``
 says what that includes). ``prefill_s`` and ``decode_s`` are seconds of one full micro-batch on one
 stage, ``*_busy_s`` those of all micro-batches of a phase. Latency runs from the first micro-batch
-to the last token, without loading; the prediction is for a whole batch of full-length prompts.
-Predicted is the plan's forecast where it has one, else its formula. ``per_request`` holds mean and
+to the last token, without loading. Predicted seconds are a forecast of the requests that ran, not
+of the plan's workload; ``None`` without one. ``per_request`` holds mean and
 percentiles over the requests: latency from arrival, service from the start of the prompt, time to
 the first token and between tokens. ``start_s`` holds the seconds from the command to the first
 token, and those of each step of rank 0. ``llmpq-profile recalibrate`` corrects tables by ``work``.
@@ -33,18 +33,26 @@ from llmpq.spec.codec import to_json
 from llmpq.spec.fields import dump_json, write_text
 from llmpq.spec.huggingface.gptq import find_config
 from llmpq.spec.lengths import empirical
-from llmpq.spec.plan import Plan
+from llmpq.spec.plan import Plan, PlanForecast, StageForecast
 from llmpq.spec.precision import Phase
 from llmpq.spec.schedule import Schedule, draft_bytes
-from llmpq.units import format_bytes, format_seconds
+from llmpq.units import format_bytes, format_number, format_seconds
 
 logger = get_logger(__name__)
 
 
-def build_report(plan: Plan, measurement: Measurement) -> dict[str, Any]:
-    """Return the object that ``llmpq-dist --json`` prints."""
+def build_report(
+    plan: Plan, measurement: Measurement, forecast: PlanForecast | None = None
+) -> dict[str, Any]:
+    """Return the object that ``llmpq-dist --json`` prints.
+
+    Args:
+        plan: the plan that ran.
+        measurement: of the run.
+        forecast: of the requests that ran, ``None`` without one.
+    """
     latency_s, prefill_s = measurement.latency_s, measurement.prefill_s
-    tokens, forecast = measurement.generated_tokens, plan.estimate.forecast
+    tokens = measurement.generated_tokens
     report: dict[str, Any] = {
         "status": "stopped" if measurement.not_served else "done",
         "requests": measurement.requests,
@@ -54,12 +62,15 @@ def build_report(plan: Plan, measurement: Measurement) -> dict[str, Any]:
         "throughput_tokens_per_s": tokens / latency_s if latency_s > 0 else 0.0,
         "policy": measurement.policy,
         "per_request": summarise(measurement.records),
-        "latency_s": {"predicted": plan.estimate.predicted_s, "measured": latency_s},
+        "latency_s": {"predicted": forecast and forecast.latency_s, "measured": latency_s},
     }
-    if forecast is not None and prefill_s is not None:
+    if prefill_s is not None:
         report["phases"] = {
-            "prefill": {"predicted": forecast.prefill_s, "measured": prefill_s},
-            "decode": {"predicted": forecast.decode_s, "measured": latency_s - prefill_s},
+            "prefill": {"predicted": forecast and forecast.prefill_s, "measured": prefill_s},
+            "decode": {
+                "predicted": forecast and forecast.decode_s,
+                "measured": latency_s - prefill_s,
+            },
         }
     if measurement.draft_tokens:
         report["drafts"] = {
@@ -71,7 +82,12 @@ def build_report(plan: Plan, measurement: Measurement) -> dict[str, Any]:
     if measurement.start:
         steps = seconds_of(measurement.start)
         report["start_s"] = {"total": sum(steps.values()), **steps}
-    report["stages"] = [_stage_report(plan, stats, latency_s) for stats in measurement.stages]
+    report["stages"] = [
+        _stage_report(
+            plan, stats, latency_s, None if forecast is None else forecast.stages[stats.rank]
+        )
+        for stats in measurement.stages
+    ]
     if measurement.restarts or measurement.not_served or measurement.refused:
         report["faults"] = {
             "restarts": [asdict(restart) for restart in measurement.restarts],
@@ -82,32 +98,49 @@ def build_report(plan: Plan, measurement: Measurement) -> dict[str, Any]:
     return report
 
 
-def format_report(plan: Plan, report: dict[str, Any]) -> str:
-    """Return the report as a table for a person."""
-    latency = report["latency_s"]
-    lines = [
-        f"{report['requests']} requests, {report['generated_tokens']} tokens in "
-        f"{format_seconds(report['elapsed_s'])} "
-        f"({report['throughput_tokens_per_s']:.1f} tokens/s), "
-        f"loaded in {format_seconds(report['load_s'])}",
-        f"latency: predicted {format_seconds(latency['predicted'])}, "
-        f"measured {format_seconds(latency['measured'])}",
+def format_report(report: dict[str, Any], *, verbose: bool = False) -> str:
+    """Return the report as text for a person: a line, and what needs attention.
+
+    Args:
+        report: of :func:`build_report`.
+        verbose: whether to add start, requests, phases and stages.
+    """
+    taken = {f"rank {stage['rank']}": stage.get("cpu_taken") for stage in report["stages"]}
+    busy = any(is_busy(share) for share in taken.values())
+    lines = [_summary_line(report, is_valid=not busy)]
+    if "drafts" in report:
+        drafts = report["drafts"]
+        lines.append(f"drafts: {drafts['tokens']} tokens, {drafts['accepted']} accepted")
+    if "faults" in report:
+        lines += _fault_lines(report["faults"])
+    if busy:
+        lines.append(f"{busy_text(taken)}; predicted and measured seconds are not comparable")
+    if verbose:
+        lines += _detail_lines(report, is_valid=not busy)
+    return "\n".join(lines)
+
+
+def _summary_line(report: dict[str, Any], *, is_valid: bool) -> str:
+    """Return what ran, how fast, and the forecast of the same requests."""
+    latency, requests = report["latency_s"], report["requests"]
+    parts = [
+        f"{requests:,} request{'' if requests == 1 else 's'}",
+        f"{report['generated_tokens']:,} tokens in {format_seconds(report['elapsed_s'])}",
+        f"{format_number(report['throughput_tokens_per_s'])} tokens/s",
     ]
+    if latency["predicted"] is not None and requests:
+        error = _error(latency, is_valid)
+        parts.append(f"forecast {format_seconds(latency['predicted'])}")
+        parts += [] if error == "-" else [error]
+    return ", ".join(parts)
+
+
+def _detail_lines(report: dict[str, Any], *, is_valid: bool) -> list[str]:
+    lines = [f"loaded in {format_seconds(report['load_s'])}"]
     if "start_s" in report:
         total_s, *steps = report["start_s"].items()
         parts = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in steps)
         lines.append(f"first token after {format_seconds(total_s[1])}: {parts}")
-    if "drafts" in report:
-        drafts = report["drafts"]
-        lines.append(f"drafts: {drafts['tokens']} tokens, {drafts['accepted']} accepted")
-    if "draft_model" in report:
-        memory = report["draft_model"]["memory_bytes"]
-        lines.append(
-            f"draft model on {report['draft_model']['device']}: memory predicted "
-            f"{format_bytes(memory['predicted'])}, measured {format_bytes(memory['measured'])}"
-        )
-    if "faults" in report:
-        lines += _fault_lines(report["faults"])
     if report["per_request"]:
         latency = report["per_request"]["latency_s"]
         first = report["per_request"]["time_to_first_token_s"]
@@ -116,22 +149,19 @@ def format_report(plan: Plan, report: dict[str, Any]) -> str:
             f"(99 %: {format_seconds(latency['p99'])}), "
             f"its first token {format_seconds(first['mean'])}"
         )
-    if report["requests"] != plan.workload.batch:
+    if "draft_model" in report:
+        memory = report["draft_model"]["memory_bytes"]
         lines.append(
-            f"(the prediction is for {plan.workload.batch} requests of "
-            f"{plan.workload.prompt_tokens} + {plan.workload.new_tokens} tokens)"
+            f"draft model on {report['draft_model']['device']}: memory predicted "
+            f"{format_bytes(memory['predicted'])}, measured {format_bytes(memory['measured'])}"
         )
     head = ("rank", "device", "memory", "measured", "prefill", "measured", "decode", "measured")
     lines += _columns(
         [(*head, "busy", "waiting"), *(_table_row(stage) for stage in report["stages"])]
     )
-    taken = {f"rank {stage['rank']}": stage.get("cpu_taken") for stage in report["stages"]}
-    busy = any(is_busy(share) for share in taken.values())
-    if "phases" in report:
-        lines += ["", *_columns(_phase_rows(report, is_valid=not busy))]
-    if busy:
-        lines += ["", f"{busy_text(taken)}; predicted and measured seconds are not comparable"]
-    return "\n".join(lines)
+    if "phases" in report and report["latency_s"]["predicted"] is not None:
+        lines += ["", *_columns(_phase_rows(report, is_valid=is_valid))]
+    return lines
 
 
 def _fault_lines(faults: dict[str, Any]) -> list[str]:
@@ -168,8 +198,13 @@ def _phase_rows(report: dict[str, Any], *, is_valid: bool) -> Sequence[tuple[str
 
 def _compared(pair: dict[str, float], is_valid: bool) -> tuple[str, str, str]:
     predicted, measured = pair["predicted"], pair["measured"]
-    error = f"{predicted / measured - 1:+.1%}" if is_valid and measured > 0 else "-"
-    return format_seconds(predicted), format_seconds(measured), error
+    return format_seconds(predicted), format_seconds(measured), _error(pair, is_valid)
+
+
+def _error(pair: dict[str, float], is_valid: bool) -> str:
+    """Return by how much a prediction is above what was measured."""
+    predicted, measured = pair["predicted"], pair["measured"]
+    return f"{predicted / measured - 1:+.0%}" if is_valid and measured > 0 else "-"
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -199,10 +234,11 @@ def memory_parts(plan: Plan, stats: StageStats) -> dict[str, dict[str, int]]:
     return parts
 
 
-def _stage_report(plan: Plan, stats: StageStats, latency_s: float) -> dict[str, Any]:
-    estimate, forecast = plan.estimate.stages[stats.rank], plan.estimate.forecast
+def _stage_report(
+    plan: Plan, stats: StageStats, latency_s: float, forecast: StageForecast | None
+) -> dict[str, Any]:
+    estimate = plan.estimate.stages[stats.rank]
     parts = memory_parts(plan, stats)
-    expected = estimate if forecast is None else forecast.stages[stats.rank]
     stage = plan.stages[stats.rank]
     # Off rank 0 it is in a process of its own.
     drafting_bytes = 0 if stats.rank else draft_bytes(plan.draft, stage.device)
@@ -214,14 +250,13 @@ def _stage_report(plan: Plan, stats: StageStats, latency_s: float) -> dict[str, 
             "measured": stats.memory_bytes,
         },
         **({"memory_parts": parts} if parts else {}),
-        "prefill_s": {"predicted": expected.prefill_s, "measured": stats.prefill_s},
-        "decode_s": {"predicted": expected.decode_s, "measured": stats.decode_s},
+        "prefill_s": {"predicted": forecast and forecast.prefill_s, "measured": stats.prefill_s},
+        "decode_s": {"predicted": forecast and forecast.decode_s, "measured": stats.decode_s},
     }
     if stats.work and forecast is not None:
-        own = forecast.stages[stats.rank]
         for phase, busy_s in (
-            (Phase.PREFILL, own.prefill_busy_s),
-            (Phase.DECODE, own.decode_busy_s),
+            (Phase.PREFILL, forecast.prefill_busy_s),
+            (Phase.DECODE, forecast.decode_busy_s),
         ):
             pair = {"predicted": busy_s, "measured": stats.busy_in(phase)}
             found[f"{phase.value}_busy_s"] = pair

@@ -8,7 +8,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from llmpq.dist.engine.policy import max_model_len
-from llmpq.dist.io.job import EngineOptions, check_plan
+from llmpq.dist.io.job import EngineOptions, check_model
 from llmpq.dist.io.prompts import RequestId, Tokenizer
 from llmpq.errors import CapacityError, SpecError
 from llmpq.multillm.graph import ANSWER, PROMPT, Application, Node, fixed_text, template_fields
@@ -86,7 +86,7 @@ def prepare_models(
         spec = load_model_dir(folder)
         contexts = [] if model.max_model_len is None else [model.max_model_len]
         for plan in own[model.name]:
-            check_plan(plan, folder, spec.num_layers)
+            check_model(plan, folder, spec)
             if plan.is_split:
                 raise SpecError(
                     f"plan of model '{model.name}': found stages of their own for prefill and "

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, ClassVar, Literal
 
-from llmpq.errors import SpecError, bad_field
+from llmpq.errors import SpecError, bad_field, missing_field
 from llmpq.spec.codec import Rule
 from llmpq.spec.fields import SCHEMA
 from llmpq.spec.precision import BITS, DTYPE_BYTES, Phase
@@ -174,7 +174,11 @@ class DeviceEntry:
         if self.like is None:
             for name in ("kind", "memory_bytes", "memory_bytes_per_s", "flops"):
                 if getattr(self, name) is None:
-                    raise self.error(name, "nothing", "it, or a type that this one is 'like'")
+                    raise missing_field(
+                        f"device type '{self.type}'",
+                        name,
+                        "expected it, or a type that this one is 'like'",
+                    )
         self._check_choices()
         self._check_bus()
         for name, _ in self.source or ():

@@ -12,6 +12,7 @@ from functools import cache
 from importlib import resources
 from typing import Any, cast
 
+from llmpq.errors import missing_field
 from llmpq.spec.fields import Fields, read_json
 from llmpq.spec.precision import DTYPE_BYTES, Dtype
 
@@ -70,7 +71,7 @@ class Config(Fields):
     def take(self, field: str) -> Any:
         """Return the raw value of a required field."""
         if not self.has(field):
-            raise self.error(field, "nothing", "this field to be present")
+            raise missing_field(self.where, self.name_of(field))
         return self._left[field]
 
     def is_stated(self, field: str) -> bool:

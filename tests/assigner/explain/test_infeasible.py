@@ -16,7 +16,7 @@ from llmpq.assigner.milp import ilp
 from llmpq.assigner.milp.solvers import SolverResult
 from llmpq.costmodel import build_costs
 from llmpq.errors import InfeasibleError
-from llmpq.spec.cluster import LinkSpec
+from llmpq.spec.cluster import Cluster, DeviceGroup, LinkSpec, Node
 from llmpq.spec.workload import Workload
 
 
@@ -57,6 +57,23 @@ def test_the_devices_named_fit_and_one_fewer_do_not() -> None:
     more = int(re.search(r"\+(\d+) V100-32G", text).group(1))
     make_plan(too_small(cluster=cluster_of(("V100-32G", 1 + more, 60), ("T4-16G", 1, 40))))
     reason_of(too_small(cluster=cluster_of(("V100-32G", more, 60), ("T4-16G", 1, 40))))
+
+
+def test_a_cpu_is_offered_memory_and_not_another_cpu() -> None:
+    group = DeviceGroup(type="cpu", count=1, threads=1, memory_bytes=400 * 2**20)
+    cluster = Cluster(name="c", nodes=(Node(name="n", devices=(group,)),))
+    text = reason_of(too_small(cluster=cluster))
+    assert re.search(r"\+[\d.]+ [GM]iB memory for cpu", text)
+    assert "+1 cpu" not in text
+
+
+def test_the_short_reason_names_the_same_fixes_but_bits() -> None:
+    with pytest.raises(InfeasibleError) as caught:
+        make_plan(too_small(bits=(16, 8)))
+    assert len(caught.value.short) < len(str(caught.value)) / 2
+    assert "allow" not in caught.value.short
+    assert caught.value.short.split("; ")[0] in str(caught.value)
+    assert InfeasibleError("why").short == "why"
 
 
 def test_narrower_bits_are_offered_when_they_are_not_allowed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -36,9 +37,17 @@ def test_the_text_names_formats_and_reasons(capsys) -> None:
     argv = ["--model", "Qwen/Qwen3-14B", "--device_names", "T4-16G", "V100-16G", *ARGV]
     assert main(argv) == 0
     text = capsys.readouterr().out
-    assert "16 bits: Qwen/Qwen3-14B does not fit" in text or "16    yes" in text
+    assert "16    yes" in text
     assert "T4-16G#0 computes float16, float32, not bfloat16" in text
     assert "tokens/s" in text
+
+
+def test_what_does_not_fit_has_a_short_line(capsys) -> None:
+    assert main(["--model", "Qwen/Qwen3-32B", "--device_names", "RTX3090", *ARGV]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"^16 bits  \d+ of 64 layers fit; needs \+2 RTX3090$", text, re.M)
+    assert re.search(r"^8 bits   \d+ of 64 layers fit; needs \+1 RTX3090$", text, re.M)
+    assert all(len(line) <= 100 for line in text.splitlines())
 
 
 def test_a_model_that_never_fits_is_status_3(capsys) -> None:

@@ -10,8 +10,12 @@ from pathlib import Path
 import pytest
 from helpers.ranks import make_plan
 
+from llmpq.batching import RequestRecord
 from llmpq.batching.workload_shift import GROUP_REQUESTS
-from llmpq.cli.commands.dist import main
+from llmpq.cli.commands.dist import forecast_of, main
+from llmpq.dist.io.job import Job
+from llmpq.dist.metrics.measurement import Measurement, StageStats
+from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 from llmpq.spec.lengths import constant, load_lengths
 from llmpq.spec.plan import write_plan
 from llmpq.spec.schedule import Schedule
@@ -63,6 +67,19 @@ def test_a_bad_prompt(files, capsys, line, names):
     assert "prompts.jsonl: line 1" in error
     assert re.search(names, error)
     assert not files["--output"].exists()
+
+
+def test_a_plan_over_several_hosts_runs_here_with_a_warning(files, capsys):
+    group = DeviceGroup(type="cpu", count=1, threads=1)
+    cluster = Cluster(name="c", nodes=tuple(Node(name=n, devices=(group,)) for n in ("a", "b")))
+    write_plan(files["--strat_file_name"], make_plan((0, 1, 3), cluster=cluster))
+    files["--prompts"].write_text("\n")
+    assert _run(files) == 2
+    assert "found stages on 2 nodes (a, b); without --nnodes all of them run on this host" in (
+        capsys.readouterr().err
+    )
+    assert _run(files, "--nnodes", "2", "--master_addr", "127.0.0.1") == 2
+    assert "without --nnodes" not in capsys.readouterr().err
 
 
 def test_an_empty_prompt_file(files, capsys):
@@ -201,3 +218,43 @@ def test_keys_and_values_of_other_bits_are_refused_by_name(files, capsys):
     write_plan(files["--strat_file_name"], replace(plan, kv_bits=16))
     assert _run(files) == 2
     assert "kv_bits" in _error(capsys)
+
+
+def forecast_s(model_dir: Path, requests: int, *, profile: str | None = None, drafts: int = 0):
+    """Return the forecast seconds of a run of equal requests, ``None`` without a forecast."""
+    group = DeviceGroup(type="cpu", count=2, threads=1, profile=profile)
+    cluster = Cluster(name="c", nodes=(Node(name="n", devices=(group,)),))
+    plan = make_plan((0, 1, 3), cluster=cluster)
+    record = RequestRecord(
+        request=0, prompt_tokens=4, new_tokens=3, arrival_s=5.0, start_s=5.0, first_token_s=6.0,
+        end_s=7.0,
+    )  # fmt: skip
+    ran = Measurement(
+        requests=requests,
+        generated_tokens=3 * requests,
+        latency_s=2.0,
+        load_s=1.0,
+        stages=(StageStats(rank=0, load_s=1.0, busy_s=1.0, memory_bytes=1),),
+        records=tuple(replace(record, request=number) for number in range(requests)),
+        draft_tokens=drafts,
+    )
+    nowhere = Path("/nowhere")
+    job = Job(
+        strategy=nowhere, model_dir=model_dir, prompts=nowhere, output=nowhere,
+        schedule=Schedule(policy="hybrid"),
+    )  # fmt: skip
+    found = forecast_of(plan, ran, job)
+    return None if found is None else found.latency_s
+
+
+def test_the_forecast_is_of_the_requests_that_ran(tiny_model):
+    model = tiny_model("llama", seed=1)
+    few, many = forecast_s(model, 4), forecast_s(model, 40)
+    assert 5 * few < many < 12 * few
+    assert forecast_s(model, 0) is None
+    assert forecast_s(model, 4, drafts=7) is None
+
+
+def test_a_plan_whose_table_is_not_here_has_a_forecast_too(tiny_model):
+    model = tiny_model("llama", seed=1)
+    assert forecast_s(model, 4, profile="/nowhere/at/all.csv") > 0

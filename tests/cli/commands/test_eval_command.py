@@ -12,6 +12,7 @@ from helpers.ranks import make_plan
 
 from llmpq.cli.commands.evals import main
 from llmpq.cli.commands.quantize import main as quantize
+from llmpq.evals import evaluate
 from llmpq.spec.plan import write_plan
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
@@ -111,6 +112,62 @@ def test_a_person_reads_three_lines(model, capsys):
     assert main(_arguments(model, "--bits", "8")) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["perplexity", "KL", "tokens"]
+
+
+def test_several_are_compared_with_one_pass_at_16_bits(model, capsys, tmp_path, monkeypatch):
+    folder, listed = tmp_path / "w4", tmp_path / "bits.json"
+    made = ["--model", str(model), "--bits", "4", "--method", "rtn", "--output", str(folder)]
+    assert quantize(made) == 0
+    listed.write_text("[4, 16, 8]")
+    capsys.readouterr()
+    alone = {
+        name: _json(capsys, _arguments(model, *words))
+        for name, words in {
+            "4": ["--bits", "4"],
+            f"gptq:{folder}": ["--quantized", str(folder)],
+            f"layer_bits:{listed}": ["--layer_bits", str(listed)],
+        }.items()
+    }
+    passes = []
+    stream = evaluate.stream_hidden
+    monkeypatch.setattr(
+        evaluate, "stream_hidden", lambda *a, **k: (passes.append(a[0].bits), stream(*a, **k))[1]
+    )
+    assert main([*_arguments(model, "--compare", *alone), "--json"]) == 0
+    first, *rows = json.loads(capsys.readouterr().out)["compared"]
+    assert passes == [(16,) * 3, (4,) * 3, (None,) * 3, (4, 16, 8)]
+    assert (first["name"], first["bits"], first["kl_to_16bit"]) == ("reference", 16, 0)
+    for row, (name, found) in zip(rows, alone.items(), strict=True):
+        assert row["name"] == name
+        for field in ("perplexity", "kl_to_16bit", "tokens"):
+            assert row[field] == found[field]
+        assert first["perplexity"] == found["perplexity_16bit"]
+        assert row["weight_bytes"] < first["weight_bytes"]
+    assert [row["bits"] for row in rows] == [4, 4, pytest.approx(28 / 3)]
+
+
+def test_a_person_reads_one_table(model, capsys):
+    assert main(_arguments(model, "--compare", "4", "8")) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["bits", "GiB", "perplexity", "change", "KL,", "nats", "seconds"]
+    assert [line.split()[:2] for line in lines[1:4]] == [
+        ["reference", "16.00"], ["4", "4.00"], ["8", "8.00"],
+    ]  # fmt: skip
+    assert lines[-1] == "tokens 193"
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("5", "--compare: found '5', expected one of"),
+        ("gptq:nowhere", "nowhere"),
+        ("layer_bits:nowhere.json", "nowhere.json: no such file"),
+        ("strategy:nowhere.json", "nowhere.json: no such file"),
+    ],
+)
+def test_what_cannot_be_compared_is_bad_input(model, capsys, what, message):
+    assert main(_arguments(model, "--compare", "4", what)) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

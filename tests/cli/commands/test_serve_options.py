@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 from helpers.fake_engine import FakeEngine
+from helpers.ranks import make_plan
 
 from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.cli import openai_batch
@@ -19,7 +21,9 @@ from llmpq.errors import SpecError
 from llmpq.server.admission import prefill_tokens_per_s, queued_tokens_for, token_budget_for
 from llmpq.server.lifecycle import ServerOptions
 from llmpq.spec import catalog
-from llmpq.spec.plan import read_plan
+from llmpq.spec.cluster import Cluster, DeviceGroup, Node
+from llmpq.spec.fleet import Fleet, FleetMember, write_fleet
+from llmpq.spec.plan import read_plan, write_plan
 
 ROOT = Path(__file__).resolve().parents[3]
 DEMO = ROOT / "models" / "demo"
@@ -112,7 +116,7 @@ def test_speculative_config_has_vllms_fields():
     [
         ("{", "--speculative_config: found no JSON"),
         ("5", "found 5, expected a JSON object"),
-        ("{}", "'num_speculative_tokens': found 'nothing'"),
+        ("{}", "'num_speculative_tokens' is missing"),
         ('{"method": "eagle", "num_speculative_tokens": 2}', "'method': found 'eagle'"),
         ('{"num_speculative_tokens": 2, "model": "x"}', "'model'"),
         ('{"num_speculative_tokens": 2, "bits": 4}', "and bits 4, expected 'model'"),
@@ -169,6 +173,51 @@ def test_bad_options_are_refused(served, words, capsys):
     assert run(*words) == 2
     assert words[0] in capsys.readouterr().err
     assert not served
+
+
+TWO_NODES = sorted((ROOT / "strategies").glob("opt-30b__paper-03__*__llmpq.json"))[0]
+
+
+def test_a_plan_over_several_hosts_is_refused(served, capsys):
+    assert serve.main(["--strat_file_name", str(TWO_NODES), "--model", str(DEMO)]) == 2
+    error = capsys.readouterr().err
+    assert f"{TWO_NODES}: found stages on 2 nodes (node0, node1), expected one" in error
+    assert "llmpq-dist --nnodes" in error
+    assert not served
+
+
+def test_a_fleet_over_several_hosts_is_refused(tmp_path, capsys):
+    group = DeviceGroup(type="cpu", count=1, threads=1)
+    cluster = Cluster(name="c", nodes=tuple(Node(name=n, devices=(group,)) for n in ("a", "b")))
+    own = make_plan((0, 12), cluster=Cluster(name="own", nodes=cluster.nodes[:1]), source=DEMO)
+    write_plan(tmp_path / "one.json", own)
+    members = tuple(
+        FleetMember(strategy="one.json", devices=(device.label,), requests_per_s=1)
+        for device in cluster.devices
+    )
+    fleet = Fleet(
+        model="tiny", replicas=members, requests_per_s=2, bound=2, status="optimal", cluster=cluster
+    )
+    write_fleet(tmp_path / "fleet.json", fleet)
+    assert serve.main(["--fleet", str(tmp_path / "fleet.json")]) == 2
+    assert "found replicas on 2 nodes (a, b), expected one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["my-model"], "found no plan, .* llmpq-algo --model my-model "),
+        (["--model", "my-model"], "found no plan, .* llmpq-algo --model my-model "),
+        ([], "found no plan, .* llmpq-algo --model DIR "),
+        ([str(PLAN)], "found '.*' alone, expected --strat_file_name"),
+        (["x", "--strat_file_name", str(PLAN)], "found 'x' and a plan, expected one"),
+    ],
+)
+def test_without_a_plan_the_answer_says_how_to_make_one(served, capsys, words, message):
+    assert serve.main(words) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert re.search(message, lines[0])
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,6 +53,7 @@ def test_every_policy_serves_a_trace(strategy, trace, policy, capsys):
     found = _run(capsys, "--strategy", strategy, "--trace", trace, "--policy", policy)
     assert found["policy"] == policy
     assert found["requests"] == 60
+    assert found["answer_tokens_per_s"] > 0
     assert found["latency_s"]["p50"] <= found["latency_s"]["p99"]
     assert [stage["device"] for stage in found["stages"]]
     for stage in found["stages"]:
@@ -77,7 +79,8 @@ def test_a_drawn_trace_and_its_timeline(strategy, tmp_path, capsys):
 def test_people_get_a_table(strategy, trace, capsys):
     assert sim(["--strategy", str(strategy), "--trace", str(trace)]) == 0
     text = capsys.readouterr().out
-    assert "throughput" in text
+    assert re.search(r"^throughput +[\d.,]+ tokens/s of all, ", text, re.M)
+    assert re.search(r"^one answer +[\d.,]+ tokens/s$", text, re.M)
     assert "first token" in text
     assert "stage 0" in text
 

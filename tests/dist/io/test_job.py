@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from helpers.ranks import make_plan
 
 from llmpq.batching.length import Prediction
-from llmpq.dist.io.job import DriftHandling, Job, Rendezvous, read_job, write_job
+from llmpq.dist.io.job import DriftHandling, Job, Rendezvous, check_model, read_job, write_job
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.errors import SpecError
+from llmpq.spec.fields import digest_of
+from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.schedule import Schedule
 
 
@@ -47,3 +50,33 @@ def test_round_trip(tmp_path, rendezvous):
 def test_a_senseless_timeout_is_refused(seconds):
     with pytest.raises(SpecError, match="step_timeout"):
         _job(step_timeout_s=seconds)
+
+
+def plan_of(model_dir):
+    """Return a plan that names its model as llmpq-algo does."""
+    model = load_model_dir(model_dir)
+    plan = make_plan((0, model.num_layers), source=model_dir)
+    inputs = (("model", digest_of(asdict(model))),)
+    return replace(plan, provenance=replace(plan.provenance, inputs=inputs))
+
+
+def test_a_plan_of_another_model_with_as_many_layers_is_refused(tiny_model):
+    own = tiny_model("llama", seed=1)
+    other = tiny_model("llama", seed=1, intermediate_size=96)
+    check_model(plan_of(own), own, load_model_dir(own))
+    with pytest.raises(SpecError, match=r"found a llama of 3 layers, hidden size 32, .* plan's"):
+        check_model(plan_of(own), other, load_model_dir(other))
+
+
+def test_a_plan_of_another_family_with_equal_sizes_is_a_warning(tiny_model, caplog):
+    own, other = tiny_model("llama", seed=1), tiny_model("mistral")
+    check_model(plan_of(own), other, load_model_dir(other))
+    (record,) = caplog.records
+    assert "found a mistral of 3 layers" in record.getMessage()
+
+
+def test_a_plan_whose_own_model_is_not_here_runs_any_of_as_many_layers(tiny_model, tmp_path):
+    own, other = tiny_model("llama", seed=1), tiny_model("llama", seed=1, intermediate_size=96)
+    plan = plan_of(own)
+    gone = replace(plan, model=replace(plan.model, source=str(tmp_path / "gone")))
+    check_model(gone, other, load_model_dir(other))
