@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 from llmpq.spec import catalog
 from llmpq.spec.huggingface.families import model_types
+from llmpq.spec.precision import Phase
 from scripts.docs_site import fit_table
 
 SCHEMAS = Path(__file__).resolve().parents[2] / "llmpq" / "spec" / "schema"
-DATA = Path(__file__).resolve().parents[2] / "llmpq" / "data"
 VALUE_BYTES = 2
 """Of a weight and of a cached value at 16 bits."""
 MARKER = re.compile(r"^<!-- catalogue: (models|devices|device fields|families|fit) -->$", re.M)
@@ -59,12 +58,24 @@ def models() -> str:
 
 def devices() -> str:
     """Return a table of all devices."""
-    lines = ["| type | memory | 16-bit arithmetic | memory bandwidth |", "|" + " --- |" * 4]
-    for device in _read("devices.json")["devices"]:
-        rate = max(device["flops"].values())
+    heads = (
+        "type",
+        "memory",
+        "16-bit arithmetic",
+        "memory bandwidth",
+        *(one.value for one in Phase),
+    )
+    lines = [f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
+    for device in map(catalog.device, catalog.device_types()):
+        rate = max(dict(device.flops).values())
+        ranges = (
+            f"{1.0 - faster:.2f} to {1.0 + slower:.2f}"
+            for faster, slower in map(device.deviation, Phase)
+        )
         lines.append(
-            f"| `{device['type']}` | {device['memory_bytes'] / 2**30:.0f} GiB | "
-            f"{rate / 1e12:.3g} TFLOP/s | {device['memory_bytes_per_s'] / 1e9:.0f} GB/s |"
+            f"| `{device.type}` | {device.memory_bytes / 2**30:.0f} GiB | "
+            f"{rate / 1e12:.3g} TFLOP/s | {device.memory_bytes_per_s / 1e9:.0f} GB/s | "
+            f"{' | '.join(ranges)} |"
         )
     return "\n".join(lines)
 
@@ -77,7 +88,3 @@ def device_fields() -> str:
     return "\n".join(
         [*lines, *(f"| `{name}` | {one['description']} |" for name, one in fields.items())]
     )
-
-
-def _read(name: str) -> dict[str, Any]:
-    return dict(json.loads((DATA / name).read_text(encoding="utf-8")))
