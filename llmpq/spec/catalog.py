@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.errors import SpecError
-from llmpq.spec.cluster import Cluster
+from llmpq.spec.cluster import Cluster, types_label
 from llmpq.spec.codec import from_json
 from llmpq.spec.devices import names
 from llmpq.spec.devices.figures import FIGURES, DeviceEntry, DeviceFile, DeviceSpec, completed
@@ -180,7 +180,9 @@ def with_known_types(cluster: Cluster, where: str) -> Cluster:
             for number, group in enumerate(node.devices)
         ]
         nodes.append(replace(node, devices=tuple(groups)))
-    return replace(cluster, nodes=tuple(nodes))
+    is_named_so = cluster.name == types_label(cluster.nodes)
+    name = types_label(nodes) if is_named_so else cluster.name
+    return replace(cluster, name=name, nodes=tuple(nodes))
 
 
 def _own_types(cluster: Cluster | None) -> tuple[DeviceEntry, ...]:

@@ -1,6 +1,7 @@
 """Names that people and drivers give to devices and models, and the type or model they mean."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,9 @@ def test_a_cluster_keeps_the_types_of_its_devices():
     given = cluster_of_types({"NVIDIA GeForce RTX 3090": 2, "tesla t4": 1})
     found = catalog.with_known_types(given, "c.json")
     assert [device.type for device in found.devices] == ["RTX3090", "RTX3090", "T4-16G"]
+    assert found.name == "rtx3090x2-t4-16gx1"
+    named = catalog.with_known_types(replace(given, name="mine"), "c.json")
+    assert named == replace(found, name="mine")
 
 
 def test_a_type_that_a_file_describes_is_not_taken_for_another():
