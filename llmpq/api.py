@@ -132,7 +132,7 @@ def load_plan(path: str | Path) -> Plan:
 def _cluster(
     cluster: ClusterLike | None, names: Sequence[str], numbers: Sequence[int], *, has_tables: bool
 ) -> Cluster:
-    found = _read_cluster(cluster, names, numbers)
+    found = catalog.with_known_types(_read_cluster(cluster, names, numbers), "cluster")
     return with_host_cpu(found, host_cpu(), has_tables=has_tables)
 
 

@@ -13,7 +13,7 @@ from llmpq.batching.length import PREDICTOR_NAMES, Prediction
 from llmpq.batching.policies.multibin import quantile_boundaries
 from llmpq.batching.speculation import SpeculativeConfig, read_speculative_config
 from llmpq.errors import SpecError
-from llmpq.spec.catalog import check_devices, load_devices, with_device_types
+from llmpq.spec.catalog import load_devices, with_device_types, with_known_types
 from llmpq.spec.cluster import Cluster
 from llmpq.spec.plan import Plan
 from llmpq.spec.schedule import POLICY_NAMES, Schedule, default_schedule
@@ -117,8 +117,7 @@ def with_described(cluster: Cluster, options: argparse.Namespace, where: str) ->
     """
     if options.devices is not None:
         cluster = with_device_types(cluster, load_devices(options.devices))
-    check_devices(cluster, where)
-    return cluster
+    return with_known_types(cluster, where)
 
 
 def add_kernel_option(group: argparse._ActionsContainer) -> None:

@@ -325,7 +325,7 @@ def _profile(key: ProfileKey, tables: dict[str, LatencyTable], cluster: Cluster)
     The database speaks for types of the catalogue, not for those that the cluster describes.
     """
     found = find_profile(key, tables)
-    type_name = key.device.type
+    type_name = catalog.device_type(key.device.type, cluster)
     if found is not None or type_name in {one.type for one in cluster.device_types or ()}:
         return found
     table = public_table(key.model, type_name, key.dtype, members=key.device.members)

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
 
-from llmpq.costmodel.roofline import DECODE_ARITHMETIC
 from llmpq.errors import SpecError
 from llmpq.spec.devices.figures import SOURCED, DeviceEntry, PrecisionCost
 from llmpq.spec.devices.timings import LAYER_MATRICES, DeviceTimings, LayerTiming
@@ -26,6 +25,8 @@ OVERLAP_LOSS = 0.15
 """Usual share of the smaller time that counts: the catalogue's."""
 LOSSES = tuple(step / 20 for step in range(1, 21))
 """Candidates for it."""
+MEASURED = (0.15, 0.15)
+"""By how much a measured device is faster and slower than forecast, four times of five."""
 USUAL = 0.01
 """Relative error that a share must save for every 1 of its distance to the usual one."""
 
@@ -53,6 +54,9 @@ def fit_device(timings: DeviceTimings, name: str, provenance: str) -> DeviceEntr
         attention_memory_efficiency=fit.attention_memory_efficiency(),
         layer_overhead_s=timings.layer_overhead_s,
         saturation_tokens=fit.saturation_tokens(16),
+        decode_efficiency=1.0,
+        prefill_deviation=MEASURED,
+        decode_deviation=MEASURED,
         precision_costs=tuple(fit.cost(bits) for bits in fit.widths),
         compute_capability=timings.compute_capability,
         cores=timings.threads if timings.kind == "cpu" and timings.threads > 1 else None,
@@ -139,7 +143,7 @@ class _Fit:
             bits=bits,
             compute=_factor(token_s / self._token_s(16)),
             stream=_factor(self._stored_bytes(bits) / self.stream / read_s),
-            thin=_factor(thin * DECODE_ARITHMETIC),
+            thin=_factor(thin),
             overlap_loss=None if bits == 16 else self.loss(bits),
             saturation_tokens=None if bits == 16 else self.saturation_tokens(bits),
         )

@@ -1,9 +1,10 @@
 """Roofline: seconds from a device's figures alone, used where nothing was measured.
 
 The slower of arithmetic and weight streaming counts in full, the faster with a share; attention,
-widening of quantized weights and launches are added. The constants are those of the LLM-PQ cluster
-study. The estimate is positive and never decreases with batch or tokens. A sliding window does not
-reduce the work: the runtime keeps whole sequences and masks what is outside the window.
+widening of quantized weights and launches are added. The figures of a device are those of its
+family, fitted to public tables where there are any (``benchmarks/rooflines.py``). The estimate is
+positive and never decreases with batch or tokens. A sliding window does not reduce the work: the
+runtime keeps whole sequences and masks what is outside the window.
 """
 
 from __future__ import annotations
@@ -22,11 +23,8 @@ from llmpq.spec.precision import (
     linear_bytes,
 )
 
-DECODE_ARITHMETIC = 0.5
-"""Share of the arithmetic efficiency that thin matrices (one row a sequence) reach."""
-DEVIATION = 0.4
-"""Relative standard deviation of the roofline, around measured layers of A100, L40S, H100 and H200
-(docs/evidence/forecasts.md)."""
+DEVIATIONS = 1.28
+"""Standard deviations within which four of five normally distributed values lie."""
 BANDWIDTH_THREADS = 8
 """CPU threads after which more of them do not stream faster."""
 THREADS_ARITHMETIC = 0.7
@@ -66,7 +64,7 @@ class RooflineLatencyModel:
         )
         weights_s = (stored / cost.stream_of(phase, work.rows) + kept) / self._stream
         is_prefill = phase is Phase.PREFILL
-        share = 1.0 if is_prefill else DECODE_ARITHMETIC / cost.thin
+        share = 1.0 if is_prefill else self.device.decode_efficiency / cost.thin
         # A short prompt does not fill the device; it counts with that many more tokens.
         rows = work.rows + (self._saturation_tokens(cost) if is_prefill else 0.0)
         compute_s = work.linear_flops * rows * cost.compute / (self._arithmetic * share)
@@ -87,7 +85,7 @@ class RooflineLatencyModel:
         return Estimate(
             seconds=self.layer_s(phase, bits, batch, tokens, kind),
             is_extrapolated=True,
-            relative_deviation=DEVIATION,
+            relative_deviation=max(self.device.deviation(phase)) / DEVIATIONS,
         )
 
     def master_s(self, phase: Phase, batch: int, tokens: float, head_bits: int = 16) -> float:
@@ -96,7 +94,7 @@ class RooflineLatencyModel:
         rows = batch * tokens if phase is Phase.PREFILL else float(batch)
         embed_s = 2.0 * rows * self.model.hidden_size * value_bytes / self._stream
         cost = self.device.precision_cost(head_bits)
-        share = DECODE_ARITHMETIC / cost.thin
+        share = self.device.decode_efficiency / cost.thin
         weights = self.model.head_weights
         compute_s = 2.0 * batch * weights * cost.compute / (self._arithmetic * share)
         shape = self.model.vocab_size, self.model.head_in_features

@@ -1,14 +1,15 @@
 """Catalogue: models and devices by name, read from the package's own data files.
 
 A model's entry is the part of its public ``config.json`` that determines sizes, with its source and
-the parameter count where one is published; a device's entry has the source of every figure. An
-unknown name is an error that lists the nearest ones.
+the parameter count where one is published; a device's entry has the source of every figure. A model
+may be named without its owner and in any case, a device as ``llmpq.spec.devices.names`` says. An
+unknown name is an error that lists those that begin with it, or the nearest ones.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib import resources
@@ -16,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.errors import SpecError
-from llmpq.spec.cluster import Cluster
+from llmpq.spec.cluster import Cluster, types_label
 from llmpq.spec.codec import from_json
+from llmpq.spec.devices import names
 from llmpq.spec.devices.figures import FIGURES, DeviceEntry, DeviceFile, DeviceSpec, completed
 from llmpq.spec.fields import Fields, read_json
 from llmpq.spec.gguf.header import find_gguf
@@ -28,19 +30,22 @@ from llmpq.spec.model import ModelSpec
 REFERENCE = {"cpu": "cpu", "cuda": "RTX3090", "mps": "M1", "xpu": "Arc-A770"}
 """By kind, the type whose figures a described device has where it states none."""
 
+OFFERS = 8
+"""Most names that a message offers."""
 _PAPER_NAMES = {"opt": "facebook/opt-{}", "bloom": "bigscience/bloom-{}"}
 
 
 def model(name: str) -> ModelSpec:
-    """Return the catalogue's model of that name (any case).
+    """Return the catalogue's model of that name, in any case and with or without its owner.
 
     Raises:
-        SpecError: no such model; the message offers the nearest names.
+        SpecError: no such model, or several; the message offers their names.
     """
-    found = {known.lower(): known for known in _models()}.get(name.lower())
-    if found is None:
-        raise _unknown("model", name, model_names())
-    return model_from_config(_models()[found], found, f"catalogue entry {found}")
+    wanted = name.lower()
+    found = [known for known in _models() if wanted in (known.lower(), _short(known).lower())]
+    if len(found) != 1:
+        raise _unknown("model", name, model_names(), found)
+    return model_from_config(_models()[found[0]], found[0], f"catalogue entry {found[0]}")
 
 
 def model_names() -> tuple[str, ...]:
@@ -78,15 +83,29 @@ def device(type_name: str, cluster: Cluster | None = None) -> DeviceSpec:
     """Return the figures of a type of device: the cluster's own, else the catalogue's.
 
     Raises:
-        SpecError: no such type; the message offers the nearest names.
+        SpecError: no such type, or several that the name may mean; the message offers names.
     """
-    for place, entry in enumerate(own := _own_types(cluster)):
-        if entry.type == type_name:
+    own = _own_types(cluster)
+    known = device_type(type_name, cluster)
+    for place, entry in enumerate(own):
+        if entry.type == known:
             return _completed(entry, own[:place])
-    found = _devices().get(type_name)
-    if found is None:
-        raise _unknown("device type", type_name, (*(entry.type for entry in own), *_devices()))
-    return found
+    return _devices()[known]
+
+
+def device_type(name: str, cluster: Cluster | None = None) -> str:
+    """Return the type that a name means; a cluster's own types are named exactly.
+
+    Raises:
+        SpecError: no such type, or several that the name may mean; the message offers names.
+    """
+    own = [entry.type for entry in _own_types(cluster)]
+    if name in own or name in _devices():
+        return name
+    found = names.matching(name, _devices(), _other_names())
+    if len(found) != 1:
+        raise _unknown("device type", name, (*own, *_devices()), found, names.folded)
+    return found[0]
 
 
 def device_types() -> tuple[str, ...]:
@@ -138,21 +157,32 @@ def with_device_types(cluster: Cluster, entries: Sequence[DeviceEntry]) -> Clust
     return replace(cluster, device_types=kept or None)
 
 
-def check_devices(cluster: Cluster, where: str) -> None:
-    """Check that every device of a cluster has figures.
+def with_known_types(cluster: Cluster, where: str) -> Cluster:
+    """Return a cluster whose devices all have figures, each named by its type.
 
     Raises:
         SpecError: names ``where`` (the file), the field and the type.
     """
-    types = {f"device_types[{at}]": entry.type for at, entry in enumerate(_own_types(cluster))}
-    for place, node in enumerate(cluster.nodes):
-        for number, group in enumerate(node.devices):
-            types[f"nodes[{place}].devices[{number}].type"] = group.type
-    for field, name in types.items():
+
+    def known(name: str, field: str) -> str:
         try:
             device(name, cluster)
+            return device_type(name, cluster)
         except SpecError as error:
             raise SpecError(f"{where}: field '{field}': {error}") from None
+
+    for at, entry in enumerate(_own_types(cluster)):
+        known(entry.type, f"device_types[{at}]")
+    nodes = []
+    for place, node in enumerate(cluster.nodes):
+        groups = [
+            replace(group, type=known(group.type, f"nodes[{place}].devices[{number}].type"))
+            for number, group in enumerate(node.devices)
+        ]
+        nodes.append(replace(node, devices=tuple(groups)))
+    is_named_so = cluster.name == types_label(cluster.nodes)
+    name = types_label(nodes) if is_named_so else cluster.name
+    return replace(cluster, name=name, nodes=tuple(nodes))
 
 
 def _own_types(cluster: Cluster | None) -> tuple[DeviceEntry, ...]:
@@ -203,6 +233,12 @@ def _devices() -> dict[str, DeviceSpec]:
     return found
 
 
+@cache
+def _other_names() -> dict[str, str]:
+    """Return the types by further names, which their own do not begin or end with."""
+    return dict(_data("devices.json").take("other_names"))
+
+
 def _data(name: str) -> Fields:
     with resources.as_file(resources.files("llmpq") / "data" / name) as path:
         fields = Fields(read_json(path), f"llmpq/data/{name}")
@@ -210,15 +246,30 @@ def _data(name: str) -> Fields:
     return fields
 
 
-def _unknown(what: str, name: str, known: Iterable[str]) -> SpecError:
-    names = {known_name.lower(): known_name for known_name in known}
-    # Users may leave out the owner of a repository id.
-    short = {key.rpartition("/")[2]: key for key in names}
-    wanted = name.lower()
-    near = difflib.get_close_matches(wanted, names, n=3, cutoff=0.5)
+def _unknown(
+    what: str,
+    name: str,
+    known: Iterable[str],
+    candidates: Sequence[str] = (),
+    spelling: Callable[[str], str] = str.lower,
+) -> SpecError:
+    """Return an error that offers ``candidates``, or the ``known`` names like ``name``.
+
+    Those that begin with it come first, then the nearest, as ``spelling`` writes them.
+    """
+    whole = {spelling(known_name): known_name for known_name in known}
+    short = {_short(key): key for key in whole}
+    wanted = spelling(name)
+    near = [key for key in whole if key.startswith(wanted) or _short(key).startswith(wanted)]
+    near += difflib.get_close_matches(wanted, whole, n=3, cutoff=0.5)
     near += [short[key] for key in difflib.get_close_matches(wanted, short, n=3, cutoff=0.5)]
-    offers = [names[key] for key in dict.fromkeys(near)] or list(names.values())
+    offers = candidates or [whole[key] for key in dict.fromkeys(near)] or list(whole.values())
     return SpecError(
         f"{what}: found '{name}', expected a name of the catalogue; did you mean "
-        f"{', '.join(offers[:5])}?"
+        f"{', '.join(offers[:OFFERS])}?"
     )
+
+
+def _short(name: str) -> str:
+    """Return the name of a repository without its owner."""
+    return name.rpartition("/")[2]

@@ -238,8 +238,13 @@ def cluster_of_types(types: Mapping[str, int], name: str | None = None) -> Clust
         Node(name=f"node{index}", devices=(DeviceGroup(type=device, count=count),))
         for index, (device, count) in enumerate(types.items())
     )
-    label = name or "-".join(f"{device}x{count}" for device, count in types.items()).lower()
-    return Cluster(name=label, nodes=nodes)
+    return Cluster(name=name or types_label(nodes), nodes=nodes)
+
+
+def types_label(nodes: Sequence[Node]) -> str:
+    """Return the name of a cluster that has no other: its types and how many there are."""
+    groups = (group for node in nodes for group in node.devices)
+    return "-".join(f"{group.type}x{group.count}" for group in groups).lower()
 
 
 def cluster_of_lists(names: Sequence[str], numbers: Sequence[int]) -> Cluster:

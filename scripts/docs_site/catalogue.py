@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 from llmpq.spec import catalog
 from llmpq.spec.huggingface.families import model_types
+from llmpq.spec.precision import Phase
 from llmpq.units import GIB, KIB
 from scripts.docs_site import fit_table
 
 SCHEMAS = Path(__file__).resolve().parents[2] / "llmpq" / "spec" / "schema"
-DATA = Path(__file__).resolve().parents[2] / "llmpq" / "data"
 VALUE_BYTES = 2
 """Of a weight and of a cached value at 16 bits."""
 MARKER = re.compile(r"^<!-- catalogue: (models|devices|device fields|families|fit) -->$", re.M)
@@ -64,15 +63,24 @@ def models() -> str:
 
 def devices() -> str:
     """Return a table of all devices."""
-    lines = [
-        "| type | memory, GiB | 16-bit arithmetic, TFLOP/s | memory bandwidth, GB/s |",
-        "|" + " --- |" * 4,
-    ]
-    for device in _read("devices.json")["devices"]:
-        rate = max(device["flops"].values())
+    heads = (
+        "type",
+        "memory, GiB",
+        "16-bit arithmetic, TFLOP/s",
+        "memory bandwidth, GB/s",
+        *(f"{one.value}, of the forecast" for one in Phase),
+    )
+    lines = [f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
+    for device in map(catalog.device, catalog.device_types()):
+        rate = max(dict(device.flops).values())
+        ranges = (
+            f"{1.0 - faster:.2f} to {1.0 + slower:.2f}"
+            for faster, slower in map(device.deviation, Phase)
+        )
         lines.append(
-            f"| `{device['type']}` | {device['memory_bytes'] / GIB:.0f} | "
-            f"{rate / 1e12:,.1f} | {device['memory_bytes_per_s'] / 1e9:,.0f} |"
+            f"| `{device.type}` | {device.memory_bytes / GIB:.0f} | "
+            f"{rate / 1e12:,.1f} | {device.memory_bytes_per_s / 1e9:,.0f} | "
+            f"{' | '.join(ranges)} |"
         )
     return "\n".join(lines)
 
@@ -85,7 +93,3 @@ def device_fields() -> str:
     return "\n".join(
         [*lines, *(f"| `{name}` | {one['description']} |" for name, one in fields.items())]
     )
-
-
-def _read(name: str) -> dict[str, Any]:
-    return dict(json.loads((DATA / name).read_text(encoding="utf-8")))

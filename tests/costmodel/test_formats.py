@@ -29,6 +29,12 @@ def request(cluster, dtype="bfloat16", **options):
     )  # fmt: skip
 
 
+def with_old(types):
+    """A cluster of types, of which ``old`` computes float32 alone."""
+    old = DeviceEntry(type="old", like="P40", flops=(("float32", 1.2e13),))
+    return replace(cluster_of_types(types), device_types=(old,))
+
+
 def costs_of(wanted):
     return build_costs(
         wanted.model, wanted.cluster, dtype=wanted.dtype, kv_bits=wanted.kv_bits,
@@ -40,8 +46,8 @@ def costs_of(wanted):
     ("name", "dtype", "form"),
     [
         ("T4-16G", "bfloat16", "float16"), ("V100-32G", "bfloat16", "float16"),
-        ("P100-12G", "bfloat16", "float16"), ("P40", "bfloat16", "float32"),
-        ("P40", "float16", "float32"), ("A100-40G", "bfloat16", "bfloat16"),
+        ("P100-12G", "bfloat16", "float16"), ("P40", "bfloat16", "float16"),
+        ("GTX1080Ti", "float16", "float16"), ("A100-40G", "bfloat16", "bfloat16"),
         ("T4-16G", "float16", "float16"), ("T4-16G", "float32", "float32"),
         ("cpu", "bfloat16", "bfloat16"), ("M1", "bfloat16", "bfloat16"),
     ],
@@ -55,6 +61,11 @@ def test_a_stage_has_a_format_of_its_device(name, dtype, form):
 def test_every_device_computes_what_it_is_given(name, dtype):
     spec = catalog.device(name)
     assert compute_format(spec, dtype) in spec.formats
+
+
+@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+def test_a_device_of_one_format_computes_in_it(dtype):
+    assert compute_format(catalog.device("old", with_old({"old": 1})), dtype) == "float32"
 
 
 def test_a_slow_half_precision_is_not_chosen():
@@ -73,11 +84,11 @@ def test_what_a_device_cannot_compute_is_refused_with_the_reason():
 
 
 def test_a_bfloat16_plan_names_the_format_of_every_stage(tmp_path):
-    wanted = request(cluster_of_types({"T4-16G": 1, "A100-40G": 1, "P40": 1}))
-    wanted = replace(wanted, overrides=replace(wanted.overrides, use=("T4-16G", "A100-40G", "P40")))
+    wanted = request(with_old({"T4-16G": 1, "A100-40G": 1, "old": 1}))
+    wanted = replace(wanted, overrides=replace(wanted.overrides, use=("T4-16G", "A100-40G", "old")))
     plan = make_plan(wanted, command="test")
     found = {plan.device_of(stage).type: plan.dtype_of(stage) for stage in plan.stages}
-    assert found == {"T4-16G": "float16", "A100-40G": "bfloat16", "P40": "float32"}
+    assert found == {"T4-16G": "float16", "A100-40G": "bfloat16", "old": "float32"}
     costs, omega = costs_of(wanted), omega_of(wanted)
     certify(plan, costs, lambda layer, b: float(omega[layer, BITS.index(b)]))
     path = tmp_path / "plan.json"
@@ -95,14 +106,14 @@ def test_a_bfloat16_plan_names_the_format_of_every_stage(tmp_path):
 
 
 def test_a_wider_format_takes_its_memory_and_its_link():
-    costs = costs_of(request(cluster_of_types({"T4-16G": 1, "P40": 1})))
-    t4, p40 = costs.cluster.devices
-    assert costs.layer_weight_bytes(p40, 0, 16) == 2 * costs.layer_weight_bytes(t4, 0, 16)
-    assert costs.layer_kv_bytes(0, 4, 80, p40) == 2 * costs.layer_kv_bytes(0, 4, 80, t4)
-    assert costs.master_bytes(p40) == 2 * costs.master_bytes(t4)
-    assert (costs.kv_bits_of(t4), costs.kv_bits_of(p40)) == (16, 32)
+    costs = costs_of(request(with_old({"T4-16G": 1, "old": 1})))
+    t4, old = costs.cluster.devices
+    assert costs.layer_weight_bytes(old, 0, 16) == 2 * costs.layer_weight_bytes(t4, 0, 16)
+    assert costs.layer_kv_bytes(0, 4, 80, old) == 2 * costs.layer_kv_bytes(0, 4, 80, t4)
+    assert costs.master_bytes(old) == 2 * costs.master_bytes(t4)
+    assert (costs.kv_bits_of(t4), costs.kv_bits_of(old)) == (16, 32)
     quantized = build_costs(MODEL, costs.cluster, dtype="bfloat16", kv_bits=8)
-    assert {quantized.kv_bits_of(one) for one in (t4, p40)} == {8}
+    assert {quantized.kv_bits_of(one) for one in (t4, old)} == {8}
 
 
 def test_a_run_all_of_whose_devices_have_its_format_is_as_before():

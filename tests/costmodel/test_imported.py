@@ -339,6 +339,15 @@ def test_a_roofline_plan_reads_no_table(monkeypatch):
     assert costs.latency_source(cluster.devices[0]) == "roofline"
 
 
+def test_a_device_in_another_spelling_has_its_public_table(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "llmpq.costmodel.costs.public_table", lambda *args, **_: asked.append(args[1])
+    )
+    build_costs(LLAMA, cluster_of_types({"nvidia l40s": 1}), dtype="bfloat16", kv_bits=16)
+    assert asked == ["L40S"]
+
+
 def test_a_public_table_is_assembled_once(monkeypatch):
     table = LatencyTable(samples=(), provenance=(("device", "A100-80G"),))
     requests = []

@@ -65,6 +65,7 @@ CLUSTER = {
             ],
             "bits": [16, 8],
             "compute_capability": [8, 6],
+            "prefill_deviation": [0.3, 0.6],
             "source": {"flops": "paper"},
         },
         {"type": "other", "like": "own", "link_latency_s": 0.0, "saturation_tokens": 1.0},

@@ -60,6 +60,13 @@ class PrecisionCost:
         return self.stream
 
 
+Deviation = tuple[Factor, Factor]
+"""By how much at most a device is faster and slower than the roofline, four times of five.
+
+Measured seconds lie between ``1 - faster`` and ``1 + slower`` times the forecast.
+"""
+UNMEASURED: Deviation = (0.5, 1.0)
+"""Of devices that no public table measured: a factor of two."""
 Rate = Annotated[float, Rule(minimum=1)]
 Rates = Annotated[tuple[tuple[str, float], ...], Rule(minimum=1, choices=tuple(DTYPE_BYTES))]
 MAX_CORES = 4096
@@ -88,9 +95,12 @@ class DeviceSpec:
         link_bytes_per_s, link_latency_s: of a link to another device of the same node.
         precision_costs: how 3, 4 and 8 bits differ from 16.
         saturation_tokens: tokens of a prefill at which arithmetic reaches half of its efficiency.
+        decode_efficiency: arithmetic of few rows, one a sequence, relative to that of large
+            products.
         bits: bitwidths of weights that it multiplies by.
         compute_capability: of an NVIDIA GPU, ``None`` for others and where it is not known.
         cores: of a CPU whose figures are for all of its cores; ``None``: for one thread.
+        prefill_deviation, decode_deviation: of measured seconds from the roofline of these figures.
     """
 
     type: str
@@ -109,9 +119,16 @@ class DeviceSpec:
     link_latency_s: float
     precision_costs: tuple[PrecisionCost, ...]
     saturation_tokens: float = 0.0
+    decode_efficiency: float = 1.0
     bits: tuple[int, ...] = BITS
     compute_capability: tuple[int, int] | None = None
     cores: int | None = None
+    prefill_deviation: Deviation = UNMEASURED
+    decode_deviation: Deviation = UNMEASURED
+
+    def deviation(self, phase: Phase) -> Deviation:
+        """Return by how much at most it is faster and slower than the roofline, 4 times of 5."""
+        return self.prefill_deviation if phase is Phase.PREFILL else self.decode_deviation
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -165,9 +182,12 @@ class DeviceEntry:
     link_latency_s: float | None = None
     precision_costs: tuple[PrecisionCost, ...] | None = None
     saturation_tokens: float | None = None
+    decode_efficiency: Factor | None = None
     bits: Annotated[tuple[int, ...] | None, Rule(minimum=1)] = None
     compute_capability: tuple[int, int] | None = None
     cores: Annotated[int | None, Rule(minimum=1, maximum=MAX_CORES)] = None
+    prefill_deviation: Deviation | None = None
+    decode_deviation: Deviation | None = None
     source: tuple[tuple[str, str], ...] | None = None
 
     def __post_init__(self) -> None:
@@ -221,7 +241,7 @@ FIGURES = tuple(field.name for field in fields(DeviceSpec) if field.name not in 
 def completed(entry: DeviceEntry, base: DeviceSpec) -> DeviceSpec:
     """Return the figures of an entry, and those of ``base`` where it states none.
 
-    A compute capability is never passed on, and cores only by an explicit ``like``.
+    A compute capability is never passed on, cores and deviations only by an explicit ``like``.
 
     Raises:
         SpecError: the entry is like a type of another kind.
@@ -233,6 +253,8 @@ def completed(entry: DeviceEntry, base: DeviceSpec) -> DeviceSpec:
     found["compute_capability"] = entry.compute_capability
     if entry.like is None:
         found["cores"] = entry.cores
+        found["prefill_deviation"] = entry.prefill_deviation or UNMEASURED
+        found["decode_deviation"] = entry.decode_deviation or UNMEASURED
     return DeviceSpec(type=entry.type, kind=base.kind, **found)
 
 
