@@ -227,7 +227,7 @@ def _model_s(
     costs = request.costs
     layers = Counter(zip(costs.model.layer_kinds, _bits(request), strict=True))
     layers_s = sum(
-        count * costs.layer_s(device, phase, bits, rows, tokens, kind)
+        count * costs.layer_steps_s(device, phase, bits, rows, tokens, kind)
         for (kind, bits), count in layers.items()
     )
     return layers_s + costs.master_s(device, phase, rows, own) + costs.stage_s(device, phase)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from llmpq.costmodel import memory, stored
-from llmpq.costmodel.base import CommModel, Estimate, LatencyModel
+from llmpq.costmodel.base import CommModel, Estimate, LatencyModel, chunked_s
 from llmpq.costmodel.importers.imported import public_source, public_table
 from llmpq.costmodel.roofline import RooflineLatencyModel
 from llmpq.costmodel.tables.latency import TableLatencyModel
@@ -134,6 +134,18 @@ class ClusterCosts:
     ) -> float:
         """Return the seconds of ONE layer of ``layer_types[kind]``; see ``LatencyModel``."""
         return self.latency[device.group].layer_s(phase, bits, batch, tokens, kind)
+
+    def layer_steps_s(
+        self, device: Device, phase: Phase, bits: int, batch: int, tokens: float, kind: int
+    ) -> float:
+        """Return the seconds of ``layer_s`` with prompts in chunks, as the runtime runs them."""
+
+        def seconds(rows: int, length: float) -> float:
+            return self.layer_s(device, phase, bits, rows, length, kind)
+
+        if phase is Phase.DECODE:
+            return seconds(batch, tokens)
+        return chunked_s(seconds, batch, tokens)
 
     def layer_estimate(
         self, device: Device, phase: Phase, bits: int, batch: int, tokens: float, kind: int

@@ -39,3 +39,6 @@ PANEL_COLUMNS: Final = 32
 """Weights of 16 bits with a multiple of so many columns are kept in panels on a CPU."""
 KV_BLOCK_SIZE: Final = 16
 """Tokens of a block of keys and values."""
+PROMPT_CHUNK_TOKENS: Final = 1024
+"""Most tokens of a sequence that layers compute at a time; a longer prompt takes several passes.
+Also the tokens of a step of the engine that serves, where no other number is given."""

@@ -237,7 +237,7 @@ class _PhaseCosts:
             for kind, bits in layers
         )
         layer_s = (
-            costs.layer_s(place, self.phase, bits, self.rows, self.tokens, kind)
+            costs.layer_steps_s(place, self.phase, bits, self.rows, self.tokens, kind)
             for kind, bits in layers
         )
         sizes = list(accumulate(layer_bytes, initial=0))

@@ -37,7 +37,7 @@ def warm_up(
     work, sizes = plan.workload, plan.micro_batching
     if runner.layers is None:
         return
-    prompt = work.prompt_tokens
+    prompt = min(work.prompt_tokens, runner.chunk_tokens)
     rows = min(sizes.prefill, max(1, MAX_TOKENS // prompt))
     one_each = None
     if runner.device.type == "cpu":
@@ -47,7 +47,7 @@ def warm_up(
     if stage.computes(Phase.PREFILL) and not is_compiled:
         steps.append((rows, 0, prompt, one_each))
     if work.new_tokens > 1 and stage.computes(Phase.DECODE):
-        steps.append((sizes.decode, prompt, prompt + 1, None))
+        steps.append((sizes.decode, work.prompt_tokens, work.prompt_tokens + 1, None))
     _, max_tokens = plan.slots_of(stage)
     for count, first, length, only in steps:
         tokens = count * (length - first)
