@@ -19,6 +19,8 @@ from llmpq.units import MIB
 
 GPU_MARGIN = 0.1
 """Share added to the temporaries of a GPU."""
+SCORE_BYTES = 5
+"""Bytes of a score that is written out: float32, and whether its key is seen."""
 GPU_WORKSPACE_BYTES = 4 * MIB
 """What kernels of a GPU hold whatever the shape: blocks of a weight being widened."""
 
@@ -52,7 +54,9 @@ def _gpu_attention(step: Step, layer: LayerSpec) -> int:
         return _gpu_latents(step, layer, layer.value_dim)
     value_bytes, family = DTYPE_BYTES[step.dtype], step.model.family
     query, key = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-    picked = 2 * (key + (query if key < query else 0))  # gathered, then repeated for grouped heads
+    is_written_out = family in SCORES_ATTENTION
+    repeated = query if key < query and not is_written_out else 0  # for grouped heads
+    picked = 2 * (key + repeated)  # gathered
     values = step.rows * (2 * (query + key) + key + query)
     # Prompts attend to their own keys and values; chunks gather those of one sequence.
     read = step.batch * step.context if step.tokens == 1 else max(step.rows, step.context)
@@ -61,10 +65,10 @@ def _gpu_attention(step: Step, layer: LayerSpec) -> int:
     total = (values + read * picked + seen) * value_bytes
     if family in BIASED_ATTENTION:
         total += seen * layer.num_heads * (2 * value_bytes + 8)
-    if family in SCORES_ATTENTION:  # of one prompt at a time, with keys and values in float32
+    if is_written_out:  # of one prompt at a time, with keys and values in float32
         alone = 1 if step.tokens == 1 else step.batch
-        total += seen // alone * layer.num_heads * (2 * value_bytes + 8)
-        total += step.batch // alone * step.context * 2 * query * 4
+        total += seen // alone * layer.num_heads * SCORE_BYTES
+        total += step.batch // alone * step.context * 2 * key * 4
     return total
 
 

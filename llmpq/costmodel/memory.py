@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from llmpq.costmodel.gpu_memory import gpu_bytes
+from llmpq.costmodel.gpu_memory import SCORE_BYTES, gpu_bytes
 from llmpq.costmodel.layer_tensors import (
     BIASED_ATTENTION,
     IN_FLOAT32,
@@ -95,7 +95,8 @@ def temporary_bytes(  # noqa: PLR0913  what a step is, and where it runs
         attention    = R (2 (q + k) d + k d + q d) e         q and k, rotated too, v, and the output
                      + 2 G (k + x) d e                     keys and values gathered from blocks
                      + v B C e                               mask of B query and C context tokens
-                     + v q B C (2 e + 8)                     scores, where they are written out
+                     + v q B C (2 e + 8)                     scores with a bias
+                     + q B C 5 + 8 C k d                    scores that are written out
         feed-forward = R a (p + c f) e                       outputs of its operators, activated
         rows         = R a ((in + out) e + w in + 4 out)     8-bit rows and their 32-bit sums
 
@@ -104,8 +105,9 @@ def temporary_bytes(  # noqa: PLR0913  what a step is, and where it runs
     are repeated in prefill and decode alike, else 0; ``a`` experts a token; ``p`` the sum and ``f``
     the largest of the feed-forward operators' outputs; ``c`` results of the activation alive at
     once; ``w`` bytes of a value on its way to 8 bits, 1 (float32 runs widen instead). Scores that
-    are capped or have sinks are those of one prompt, with its keys and values in float32: ``8 C q
-    d``. Of latent attention, the latent vectors and what is made of them count.
+    are capped or have sinks are written out, for one prompt at a time, in decode for ``v``, with
+    keys and values in float32; ``x`` is then 0. Of latent attention, the latent vectors and what is
+    made of them count.
     What quantized layers need is always counted.
     """
     prompts = Step.of_prompts(model, dtype, kv_bits, micro_batching.prefill, workload.prompt_tokens)
@@ -136,8 +138,9 @@ def context_bytes(model: ModelSpec, dtype: Dtype, tokens: int, device_kind: Devi
     from the blocks of one sequence at a time, layer by layer; in multiples of ``tokens``, with
     ``e`` bytes a value and ``T`` queries of a block::
 
-        2 (k + x) d e + T + 8            keys and values, mask, positions; x is q for groups, else 0
-        8 q d + 12 T q                   in float32 and scores, where scores are written out
+        2 (k + x) d e + T + 8            keys and values, mask, positions; x is q for groups whose
+                                         scores are not written out, else 0
+        8 k d + 5 T q                    in float32 and scores, where scores are written out
         T q e                            bias of a block, where there is one
     """
     most, value_bytes = 0, DTYPE_BYTES[dtype]
@@ -147,10 +150,12 @@ def context_bytes(model: ModelSpec, dtype: Dtype, tokens: int, device_kind: Devi
         if device_kind == "cpu" and _fits_kernel(layer) and layer.value_dim is None:
             most = max(most, bias)
             continue
-        own = 2 * (kv_heads + (heads if kv_heads < heads else 0)) * dim * value_bytes
+        is_written_out = model.family in SCORES_ATTENTION
+        repeated = heads if kv_heads < heads and not is_written_out else 0
+        own = 2 * (kv_heads + repeated) * dim * value_bytes
         own += SCORE_BLOCK_TOKENS + 8
-        if model.family in SCORES_ATTENTION:
-            own += 8 * heads * dim + 12 * SCORE_BLOCK_TOKENS * heads
+        if is_written_out:
+            own += 8 * kv_heads * dim + SCORE_BYTES * SCORE_BLOCK_TOKENS * heads
         if model.family in BIASED_ATTENTION:
             own += SCORE_BLOCK_TOKENS * heads * value_bytes
         most = max(most, own)
@@ -310,12 +315,10 @@ def _attention(step: Step, layer: LayerSpec) -> Moment:
     if step.model.family in SCORES_ATTENTION:
         rows = step.batch if step.tokens == 1 else 1  # prompts run one by one
         scores = rows * min(step.tokens, SCORE_BLOCK_TOKENS) * layer.num_heads * step.context
-        wide = rows * step.context * query * 4
+        wide = rows * step.context * key * 4
         own = [*[step.hidden] * 2, *[step.of(query)] * 3, *[step.of(key)] * 2]
-        copies = (
-            [*picked, *repeated] if step.tokens == 1 else [size // step.batch for size in repeated]
-        )
-        return [*own, *copies, *[wide] * 2, *[scores * 4] * 3]
+        copies = picked if step.tokens == 1 else []
+        return [*own, *copies, *[wide] * 2, scores * SCORE_BYTES]
     if step.tokens > 1:
         return own
     if step.kv_bits == 8:

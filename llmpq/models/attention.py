@@ -147,6 +147,11 @@ class ScoreOptions:
         """Whether the scores are only scaled."""
         return self.softcap is None and self.sinks is None and self.bias is None
 
+    @property
+    def writes_scores(self) -> bool:
+        """Whether no kernel of torch computes the weights without writing out the scores."""
+        return self.softcap is not None or self.sinks is not None
+
     def first_seen(self, position: int) -> int:
         """Return the first position that a query at ``position`` or later sees."""
         first = 0 if self.window is None else max(0, position - self.window + 1)
