@@ -15,7 +15,8 @@ class EngineSequence:
     """State of an unfinished request: its tokens, its blocks, the step that it is in.
 
     ``tokens`` counts prompt and answer so far; ``computed`` those with keys and values in
-    ``blocks``, the step in flight with its draft tokens included.
+    ``blocks``, the step in flight with its draft tokens included. ``window_blocks`` are those of
+    layers with windows, of which it holds those from ``window_first`` on.
     """
 
     request: EngineRequest
@@ -26,6 +27,9 @@ class EngineSequence:
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     table: tuple[int, ...] = ()
+    window_blocks: list[int] = field(default_factory=list)
+    window_first: int = 0
+    window_table: tuple[int, ...] = ()
     keys: list[BlockKey] = field(default_factory=list)
     in_step: int | None = None
     last_step: int = -1

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from llmpq.batching.draft_model import DraftLimits, DraftWork
 from llmpq.batching.speculation import ROW_COST
 from llmpq.errors import SpecError
+from llmpq.spec.runtime_constants import PROMPT_CHUNK_TOKENS, kept_blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,9 @@ class EngineLimits:
             a model with one (``longrope``). A sequence that grows beyond it is computed anew.
         grows_after: longest prompt whose rotary angles do not depend on its length, ``None`` for
             any (``dynamic`` scaling).
+        window_tokens: largest window of a model whose layers with windows have blocks of their own;
+            ``None`` where all layers have the same.
+        num_window_blocks: these blocks.
     """
 
     token_budget: int
@@ -44,6 +48,8 @@ class EngineLimits:
     draft: DraftLimits | None = None
     switches_after: int | None = None
     grows_after: int | None = None
+    window_tokens: int | None = None
+    num_window_blocks: int = 0
 
     def __post_init__(self) -> None:
         for name in (
@@ -66,6 +72,12 @@ class EngineLimits:
         if not 0 <= self.row_cost <= 1:
             raise SpecError(
                 f"engine limits: field 'row_cost': found {self.row_cost}, expected 0 to 1"
+            )
+        needed = self.window_blocks_for(self.num_blocks * self.block_size)
+        if self.num_window_blocks < needed:
+            raise SpecError(
+                f"engine limits: field 'num_window_blocks': found {self.num_window_blocks}, "
+                f"expected at least {needed}, those of one sequence"
             )
         if not 0 <= self.watermark < 1:
             raise SpecError(
@@ -95,6 +107,19 @@ class EngineLimits:
     def blocks_for(self, tokens: int) -> int:
         """Return the blocks of a number of tokens."""
         return -(-tokens // self.block_size)
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Most tokens of a sequence in a step: all of it, or what its windows have blocks for."""
+        if self.window_tokens is None:
+            return self.token_budget
+        return min(self.token_budget, PROMPT_CHUNK_TOKENS)
+
+    def window_blocks_for(self, tokens: int) -> int:
+        """Return the most blocks that a sequence holds at once in layers with windows."""
+        if self.window_tokens is None:
+            return 0
+        return kept_blocks(tokens, self.window_tokens, self.block_size, self.chunk_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +174,8 @@ class ScheduledChunk:
             more blocks than ``first + count`` tokens need.
         makes_token: the chunk has the last token so far, so its output is the next one.
         num_draft_tokens: tokens at its end that are only proposed; each has an output, too.
+        window_blocks: as many in layers with windows, where these have blocks of their own; those
+            before the window may belong to others.
     """
 
     request: int
@@ -157,6 +184,7 @@ class ScheduledChunk:
     blocks: tuple[int, ...]
     makes_token: bool
     num_draft_tokens: int = 0
+    window_blocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

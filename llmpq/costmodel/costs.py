@@ -189,11 +189,17 @@ class ClusterCosts:
         return stored.layer_weight_bytes(self.model, kind, bits, self.format_of(device))
 
     def layer_kv_bytes(
-        self, kind: int, slots: int, max_tokens: int, device: Device | None = None
+        self,
+        kind: int,
+        slots: int,
+        max_tokens: int,
+        device: Device | None = None,
+        *,
+        keeps_all: bool = False,
     ) -> int:
-        """Return the bytes of one layer's preallocated KV blocks for ``slots`` sequences."""
+        """Return the bytes of one layer's blocks for ``slots`` sequences; see ``stored``."""
         bits = self.kv_bits_of(device)
-        return stored.layer_kv_bytes(self.model, kind, slots, max_tokens, bits)
+        return stored.layer_kv_bytes(self.model, kind, slots, max_tokens, bits, keeps_all=keeps_all)
 
     def copied_kv_bytes(
         self,

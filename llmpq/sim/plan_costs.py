@@ -178,7 +178,9 @@ class PlanCosts:
         if key not in self._stage:
             seconds = partial(self.micro_batch_s, rank, phase)
             is_prompt = phase is Phase.PREFILL
-            self._stage[key] = chunked_s(seconds, rows, tokens) if is_prompt else seconds(rows, tokens)
+            self._stage[key] = (
+                chunked_s(seconds, rows, tokens) if is_prompt else seconds(rows, tokens)
+            )
         return self._stage[key]
 
     def _hop(self, rank: int, phase: Phase, tokens: int) -> Hop:

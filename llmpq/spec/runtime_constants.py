@@ -42,3 +42,25 @@ KV_BLOCK_SIZE: Final = 16
 PROMPT_CHUNK_TOKENS: Final = 1024
 """Most tokens of a sequence that layers compute at a time; a longer prompt takes several passes.
 Also the tokens of a step of the engine that serves, where no other number is given."""
+
+
+def kept_blocks(
+    tokens: int,
+    window: int | None,
+    block_size: int = KV_BLOCK_SIZE,
+    chunk: int = PROMPT_CHUNK_TOKENS,
+) -> int:
+    """Return the blocks of a sequence of ``tokens`` in a layer whose queries see ``window`` tokens.
+
+    A chunk reads the window before it, wherever a block begins; what is left of it is freed.
+
+    Args:
+        tokens: of the sequence.
+        window: that a query sees, itself included; ``None`` for all.
+        block_size: tokens of a block.
+        chunk: most tokens of a sequence in a step.
+    """
+    blocks = -(-tokens // block_size)
+    if window is None:
+        return blocks
+    return min(blocks, -(-(window - 1 + chunk) // block_size) + 1)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from llmpq.dist.engine.compiled_steps import StepRunner
 from llmpq.dist.engine.handover import received
+from llmpq.dist.kv.blocks import slot_blocks, slot_window_blocks
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.kv.transfer import KVConnector
 from llmpq.dist.metrics.stats import StageClock, synchronize, tokens_read
@@ -86,9 +87,7 @@ class StageRunner:
             hidden = hidden[:, batch.last_tokens.to(self.device)]
         return hidden
 
-    def _run_layers(
-        self, hidden: Tensor, batch: PackedBatch, only: Sequence[int] | None
-    ) -> Tensor:
+    def _run_layers(self, hidden: Tensor, batch: PackedBatch, only: Sequence[int] | None) -> Tensor:
         if self.layers is None:
             return hidden
         if self.steps is not None and only is None:
@@ -96,7 +95,9 @@ class StageRunner:
         output: Tensor = self.layers(hidden, batch, self.cache, only)
         return output
 
-    def _run_chunks(self, hidden: Tensor, rows: Sequence[Row], only: Sequence[int] | None) -> Tensor:
+    def _run_chunks(
+        self, hidden: Tensor, rows: Sequence[Row], only: Sequence[int] | None
+    ) -> Tensor:
         """Run the layers over chunks of rows, one after the other.
 
         The keys and values of earlier chunks are in the blocks. The last chunks of all rows run
@@ -145,6 +146,36 @@ def packed_batch_of(rows: Sequence[Row]) -> PackedBatch:
         starts=[row.first for row in rows],
         counts=[row.length - row.first for row in rows],
         rope_lengths=[row.rope_length or row.length for row in rows],
+        window_tables=[row.window_blocks for row in rows if row.window_blocks],
+    )
+
+
+def slot_row(
+    slot: int,
+    tokens: tuple[int, int],
+    max_tokens: int,
+    *,
+    window: int | None,
+    origin: int = 0,
+) -> Row:
+    """Return the row of a sequence that has the blocks of a slot.
+
+    Args:
+        slot: its number.
+        tokens: the first one of the step, and their number after it.
+        max_tokens: tokens of every slot.
+        window: largest window of the model, if layers with windows have blocks of their own.
+        origin: as in ``Row``.
+    """
+    first, length = tokens
+    return Row(
+        blocks=slot_blocks(slot, max_tokens, length),
+        window_blocks=()
+        if window is None
+        else slot_window_blocks(slot, max_tokens, length, window),
+        first=first,
+        length=length,
+        origin=origin,
     )
 
 
