@@ -55,11 +55,10 @@ class WindowBlocks:
         sequence.window_table = tuple(sequence.window_blocks)
 
     def advance(self, sequence: EngineSequence, first: int, end: int) -> bool:
-        """Release what no token from ``first`` on reads; allocate the blocks of those before
-        ``end``.
+        """Move on to the tokens ``[first, end)``: release what they do not read, allocate the rest.
 
         Returns:
-            Whether enough were free.
+            Whether enough blocks were free.
         """
         kept = min(self._first_seen(first), len(sequence.window_blocks))
         if kept > sequence.window_first:

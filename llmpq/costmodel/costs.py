@@ -118,11 +118,12 @@ class ClusterCosts:
         return 8 * DTYPE_BYTES[self.format_of(device)]
 
     def capacity_bytes(self, device: Device) -> int:
-        """Return the usable memory: the cluster's figure, or the catalogue's.
+        """Return the usable memory: the cluster's figure, or the type's less its reserve.
 
         Devices that share their layers hold equal parts of weights and slots, so memories add.
         """
-        own = device.memory_bytes or self.specs[device.group].memory_bytes
+        spec = self.specs[device.group]
+        own = device.memory_bytes or max(0, spec.memory_bytes - spec.reserve_bytes)
         return device.members * own
 
     def runtime_bytes(self, device: Device) -> int:

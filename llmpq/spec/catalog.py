@@ -18,7 +18,14 @@ from typing import Any
 from llmpq.errors import SpecError
 from llmpq.spec.cluster import Cluster
 from llmpq.spec.codec import from_json
-from llmpq.spec.devices.figures import FIGURES, DeviceEntry, DeviceFile, DeviceSpec, completed
+from llmpq.spec.devices.figures import (
+    FIGURES,
+    GPU_RESERVE_BYTES,
+    DeviceEntry,
+    DeviceFile,
+    DeviceSpec,
+    completed,
+)
 from llmpq.spec.fields import Fields, read_json
 from llmpq.spec.gguf.header import find_gguf
 from llmpq.spec.huggingface.described import read_model_file
@@ -27,6 +34,9 @@ from llmpq.spec.model import ModelSpec
 
 REFERENCE = {"cpu": "cpu", "cuda": "RTX3090", "mps": "M1", "xpu": "Arc-A770"}
 """By kind, the type whose figures a described device has where it states none."""
+
+GPUS = ("cuda", "xpu")
+"""Kinds of devices with a memory of their own, of which the driver takes a part."""
 
 _PAPER_NAMES = {"opt": "facebook/opt-{}", "bloom": "bigscience/bloom-{}"}
 
@@ -199,6 +209,7 @@ def _devices() -> dict[str, DeviceSpec]:
         stated = {name: getattr(entry, name) for name in FIGURES}
         given = {name: value for name, value in stated.items() if value is not None}
         assert entry.kind is not None
+        given.setdefault("reserve_bytes", GPU_RESERVE_BYTES if entry.kind in GPUS else 0)
         found[entry.type] = DeviceSpec(type=entry.type, kind=entry.kind, **given)
     return found
 

@@ -14,9 +14,14 @@ from llmpq.errors import SpecError, bad_field
 from llmpq.spec.codec import Rule
 from llmpq.spec.fields import SCHEMA
 from llmpq.spec.precision import BITS, DTYPE_BYTES, Phase
+from llmpq.units import MIB
 
 DeviceKind = Literal["cpu", "cuda", "mps", "xpu"]
 """torch's name of the runtime that drives a device; ``cuda`` also is ROCm's."""
+
+GPU_RESERVE_BYTES = 512 * MIB
+"""Memory of a GPU that plans leave to its driver and a display, where its entry says no other: of
+24 GiB such cards show programs about 23.7."""
 
 Factor = Annotated[float, Rule(minimum=0.01)]
 Share = Annotated[float, Rule(minimum=0.01, maximum=1)]
@@ -91,6 +96,7 @@ class DeviceSpec:
         bits: bitwidths of weights that it multiplies by.
         compute_capability: of an NVIDIA GPU, ``None`` for others and where it is not known.
         cores: of a CPU whose figures are for all of its cores; ``None``: for one thread.
+        reserve_bytes: memory that plans leave free: for the driver, a display, other programs.
     """
 
     type: str
@@ -112,6 +118,7 @@ class DeviceSpec:
     bits: tuple[int, ...] = BITS
     compute_capability: tuple[int, int] | None = None
     cores: int | None = None
+    reserve_bytes: int = 0
 
     @property
     def formats(self) -> tuple[str, ...]:
@@ -168,6 +175,7 @@ class DeviceEntry:
     bits: Annotated[tuple[int, ...] | None, Rule(minimum=1)] = None
     compute_capability: tuple[int, int] | None = None
     cores: Annotated[int | None, Rule(minimum=1, maximum=MAX_CORES)] = None
+    reserve_bytes: int | None = None
     source: tuple[tuple[str, str], ...] | None = None
 
     def __post_init__(self) -> None:
