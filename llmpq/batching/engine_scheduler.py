@@ -105,6 +105,11 @@ class EngineScheduler:
         return self._allocator.num_free
 
     @property
+    def free_window_blocks(self) -> int:
+        """Blocks without a user in layers with windows, where these have blocks of their own."""
+        return 0 if self._windows is None else self._windows.num_free
+
+    @property
     def queued_tokens(self) -> int:
         """Tokens to compute before every request has its next token; running prompts included."""
         running = sum(max(0, item.tokens - item.computed - 1) for item in self._running.values())
@@ -451,7 +456,7 @@ class EngineScheduler:
                 sequence.keys[: (sequence.tokens - 1) // limits.block_size]
             )
         if self._windows is not None:
-            if not self._windows.can_start(tokens):
+            if not self._has_window_blocks(tokens):
                 return False
             shared = shared[: self._windows.longest_prefix(sequence.keys[: len(shared)])]
         missing = limits.blocks_for(tokens) - len(shared)
@@ -472,6 +477,17 @@ class EngineScheduler:
         self._running[request.request] = sequence
         self._turns.start(request.group, sequence.turn)
         return True
+
+    def _has_window_blocks(self, tokens: int) -> bool:
+        """Return whether a sequence that grows to ``tokens`` finds blocks for its windows."""
+        limits = self._limits
+        free = self.free_window_blocks
+        if self._order.reserves_answer:  # those that the running sequences will hold
+            requests = (sequence.request for sequence in self._running.values())
+            free = limits.num_window_blocks - sum(
+                limits.window_blocks_for(one.prompt_tokens + one.max_tokens - 1) for one in requests
+            )
+        return limits.window_blocks_for(tokens) <= free
 
     def _advance(self, sequence: EngineSequence, count: int) -> ScheduledChunk:
         first, end = sequence.computed, sequence.computed + count

@@ -31,10 +31,6 @@ class WindowBlocks:
         """Blocks without a user."""
         return self._allocator.num_free
 
-    def can_start(self, tokens: int) -> bool:
-        """Return whether a sequence of so many tokens finds its blocks free."""
-        return self._limits.window_blocks_for(tokens) <= self.num_free
-
     def longest_prefix(self, keys: Sequence[BlockKey]) -> int:
         """Return how many blocks of a prefix can be reused: the window before its end is cached."""
         longest = run = 0
