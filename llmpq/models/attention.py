@@ -203,12 +203,21 @@ class KVView(Protocol):
     def read(self, row: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values of a row so far, ``[1, h, S, d]`` each.
 
-        In a layer with a window, the first ones that no query sees may be left out.
+        In a layer with a window, the first ones that no query sees are left out.
         """
         ...
 
-    def read_rows(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return those of several rows, ``[R, h, S, d]``; undefined after a row's end."""
+    def read_rows(self, rows: Sequence[int], positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return those of several rows, ``[R, h, S, d]``; undefined after a row's end.
+
+        Args:
+            rows: of one new token each.
+            positions: of the new tokens, ``[R]`` on the device.
+
+        Returns:
+            Keys, values, and the positions counted from the first key of each row: in a layer with
+            a window, the first ones that no query sees are left out.
+        """
         ...
 
 

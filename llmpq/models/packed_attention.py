@@ -191,7 +191,7 @@ class StepAttention:
         batch, device = self._batch, query.device
         tokens = torch.tensor([batch.offsets[row] for row in self._single], device=device)
         positions = torch.tensor([batch.starts[row] for row in self._single], device=device)
-        key, value = self._view.read_rows(self._single)  # [R, h, S, d]
+        key, value, positions = self._view.read_rows(self._single, positions)  # [R, h, S, d]
         own = query[0].index_select(1, tokens).transpose(0, 1)[:, :, None]  # [R, H, 1, d]
         out[0, tokens] = _attend_to_rows(own, key, value, positions, options)[:, :, 0]
 
@@ -222,9 +222,9 @@ class DecodeAttention:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions) -> Tensor:
         """Return ``[1, R, H, d]``; see :class:`Attention`."""
         del key, value
-        keys, values = self._view.read_rows(())
+        keys, values, positions = self._view.read_rows((), self._positions)
         own = query[0].transpose(0, 1)[:, :, None]  # [R, H, 1, d]
-        return _attend_to_rows(own, keys, values, self._positions, options)[None, :, :, 0]
+        return _attend_to_rows(own, keys, values, positions, options)[None, :, :, 0]
 
 
 def _attend_to_rows(

@@ -370,18 +370,27 @@ class KVCacheView:
 
         In a layer with a window they begin with the first block that the row sees.
         """
-        window = self._last_update()[0].shape.window
-        first = 0 if window is None else max(0, self._batch.starts[row] - window + 1)
-        return self._read_row(row, first // self._cache.block_size)
+        return self._read_row(row, self._first_block(row))
 
-    def read_rows(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return ``[R, h, S, d]`` of several rows; valid until the next read."""
+    def read_rows(self, rows: Sequence[int], positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``[R, h, S, d]`` of several rows, and positions among them; see ``KVView``.
+
+        Valid until the next read.
+        """
         layer, dtype = self._last_update()
-        chosen = [self._table(row) for row in rows]
+        first = [self._first_block(row) for row in rows]
+        chosen = [self._table(row)[start:] for row, start in zip(rows, first, strict=True)]
         width = max(map(len, chosen))
         filled = [[*table, *[table[-1]] * (width - len(table))] for table in chosen]
         tables = torch.tensor(filled, device=self._cache.device)
-        return layer.read(tables, dtype, self._cache.buffer)
+        left_out = torch.tensor(first, device=self._cache.device) * self._cache.block_size
+        return *layer.read(tables, dtype, self._cache.buffer), positions - left_out
+
+    def _first_block(self, row: int) -> int:
+        """Return the first block of a row that the layer's window sees."""
+        window = self._last_update()[0].shape.window
+        first = 0 if window is None else max(0, self._batch.starts[row] - window + 1)
+        return first // self._cache.block_size
 
     def _read_row(self, row: int, first_block: int) -> tuple[Tensor, Tensor]:
         layer, dtype = self._last_update()
@@ -472,10 +481,18 @@ class TensorView:
         """Return ``[1, h, S, d]`` of a row, with undefined values after its end."""
         return self._read(self._tables[row : row + 1])
 
-    def read_rows(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return ``[R, h, S, d]`` of all rows."""
+    def read_rows(self, rows: Sequence[int], positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``[R, h, S, d]`` of all rows, and positions among them; see ``KVView``."""
         del rows
-        return self._read(self._tables)
+        assert self._layer is not None, "update comes first"
+        window, size = self._layer[0].shape.window, self._cache.block_size
+        most = self._tables.shape[1]
+        if window is None or (width := (window - 2) // size + 2) >= most:
+            return *self._read(self._tables), positions
+        first = (positions - window + 1).clamp(min=0) // size  # [R]
+        columns = first[:, None] + torch.arange(width, device=first.device)
+        tables = self._tables.gather(1, columns.clamp(max=most - 1))
+        return *self._read(tables), positions - first * size
 
     def _read(self, tables: Tensor) -> tuple[Tensor, Tensor]:
         assert self._layer is not None, "update comes first"
