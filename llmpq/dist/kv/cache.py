@@ -74,7 +74,7 @@ class KVCache:
         self.first_layer = first_layer
         self.num_blocks = num_blocks
         self.num_window_blocks = num_window_blocks
-        self._window = max((shape.kept_tokens or 0 for shape in shapes), default=0)
+        self._window = max((shape.kept_tokens or 1 for shape in shapes), default=1)
         self.block_size = block_size
         self.device = torch.device(device)
         self.dtype = dtype
@@ -251,13 +251,14 @@ class KVCache:
         return TokenIndex.of(block_tables, starts, counts, self.block_size, self.device)
 
     def clear(self, blocks: Sequence[int]) -> None:
-        """Zero the blocks.
+        """Zero the blocks, but for layers with windows that have blocks of their own.
 
         Stale values are masked, but zero times infinity is not zero: clear the blocks of a request
         whose numbers overflowed.
         """
-        for layer in self._layers:
-            layer.clear(list(blocks))
+        for index, layer in enumerate(self._layers, self.first_layer):
+            if not self.has_window(index):
+                layer.clear(list(blocks))
 
     @property
     def buffer(self) -> DequantizeBuffer | None:
