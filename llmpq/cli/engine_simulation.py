@@ -289,9 +289,11 @@ def simulated_limits(options: argparse.Namespace, plan: Plan) -> EngineLimits:
         draft = DraftLimits(num_blocks=limits.num_blocks, cost=options.draft_cost)
         return replace(limits, num_speculative_tokens=most, draft=draft)
     if most is None and plan.draft is not None:
-        draft = planned_limits(plan, limits.num_blocks)
-        most = plan.draft.num_speculative_tokens
-        return replace(limits, num_speculative_tokens=most, draft=draft)
+        return replace(
+            limits,
+            num_speculative_tokens=plan.draft.num_speculative_tokens,
+            draft=planned_limits(plan, limits.num_blocks),
+        )
     return replace(limits, num_speculative_tokens=most or 0)
 
 

@@ -125,7 +125,7 @@ class StageRunner:
             if self.is_last:
                 output[:, places] = made[:, batch.last_tokens.to(self.device)]
                 continue
-            for span, part in zip(spans, made.split(list(batch.counts), dim=1), strict=True):
+            for span, part in zip(spans, torch.split(made, list(batch.counts), dim=1), strict=True):
                 output[:, span] = part
         return output
 
