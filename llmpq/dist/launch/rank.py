@@ -159,7 +159,7 @@ def frame_limits(
         mixed_tokens=0 if engine is None else engine.token_budget,
         recomputed_tokens=switch + 1 if is_crossed else 0,
         kv_token_bytes=tuple(token_bytes(shape, cached, kv_bits) for shape in shapes),
-        num_window_blocks=window_blocks_of(plan, config, engine) or 0,
+        num_window_blocks=window_blocks_of(plan, config) or 0,
     )
 
 
@@ -176,15 +176,10 @@ def window_of(plan: Plan, config: PreTrainedConfig) -> int | None:
     return window
 
 
-def window_blocks_of(
-    plan: Plan, config: PreTrainedConfig, engine: EngineLimits | None
-) -> int | None:
+def window_blocks_of(plan: Plan, config: PreTrainedConfig) -> int | None:
     """Return the blocks of layers with windows, ``None`` where all layers have the same."""
-    window = window_of(plan, config)
-    if window is None:
-        return None
-    found = plan.workload.batch * kept_blocks(plan.workload.max_context_tokens, window)
-    return found if engine is None else min(found, engine.num_blocks)
+    window, work = window_of(plan, config), plan.workload
+    return None if window is None else work.batch * kept_blocks(work.max_context_tokens, window)
 
 
 def with_model(limits: EngineLimits, plan: Plan, config: PreTrainedConfig) -> EngineLimits:
@@ -195,7 +190,7 @@ def with_model(limits: EngineLimits, plan: Plan, config: PreTrainedConfig) -> En
         switches_after=scaling.switches_after,
         grows_after=scaling.grows_after,
         window_tokens=window_of(plan, config),
-        num_window_blocks=window_blocks_of(plan, config, limits) or 0,
+        num_window_blocks=min(window_blocks_of(plan, config) or 0, limits.num_blocks),
     )
 
 
@@ -325,7 +320,7 @@ def load_runner(context: RankContext, device: torch.device) -> StageRunner:
         kv_shapes(layers.config, stage.first_layer, stage.end_layer),
         stage.first_layer,
         num_blocks=kv_blocks_of(context),
-        num_window_blocks=window_blocks_of(plan, layers.config, engine_limits_of(job, plan)),
+        num_window_blocks=window_blocks_of(plan, layers.config),
         dtype=dtype,
         device=device,
         kv_bits=8 if plan.kv_bits == 8 else 8 * dtype.itemsize,

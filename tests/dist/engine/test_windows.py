@@ -68,7 +68,7 @@ def test_offline_tokens_equal_generate(tiny_model, family, shape):
     plan = plan_of(2)
     window = window_of(plan, load_config(model_dir))
     assert window == FAMILIES[family]["sliding_window"]
-    assert window_blocks_of(plan, load_config(model_dir), None) < 3 * blocks_of(LONG + NEW)
+    assert window_blocks_of(plan, load_config(model_dir)) < 3 * blocks_of(LONG + NEW)
     requests = [
         Request(id=number, prompt_token_ids=tuple(prompt), max_new_tokens=NEW)
         for number, prompt in enumerate(PROMPTS)
@@ -202,4 +202,4 @@ def test_windows_longer_than_sequences_have_no_blocks_of_their_own(tiny_model):
     config = load_config(tiny_model("mistral", sliding_window=64))
     assert window_of(plan_of(1, prompt_tokens=500), config) is None
     assert window_of(plan_of(1), config) == 64
-    assert window_blocks_of(plan_of(1, prompt_tokens=500), config, None) is None
+    assert window_blocks_of(plan_of(1, prompt_tokens=500), config) is None

@@ -225,11 +225,16 @@ def test_rows_have_the_blocks_of_layers_with_windows_too():
     assert header.tables_bytes == len(tables) <= limits.max_tables_bytes
     assert assemble(header, tables, sent.payload, limits).rows == rows
     fewer = replace(limits, num_window_blocks=3)
-    with pytest.raises(StageError, match="blocks of windows: found 3, expected 'numbers below 3'"):
+    with pytest.raises(StageError, match="blocks of windows: found 3, expected numbers below 3"):
         assemble(header, tables, sent.payload, fewer)
     without = replace(limits, num_window_blocks=0)
     with pytest.raises(StageError, match="size of the block tables"):
-        assemble(decode_header(encode_header(sent, without, 0), without, 0), tables, None, without)
+        assemble(
+            decode_header(encode_header(sent, without, 0), without, 0),
+            tables,
+            sent.payload,
+            without,
+        )
 
 
 @pytest.mark.parametrize(
