@@ -29,8 +29,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from llmpq.batching.blocks import BlockAllocator, next_key, root_key
 from llmpq.batching.draft_model import FIRST_MODEL_CREDIT, DraftModelSchedule, DraftWish, StepCosts
-from llmpq.batching.engine_sequence import EngineSequence, StepInFlight
-from llmpq.batching.engine_step import EngineLimits, EngineRequest, EngineStep, ScheduledChunk
+from llmpq.batching.engine_step import (
+    EngineLimits,
+    EngineRequest,
+    EngineSequence,
+    EngineStep,
+    ScheduledChunk,
+    StepInFlight,
+)
 from llmpq.batching.queue_order import FairTurns, QueueOrder, QueueState
 from llmpq.batching.speculation import FIRST_CREDIT, MAX_STEP_TOKENS, DraftCredit, RowCost
 from llmpq.batching.window_blocks import WindowBlocks

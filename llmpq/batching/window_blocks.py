@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llmpq.batching.blocks import BlockAllocator, BlockKey
-from llmpq.batching.engine_sequence import EngineSequence
-from llmpq.batching.engine_step import EngineLimits
+from llmpq.batching.engine_step import EngineLimits, EngineSequence
 
 
 class WindowBlocks:

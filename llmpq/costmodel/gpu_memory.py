@@ -19,8 +19,8 @@ from llmpq.units import MIB
 
 GPU_MARGIN = 0.1
 """Share added to the temporaries of a GPU."""
-SCORE_BYTES = 5
-"""Bytes of a score that is written out: float32, and whether its key is seen."""
+SCORE_BYTES = 4
+"""Bytes of a score that is written out, in float32."""
 GPU_WORKSPACE_BYTES = 4 * MIB
 """What kernels of a GPU hold whatever the shape: blocks of a weight being widened."""
 
@@ -65,10 +65,10 @@ def _gpu_attention(step: Step, layer: LayerSpec) -> int:
     total = (values + read * picked + seen) * value_bytes
     if family in BIASED_ATTENTION:
         total += seen * layer.num_heads * (2 * value_bytes + 8)
-    if is_written_out:  # of one prompt at a time, with keys and values in float32
+    if is_written_out:  # of one prompt at a time, with its keys or values in float32
         alone = 1 if step.tokens == 1 else step.batch
         total += seen // alone * layer.num_heads * SCORE_BYTES
-        total += step.batch // alone * step.context * 2 * key * 4
+        total += step.batch // alone * step.context * key * 4
     return total
 
 

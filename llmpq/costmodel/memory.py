@@ -96,7 +96,7 @@ def temporary_bytes(  # noqa: PLR0913  what a step is, and where it runs
                      + 2 G (k + x) d e                     keys and values gathered from blocks
                      + v B C e                               mask of B query and C context tokens
                      + v q B C (2 e + 8)                     scores with a bias
-                     + q B C 5 + 8 C k d                    scores that are written out
+                     + q B C 4 + 4 C k d                    scores that are written out
         feed-forward = R a (p + c f) e                       outputs of its operators, activated
         rows         = R a ((in + out) e + w in + 4 out)     8-bit rows and their 32-bit sums
 
@@ -106,7 +106,7 @@ def temporary_bytes(  # noqa: PLR0913  what a step is, and where it runs
     the largest of the feed-forward operators' outputs; ``c`` results of the activation alive at
     once; ``w`` bytes of a value on its way to 8 bits, 1 (float32 runs widen instead). Scores that
     are capped or have sinks are written out, for one prompt at a time, in decode for ``v``, with
-    keys and values in float32; ``x`` is then 0. Of latent attention, the latent vectors and what is
+    keys or values in float32; ``x`` is then 0. Of latent attention, the latent vectors and what is
     made of them count.
     What quantized layers need is always counted.
     """
@@ -140,7 +140,7 @@ def context_bytes(model: ModelSpec, dtype: Dtype, tokens: int, device_kind: Devi
 
         2 (k + x) d e + T + 8            keys and values, mask, positions; x is q for groups whose
                                          scores are not written out, else 0
-        8 k d + 5 T q                    in float32 and scores, where scores are written out
+        4 k d + 4 T q                    in float32 and scores, where scores are written out
         T q e                            bias of a block, where there is one
     """
     most, value_bytes = 0, DTYPE_BYTES[dtype]
@@ -155,7 +155,7 @@ def context_bytes(model: ModelSpec, dtype: Dtype, tokens: int, device_kind: Devi
         own = 2 * (kv_heads + repeated) * dim * value_bytes
         own += SCORE_BLOCK_TOKENS + 8
         if is_written_out:
-            own += 8 * kv_heads * dim + SCORE_BYTES * SCORE_BLOCK_TOKENS * heads
+            own += 4 * kv_heads * dim + SCORE_BYTES * SCORE_BLOCK_TOKENS * heads
         if model.family in BIASED_ATTENTION:
             own += SCORE_BLOCK_TOKENS * heads * value_bytes
         most = max(most, own)
@@ -318,7 +318,7 @@ def _attention(step: Step, layer: LayerSpec) -> Moment:
         wide = rows * step.context * key * 4
         own = [*[step.hidden] * 2, *[step.of(query)] * 3, *[step.of(key)] * 2]
         copies = picked if step.tokens == 1 else []
-        return [*own, *copies, *[wide] * 2, scores * SCORE_BYTES]
+        return [*own, *copies, wide, scores * SCORE_BYTES]
     if step.tokens > 1:
         return own
     if step.kv_bits == 8:
