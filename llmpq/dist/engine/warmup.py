@@ -17,6 +17,7 @@ from llmpq.dist.metrics.stats import synchronize
 from llmpq.models import Master
 from llmpq.spec.plan import Plan, StageAssignment
 from llmpq.spec.precision import Phase
+from llmpq.spec.runtime_constants import PROMPT_CHUNK_TOKENS
 
 MAX_TOKENS = 4096
 """Most tokens of a prefill to warm up with."""
@@ -41,7 +42,7 @@ def warm_up(
     work, sizes = plan.workload, plan.micro_batching
     if runner.layers is None:
         return
-    prompt = min(work.prompt_tokens, runner.chunk_tokens)
+    prompt = min(work.prompt_tokens, PROMPT_CHUNK_TOKENS)
     rows = min(sizes.prefill, max(1, MAX_TOKENS // prompt))
     one_each = None
     if runner.device.type == "cpu":
