@@ -115,6 +115,8 @@ def device_sources(type_name: str) -> dict[str, str]:
         for name in FIGURES:
             if name not in found and name in inherited and name != "compute_capability":
                 found[name] = f"assumed equal to {like}; not measured"
+    if entry.reserve_bytes is None:  # the default of its kind
+        found["reserve_bytes"] = "assumed for its driver and a display; not measured"
     return found
 
 
