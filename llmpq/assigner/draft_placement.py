@@ -227,7 +227,7 @@ def _model_s(
     costs = request.costs
     layers = Counter(zip(costs.model.layer_kinds, _bits(request), strict=True))
     layers_s = sum(
-        count * costs.layer_s(device, phase, bits, rows, tokens, kind)
+        count * costs.layer_steps_s(device, phase, bits, rows, tokens, kind)
         for (kind, bits), count in layers.items()
     )
     return layers_s + costs.master_s(device, phase, rows, own) + costs.stage_s(device, phase)
@@ -269,5 +269,7 @@ def _memory_bytes(plan: Plan, request: DraftRequest, index: int) -> int:
     )
     for kind, bits in zip(costs.model.layer_kinds, _bits(request), strict=True):
         total += costs.layer_weight_bytes(device, kind, bits)
-        total += costs.layer_kv_bytes(kind, work.batch, work.max_context_tokens, device)
+        total += costs.layer_kv_bytes(
+            kind, work.batch, work.max_context_tokens, device, keeps_all=True
+        )
     return total + (0 if index == plan.stages[0].device else costs.runtime_bytes(device))

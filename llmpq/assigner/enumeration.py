@@ -15,6 +15,7 @@ from llmpq.errors import SpecError
 from llmpq.spec.cluster import Cluster, Device
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import Phase
+from llmpq.spec.runtime_constants import PROMPT_CHUNK_TOKENS
 from llmpq.spec.workload import Workload
 
 OrderMode = Literal["types", "all"]
@@ -196,7 +197,7 @@ class _PairBuilder:
         whole = round(tokens) if phase is Phase.PREFILL else 1
 
         def layer_s(device: Device, kind: int, bits: int) -> float:
-            return costs.layer_s(device, phase, bits, size, tokens, kind)
+            return costs.layer_steps_s(device, phase, bits, size, tokens, kind)
 
         def links(sent: int) -> FloatArray:
             def send_s(source: Device, target: Device) -> float:
@@ -205,7 +206,8 @@ class _PairBuilder:
             return _floats(send_s, devices, self.others)
 
         crowding = _floats(costs.crowding, devices)
-        apart = crowding * _floats(lambda item: costs.stage_s(item, phase), devices)
+        passes = -(-whole // PROMPT_CHUNK_TOKENS)
+        apart = passes * crowding * _floats(lambda item: costs.stage_s(item, phase), devices)
         masters = _floats(lambda item: costs.master_s(item, phase, size, whole), devices)
         return (
             _floats(layer_s, devices, self.kinds, self.bits) * crowding[:, None, None],

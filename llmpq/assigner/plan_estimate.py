@@ -137,7 +137,9 @@ def stage_memory(
     device, is_master = device or plan.device_of(stage), stage.rank == 0
     kinds = costs.model.layer_kinds[stage.first_layer : stage.end_layer]
     slots, tokens = plan.slots_of(stage)
-    kv = sum(costs.layer_kv_bytes(kind, slots, tokens, device) for kind in kinds)
+    kv = sum(
+        costs.layer_kv_bytes(kind, slots, tokens, device, keeps_all=plan.is_split) for kind in kinds
+    )
     kv += costs.copied_kv_bytes(slots, tokens, device, (stage.first_layer, stage.end_layer))
     return MemoryParts(
         weights=sum(

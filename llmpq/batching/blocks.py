@@ -72,6 +72,10 @@ class BlockAllocator:
             blocks.append(block)
         return blocks
 
+    def block_of(self, key: BlockKey) -> int | None:
+        """Return the block with this content, free or in use; ``None`` where it is not cached."""
+        return self._block.get(key)
+
     def count_free(self, blocks: Sequence[int]) -> int:
         """Return how many of these blocks are free."""
         return sum(not self._users[block] for block in blocks)

@@ -10,6 +10,9 @@ running sequence needs a block and none is free, the sequence admitted last is p
 releases its blocks, keeps its tokens, returns to the head of the queue and is recomputed (vLLM).
 So is a sequence whose next token changes the rotary angles of all its keys (``longrope``).
 
+Layers with windows may have blocks of their own, of which a sequence holds those that it still
+reads (``window_blocks``); where they run out, sequences are preempted likewise.
+
 A pipeline has several steps in flight; a sequence is in at most one of them. The steps must be
 computed in the order of their numbers: a block may be found by its content from the next step on.
 
@@ -26,10 +29,17 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from llmpq.batching.blocks import BlockAllocator, next_key, root_key
 from llmpq.batching.draft_model import FIRST_MODEL_CREDIT, DraftModelSchedule, DraftWish, StepCosts
-from llmpq.batching.engine_sequence import EngineSequence, StepInFlight
-from llmpq.batching.engine_step import EngineLimits, EngineRequest, EngineStep, ScheduledChunk
+from llmpq.batching.engine_step import (
+    EngineLimits,
+    EngineRequest,
+    EngineSequence,
+    EngineStep,
+    ScheduledChunk,
+    StepInFlight,
+)
 from llmpq.batching.queue_order import FairTurns, QueueOrder, QueueState
 from llmpq.batching.speculation import FIRST_CREDIT, MAX_STEP_TOKENS, DraftCredit, RowCost
+from llmpq.batching.window_blocks import WindowBlocks
 from llmpq.errors import CapacityError, LlmpqError
 
 Propose = Callable[[int, int], int]
@@ -56,6 +66,8 @@ class EngineScheduler:
         self._order = order
         self._propose = propose or (lambda _request, _most: 0)
         self._allocator = BlockAllocator(limits.num_blocks)
+        self._windows = None if limits.window_tokens is None else WindowBlocks(limits)
+        self._chunk_tokens = limits.chunk_tokens
         self._watermark = int(limits.watermark * limits.num_blocks)
         self._sequences: dict[int, EngineSequence] = {}
         self._waiting: dict[int, EngineRequest] = {}  # never admitted, in order of arrival
@@ -97,6 +109,11 @@ class EngineScheduler:
     def free_blocks(self) -> int:
         """Blocks without a user."""
         return self._allocator.num_free
+
+    @property
+    def free_window_blocks(self) -> int:
+        """Blocks without a user in layers with windows, where these have blocks of their own."""
+        return 0 if self._windows is None else self._windows.num_free
 
     @property
     def queued_tokens(self) -> int:
@@ -263,6 +280,8 @@ class EngineScheduler:
             else:
                 self._to_head_of_queue(sequence)
         self._allocator.clear_cache()
+        if self._windows is not None:
+            self._windows.clear_cache()
         if self._model is not None:
             self._model.clear()
 
@@ -312,10 +331,15 @@ class EngineScheduler:
         number = sequence.request.request
         self._stop_running(sequence)
         self._turns.remove(sequence.request.group)
-        self._allocator.free(sequence.blocks)
+        self._free(sequence)
         if self._model is not None:
             self._model.forget(number)
         del self._sequences[number]
+
+    def _free(self, sequence: EngineSequence) -> None:
+        self._allocator.free(sequence.blocks)
+        if self._windows is not None:
+            self._windows.release(sequence)
 
     def _stop_running(self, sequence: EngineSequence) -> None:
         if self._running.pop(sequence.request.request, None) is not None:
@@ -331,7 +355,7 @@ class EngineScheduler:
         Other sequences are preempted to make room for them.
         """
         chunks: list[ScheduledChunk] = []
-        left, size = self._limits.token_budget, self._limits.block_size
+        left = self._limits.token_budget
         # The steps of a pipeline share the running sequences evenly.
         share = -(-len(self._running) // self._limits.steps_in_flight)
         for sequence in self._ready():
@@ -339,11 +363,8 @@ class EngineScheduler:
                 break
             if not sequence.blocks:
                 continue  # preempted in this step
-            count = sequence.tokens - sequence.computed
-            if count > left:
-                count = left
-            end = sequence.computed + count
-            if end <= len(sequence.table) * size or self._make_room(sequence, end):
+            count = min(sequence.tokens - sequence.computed, left, self._chunk_tokens)
+            if self._make_room(sequence, sequence.computed + count):
                 chunks.append(self._advance(sequence, count))
                 left -= count
         return chunks, left
@@ -358,16 +379,25 @@ class EngineScheduler:
     def _make_room(self, sequence: EngineSequence, tokens: int) -> bool:
         """Allocate blocks for a number of tokens; return whether that was possible."""
         missing = self._limits.blocks_for(tokens) - len(sequence.blocks)
-        while missing > self._allocator.num_free:
-            victim = next(item for item in reversed(self._running.values()) if item.in_step is None)
-            if victim is sequence and self._in_flight:
-                return False  # a step in flight may end sequences
-            self._preempt(victim)
-            if victim is sequence:
-                return False
-        sequence.blocks += self._allocator.allocate(missing)
-        sequence.table = tuple(sequence.blocks)
+        if missing > 0:
+            while missing > self._allocator.num_free:
+                if not self._preempt_for(sequence):
+                    return False
+            sequence.blocks += self._allocator.allocate(missing)
+            sequence.table = tuple(sequence.blocks)
+        if self._windows is not None:
+            while not self._windows.advance(sequence, sequence.computed, tokens):
+                if not self._preempt_for(sequence):
+                    return False
         return True
+
+    def _preempt_for(self, sequence: EngineSequence) -> bool:
+        """Preempt the sequence admitted last; return whether ``sequence`` goes on after it."""
+        victim = next(item for item in reversed(self._running.values()) if item.in_step is None)
+        if victim is sequence and self._in_flight:
+            return False  # a step in flight may end sequences
+        self._preempt(victim)
+        return victim is not sequence
 
     def _preempt(self, sequence: EngineSequence) -> None:
         self._newly_preempted.append(sequence.request.request)
@@ -376,7 +406,7 @@ class EngineScheduler:
 
     def _to_head_of_queue(self, sequence: EngineSequence) -> None:
         self._stop_running(sequence)
-        self._allocator.free(sequence.blocks)
+        self._free(sequence)
         sequence.blocks, sequence.table, sequence.computed = [], (), 0
         self._preempted.appendleft(sequence)
 
@@ -387,7 +417,12 @@ class EngineScheduler:
             is_full = len(self._running) == self._limits.max_sequences
             if is_full or not left or not self._start(sequence):
                 break
-            count = min(sequence.tokens - sequence.computed, left)
+            count = min(sequence.tokens - sequence.computed, left, self._chunk_tokens)
+            if self._windows is not None:
+                has_room = self._windows.advance(
+                    sequence, sequence.computed, sequence.computed + count
+                )
+                assert has_room, "its blocks were free"
             chunks.append(self._advance(sequence, count))
             left -= count
         for chunk in chunks:
@@ -426,6 +461,10 @@ class EngineScheduler:
             shared = self._allocator.find(
                 sequence.keys[: (sequence.tokens - 1) // limits.block_size]
             )
+        if self._windows is not None:
+            if not self._has_window_blocks(tokens):
+                return False
+            shared = shared[: self._windows.longest_prefix(sequence.keys[: len(shared)])]
         missing = limits.blocks_for(tokens) - len(shared)
         share = limits.num_blocks // RESERVED_SHARE if is_further else 0
         reserve = max(share, self._watermark)
@@ -435,6 +474,8 @@ class EngineScheduler:
         sequence.blocks = self._allocator.allocate(missing, shared)
         sequence.table = tuple(sequence.blocks)
         sequence.computed = len(shared) * limits.block_size
+        if self._windows is not None:
+            self._windows.start(sequence, sequence.keys[: len(shared)])
         if not sequence.was_admitted:
             sequence.was_admitted = True
             self.prefix_cache_queries += sequence.tokens
@@ -443,12 +484,30 @@ class EngineScheduler:
         self._turns.start(request.group, sequence.turn)
         return True
 
+    def _has_window_blocks(self, tokens: int) -> bool:
+        """Return whether a sequence that grows to ``tokens`` finds blocks for its windows."""
+        limits = self._limits
+        free = self.free_window_blocks
+        if self._order.reserves_answer:  # those that the running sequences will hold
+            requests = (sequence.request for sequence in self._running.values())
+            free = limits.num_window_blocks - sum(
+                limits.window_blocks_for(one.prompt_tokens + one.max_tokens - 1) for one in requests
+            )
+        return limits.window_blocks_for(tokens) <= free
+
     def _advance(self, sequence: EngineSequence, count: int) -> ScheduledChunk:
         first, end = sequence.computed, sequence.computed + count
         sequence.computed = end
         sequence.in_step = sequence.last_step = self._next_step
         makes_token = end == sequence.tokens
-        return ScheduledChunk(sequence.request.request, first, count, sequence.table, makes_token)
+        return ScheduledChunk(
+            sequence.request.request,
+            first,
+            count,
+            sequence.table,
+            makes_token,
+            window_blocks=sequence.window_table,
+        )
 
     def _add_drafts(self, chunks: list[ScheduledChunk]) -> None:
         """Add draft tokens to the chunks of sequences that decode."""
@@ -468,6 +527,8 @@ class EngineScheduler:
             free = len(sequence.table) * size - sequence.tokens
             if not self.num_waiting:
                 free += size * max(0, self.free_blocks - self._watermark)
+            if self._windows is not None:
+                free = min(free, self._windows.most_more(sequence))
             most = min(longest[number], sequence.most_draft_tokens, left, free)
             most = min(most, self._limits.tokens_before_switch(sequence.tokens))
             count = 0
@@ -502,10 +563,19 @@ class EngineScheduler:
         if missing > 0:
             sequence.blocks += self._allocator.allocate(missing)
             sequence.table = tuple(sequence.blocks)
+        if self._windows is not None:
+            has_room = self._windows.advance(sequence, chunk.first, sequence.computed)
+            assert has_room, "so many blocks were free"
         self.num_drafts += 1
         self.num_draft_tokens += count
         return ScheduledChunk(
-            chunk.request, chunk.first, chunk.count + count, sequence.table, True, count
+            chunk.request,
+            chunk.first,
+            chunk.count + count,
+            sequence.table,
+            True,
+            count,
+            sequence.window_table,
         )
 
     def _cache_filled_blocks(self, chunks: list[ScheduledChunk]) -> None:
@@ -524,6 +594,8 @@ class EngineScheduler:
         self._add_keys(sequence, end)
         for index in range(first // size, end // size):
             self._allocator.cache(sequence.blocks[index], sequence.keys[index])
+            if self._windows is not None:
+                self._windows.cache(sequence, index, sequence.keys[index])
 
     def _add_keys(self, sequence: EngineSequence, tokens: int) -> None:
         """Compute the keys of the full blocks among the first tokens."""

@@ -1,13 +1,16 @@
-"""Values of an engine of packed steps: its limits, its requests, and the chunks of a step."""
+"""Values of an engine of packed steps: limits, requests, chunks of a step, unfinished requests."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from llmpq.batching.blocks import BlockKey
 from llmpq.batching.draft_model import DraftLimits, DraftWork
-from llmpq.batching.speculation import ROW_COST
+from llmpq.batching.speculation import ROW_COST, DraftCredit
 from llmpq.errors import SpecError
+from llmpq.spec.runtime_constants import PROMPT_CHUNK_TOKENS, kept_blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +33,9 @@ class EngineLimits:
             a model with one (``longrope``). A sequence that grows beyond it is computed anew.
         grows_after: longest prompt whose rotary angles do not depend on its length, ``None`` for
             any (``dynamic`` scaling).
+        window_tokens: largest window of a model whose layers with windows have blocks of their own;
+            ``None`` where all layers have the same.
+        num_window_blocks: these blocks.
     """
 
     token_budget: int
@@ -44,6 +50,8 @@ class EngineLimits:
     draft: DraftLimits | None = None
     switches_after: int | None = None
     grows_after: int | None = None
+    window_tokens: int | None = None
+    num_window_blocks: int = 0
 
     def __post_init__(self) -> None:
         for name in (
@@ -66,6 +74,12 @@ class EngineLimits:
         if not 0 <= self.row_cost <= 1:
             raise SpecError(
                 f"engine limits: field 'row_cost': found {self.row_cost}, expected 0 to 1"
+            )
+        needed = self.window_blocks_for(self.num_blocks * self.block_size)
+        if self.num_window_blocks < needed:
+            raise SpecError(
+                f"engine limits: field 'num_window_blocks': found {self.num_window_blocks}, "
+                f"expected at least {needed}, those of one sequence"
             )
         if not 0 <= self.watermark < 1:
             raise SpecError(
@@ -95,6 +109,19 @@ class EngineLimits:
     def blocks_for(self, tokens: int) -> int:
         """Return the blocks of a number of tokens."""
         return -(-tokens // self.block_size)
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Most tokens of a sequence in a step: all of it, or what its windows have blocks for."""
+        if self.window_tokens is None:
+            return self.token_budget
+        return min(self.token_budget, PROMPT_CHUNK_TOKENS)
+
+    def window_blocks_for(self, tokens: int) -> int:
+        """Return the most blocks that a sequence holds at once in layers with windows."""
+        if self.window_tokens is None:
+            return 0
+        return kept_blocks(tokens, self.window_tokens, self.block_size, self.chunk_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +176,8 @@ class ScheduledChunk:
             more blocks than ``first + count`` tokens need.
         makes_token: the chunk has the last token so far, so its output is the next one.
         num_draft_tokens: tokens at its end that are only proposed; each has an output, too.
+        window_blocks: as many in layers with windows, where these have blocks of their own; those
+            before the window may belong to others.
     """
 
     request: int
@@ -157,6 +186,7 @@ class ScheduledChunk:
     blocks: tuple[int, ...]
     makes_token: bool
     num_draft_tokens: int = 0
+    window_blocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,3 +204,42 @@ class EngineStep:
     chunks: tuple[ScheduledChunk, ...]
     preempted: tuple[int, ...]
     drafts: tuple[DraftWork, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class EngineSequence:
+    """State of an unfinished request: its tokens, its blocks, the step that it is in.
+
+    ``tokens`` counts prompt and answer so far; ``computed`` those with keys and values in
+    ``blocks``, the step in flight with its draft tokens included. ``window_blocks`` are those of
+    layers with windows, of which it holds those from ``window_first`` on.
+    """
+
+    request: EngineRequest
+    tokens: int
+    ids: list[int] | None
+    credit: DraftCredit
+    turn: int = 0
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    table: tuple[int, ...] = ()
+    window_blocks: list[int] = field(default_factory=list)
+    window_first: int = 0
+    window_table: tuple[int, ...] = ()
+    keys: list[BlockKey] = field(default_factory=list)
+    in_step: int | None = None
+    last_step: int = -1
+    is_aborted: bool = False
+    was_admitted: bool = False
+
+    @property
+    def most_draft_tokens(self) -> int:
+        """Tokens of the longest answer that a draft can have; its last one is never an input."""
+        return self.request.prompt_tokens + self.request.max_tokens - 1 - self.tokens
+
+
+class StepInFlight(NamedTuple):
+    """A step that is not complete: when it began, and its chunks."""
+
+    start_s: float
+    chunks: tuple[ScheduledChunk, ...]

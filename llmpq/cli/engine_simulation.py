@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from llmpq.batching import RequestRecord, uniform_depth
+from llmpq.batching import RequestRecord
 from llmpq.batching.draft_model import DraftLimits, planned_limits
 from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.queue_order import ALPHA, QUEUE_ORDERS, queue_order
-from llmpq.batching.speculation import row_cost_of
 from llmpq.cli.common import print_json, progress_bar
+from llmpq.dist.engine.policy import engine_limits
+from llmpq.dist.io.job import EngineOptions
 from llmpq.errors import SpecError
 from llmpq.routing import BALANCERS, load_balancer
 from llmpq.sim.engine_costs import PlanEngineCosts
@@ -19,8 +21,7 @@ from llmpq.sim.engine_report import capacity
 from llmpq.sim.fleet import POLL_S, FleetReplica, FleetReport, simulate_fleet
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec.plan import Plan
-from llmpq.spec.precision import Phase
-from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
+from llmpq.spec.runtime_constants import PROMPT_CHUNK_TOKENS
 from llmpq.spec.trace import (
     ARRIVALS,
     TraceRequest,
@@ -65,10 +66,14 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="larry: unit of prompt lengths (default: mean prompt so far)",
     )
     group.add_argument(
-        "--token_budget", type=int, default=1024, help="tokens of a step (default 1024)"
+        "--token_budget",
+        type=int,
+        help=f"tokens of a step (default: those of llmpq-serve, at most {PROMPT_CHUNK_TOKENS:,})",
     )
     group.add_argument(
-        "--max_sequences", type=int, default=256, help="running sequences (default 256)"
+        "--max_sequences",
+        type=int,
+        help="running sequences (default: those of llmpq-serve)",
     )
     group.add_argument(
         "--num_blocks",
@@ -270,28 +275,28 @@ def _slice(text: str) -> tuple[int, int | None]:
 
 def simulated_limits(options: argparse.Namespace, plan: Plan) -> EngineLimits:
     """Return the limits of the engine that runs a plan with these options."""
-    work = plan.workload
-    of_slots = work.batch * -(-work.max_context_tokens // KV_BLOCK_SIZE)
-    num_blocks = of_slots if options.num_blocks is None else options.num_blocks
-    draft, most = None, options.num_speculative_tokens
+    served = engine_limits(plan, EngineOptions(num_blocks=options.num_blocks))
+    names = ("token_budget", "max_sequences", "num_blocks")
+    asked = {name: getattr(options, name) for name in names}
+    limits = replace(
+        served,
+        **{name: value for name, value in asked.items() if value is not None},
+        watermark=options.watermark,
+        prefix_caching=not options.no_prefix_caching,
+    )
+    most = options.num_speculative_tokens
     if options.draft_cost is not None:
         if not most:
             raise SpecError("--draft_cost: found without --num_speculative_tokens, expected both")
-        draft = DraftLimits(num_blocks=num_blocks, cost=options.draft_cost)
-    elif most is None and plan.draft is not None:
-        draft, most = planned_limits(plan, num_blocks), plan.draft.num_speculative_tokens
-    return EngineLimits(
-        token_budget=options.token_budget,
-        max_sequences=options.max_sequences,
-        num_blocks=num_blocks,
-        block_size=KV_BLOCK_SIZE,
-        watermark=options.watermark,
-        prefix_caching=not options.no_prefix_caching,
-        steps_in_flight=uniform_depth(len(plan.stages)).max_in_flight(Phase.DECODE),
-        num_speculative_tokens=most or 0,
-        row_cost=row_cost_of(plan),
-        draft=draft,
-    )
+        draft = DraftLimits(num_blocks=limits.num_blocks, cost=options.draft_cost)
+        return replace(limits, num_speculative_tokens=most, draft=draft)
+    if most is None and plan.draft is not None:
+        return replace(
+            limits,
+            num_speculative_tokens=plan.draft.num_speculative_tokens,
+            draft=planned_limits(plan, limits.num_blocks),
+        )
+    return replace(limits, num_speculative_tokens=most or 0)
 
 
 def _with_arrivals(

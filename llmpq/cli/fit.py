@@ -9,7 +9,7 @@ from typing import Any, cast
 from llmpq.assigner import PlanRequest
 from llmpq.assigner.explain.fit import FitAnswer, fit_answers
 from llmpq.cli.common import print_json
-from llmpq.cli.options import with_described
+from llmpq.cli.options import add_reserve_option, with_described, with_reserve
 from llmpq.cli.render import (
     aligned,
     format_text,
@@ -38,6 +38,7 @@ def add_fit_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--device_numbers", nargs="+", type=int, metavar="COUNT", help="of each type (default 1)"
     )
+    add_reserve_option(group)
     group.add_argument("--global_bz", type=int, default=1, metavar="B", help="sequences (1)")
     group.add_argument("--s", type=int, default=512, metavar="TOKENS", help="prompt length (512)")
     group.add_argument("--n", type=int, default=128, metavar="TOKENS", help="new tokens (128)")
@@ -87,7 +88,9 @@ def _request(options: argparse.Namespace) -> PlanRequest:
     return PlanRequest(
         model=model,
         model_source=None if source is None else str(source),
-        cluster=with_host_cpu(with_described(cluster, options, where), host_cpu()),
+        cluster=with_host_cpu(
+            with_reserve(with_described(cluster, options, where), options.reserve_gib), host_cpu()
+        ),
         workload=Workload(batch=options.global_bz, prompt_tokens=options.s, new_tokens=options.n),
         dtype=dtype,
         kv_bits=8 * DTYPE_BYTES[dtype],

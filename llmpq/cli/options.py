@@ -13,10 +13,12 @@ from llmpq.batching.length import PREDICTOR_NAMES, Prediction
 from llmpq.batching.policies.multibin import quantile_boundaries
 from llmpq.batching.speculation import SpeculativeConfig, read_speculative_config
 from llmpq.errors import SpecError
-from llmpq.spec.catalog import load_devices, with_device_types, with_known_types
-from llmpq.spec.cluster import Cluster
+from llmpq.spec.catalog import GPUS, device, load_devices, with_device_types, with_known_types
+from llmpq.spec.cluster import Cluster, DeviceGroup
+from llmpq.spec.devices.figures import GPU_RESERVE_BYTES
 from llmpq.spec.plan import Plan
 from llmpq.spec.schedule import POLICY_NAMES, Schedule, default_schedule
+from llmpq.units import GIB, format_bytes
 
 if TYPE_CHECKING:
     from llmpq.calibration import CalibrationSet
@@ -106,6 +108,42 @@ def add_devices_option(group: argparse._ActionsContainer) -> None:
         help="file of device types that the catalogue lacks or whose figures it replaces, such as "
         "llmpq-profile device writes",
     )
+
+
+def add_reserve_option(group: argparse._ActionsContainer) -> None:
+    """Add ``--reserve_gib``."""
+    group.add_argument(
+        "--reserve_gib",
+        type=float,
+        metavar="GIB",
+        help="memory to leave free on every GPU whose memory the cluster file does not state, for "
+        f"its driver and a display (default {GPU_RESERVE_BYTES / GIB:g})",
+    )
+
+
+def with_reserve(cluster: Cluster, reserve_gib: float | None) -> Cluster:
+    """Return a cluster whose plans leave so much memory free on GPUs, ``None`` for the default.
+
+    Raises:
+        SpecError: the number is negative, or leaves nothing of a device.
+    """
+    if reserve_gib is None:
+        return cluster
+
+    def limited(group: DeviceGroup) -> DeviceGroup:
+        spec = device(group.type, cluster)
+        if group.memory_bytes is not None or spec.kind not in GPUS:
+            return group
+        left = spec.memory_bytes - round(reserve_gib * GIB)
+        if not 0 < left <= spec.memory_bytes:
+            raise SpecError(
+                f"--reserve_gib: found {reserve_gib:g}, expected 0 or more, and less than the "
+                f"{format_bytes(spec.memory_bytes)} of {group.type}"
+            )
+        return replace(group, memory_bytes=left)
+
+    nodes = (replace(node, devices=tuple(map(limited, node.devices))) for node in cluster.nodes)
+    return replace(cluster, nodes=tuple(nodes))
 
 
 def with_described(cluster: Cluster, options: argparse.Namespace, where: str) -> Cluster:

@@ -17,7 +17,12 @@ from llmpq.assigner.milp.solvers import SOLVERS
 from llmpq.assigner.planner import METHODS
 from llmpq.assigner.request import DEFAULT_GAP
 from llmpq.assigner.schedules.plan import ScheduleRequest, schedule_plan
-from llmpq.cli.options import add_devices_option, with_described
+from llmpq.cli.options import (
+    add_devices_option,
+    add_reserve_option,
+    with_described,
+    with_reserve,
+)
 from llmpq.errors import SpecError
 from llmpq.profiler.device import host_cpu, with_host_cpu
 from llmpq.spec import catalog
@@ -76,6 +81,7 @@ def _add_input_options(parser: argparse.ArgumentParser) -> None:
         "--device_numbers", nargs="+", type=int, metavar="COUNT", help="of each type (default 1)"
     )
     add_devices_option(cluster)
+    add_reserve_option(cluster)
     cluster.add_argument("--profile", metavar="DIR", help="folder of measured latency tables")
     latency = cluster.add_mutually_exclusive_group()
     latency.add_argument(
@@ -256,12 +262,12 @@ def _cluster(options: argparse.Namespace) -> Cluster:
     names, numbers = options.device_names, options.device_numbers
     if options.cluster is not None and names is None and numbers is None:
         cluster = with_described(load_cluster(options.cluster), options, options.cluster)
-        return _of_host(cluster, options)
+        return _of_host(with_reserve(cluster, options.reserve_gib), options)
     if options.cluster is not None or names is None:
         raise SpecError("expected either --cluster, or --device_names with --device_numbers")
     own = cluster_of_lists(names, numbers or [1] * len(names))
     cluster = with_described(own, options, "--device_names")
-    return _of_host(cluster, options)
+    return _of_host(with_reserve(cluster, options.reserve_gib), options)
 
 
 def _of_host(cluster: Cluster, options: argparse.Namespace) -> Cluster:

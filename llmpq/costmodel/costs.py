@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from llmpq.costmodel import memory, stored
-from llmpq.costmodel.base import CommModel, Estimate, LatencyModel
+from llmpq.costmodel.base import CommModel, Estimate, LatencyModel, chunked_s
 from llmpq.costmodel.importers.imported import public_source, public_table
 from llmpq.costmodel.roofline import RooflineLatencyModel
 from llmpq.costmodel.tables.latency import TableLatencyModel
@@ -118,11 +118,12 @@ class ClusterCosts:
         return 8 * DTYPE_BYTES[self.format_of(device)]
 
     def capacity_bytes(self, device: Device) -> int:
-        """Return the usable memory: the cluster's figure, or the catalogue's.
+        """Return the usable memory: the cluster's figure, or the type's less its reserve.
 
         Devices that share their layers hold equal parts of weights and slots, so memories add.
         """
-        own = device.memory_bytes or self.specs[device.group].memory_bytes
+        spec = self.specs[device.group]
+        own = device.memory_bytes or max(0, spec.memory_bytes - spec.reserve_bytes)
         return device.members * own
 
     def runtime_bytes(self, device: Device) -> int:
@@ -134,6 +135,18 @@ class ClusterCosts:
     ) -> float:
         """Return the seconds of ONE layer of ``layer_types[kind]``; see ``LatencyModel``."""
         return self.latency[device.group].layer_s(phase, bits, batch, tokens, kind)
+
+    def layer_steps_s(
+        self, device: Device, phase: Phase, bits: int, batch: int, tokens: float, kind: int
+    ) -> float:
+        """Return the seconds of ``layer_s`` with prompts in chunks, as the runtime runs them."""
+
+        def seconds(rows: int, length: float) -> float:
+            return self.layer_s(device, phase, bits, rows, length, kind)
+
+        if phase is Phase.DECODE:
+            return seconds(batch, tokens)
+        return chunked_s(seconds, batch, tokens)
 
     def layer_estimate(
         self, device: Device, phase: Phase, bits: int, batch: int, tokens: float, kind: int
@@ -177,11 +190,17 @@ class ClusterCosts:
         return stored.layer_weight_bytes(self.model, kind, bits, self.format_of(device))
 
     def layer_kv_bytes(
-        self, kind: int, slots: int, max_tokens: int, device: Device | None = None
+        self,
+        kind: int,
+        slots: int,
+        max_tokens: int,
+        device: Device | None = None,
+        *,
+        keeps_all: bool = False,
     ) -> int:
-        """Return the bytes of one layer's preallocated KV blocks for ``slots`` sequences."""
+        """Return the bytes of one layer's blocks for ``slots`` sequences; see ``stored``."""
         bits = self.kv_bits_of(device)
-        return stored.layer_kv_bytes(self.model, kind, slots, max_tokens, bits)
+        return stored.layer_kv_bytes(self.model, kind, slots, max_tokens, bits, keeps_all=keeps_all)
 
     def copied_kv_bytes(
         self,

@@ -14,10 +14,13 @@ from llmpq.costmodel.layer_tensors import (
 )
 from llmpq.spec.model import LayerSpec, LinearSpec
 from llmpq.spec.precision import DTYPE_BYTES
+from llmpq.spec.runtime_constants import SCORE_BLOCK_TOKENS
 from llmpq.units import MIB
 
 GPU_MARGIN = 0.1
 """Share added to the temporaries of a GPU."""
+SCORE_BYTES = 4
+"""Bytes of a score that is written out, in float32."""
 GPU_WORKSPACE_BYTES = 4 * MIB
 """What kernels of a GPU hold whatever the shape: blocks of a weight being widened."""
 
@@ -47,14 +50,39 @@ def _gpu_peak(step: Step, *, is_master: bool) -> int:
 
 
 def _gpu_attention(step: Step, layer: LayerSpec) -> int:
-    value_bytes = DTYPE_BYTES[step.dtype]
+    if layer.value_dim is not None:
+        return _gpu_latents(step, layer, layer.value_dim)
+    value_bytes, family = DTYPE_BYTES[step.dtype], step.model.family
     query, key = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
-    is_written_out = step.model.family in (*SCORES_ATTENTION, *BIASED_ATTENTION)
-    picked = 2 * (key + (query if key < query else 0))  # gathered, then repeated for grouped heads
+    is_written_out = family in SCORES_ATTENTION
+    repeated = query if key < query and not is_written_out else 0  # for grouped heads
+    picked = 2 * (key + repeated)  # gathered
     values = step.rows * (2 * (query + key) + key + query)
-    values += step.batch * step.context * picked + step.rows * step.context
-    scores = step.rows * layer.num_heads * step.context if is_written_out else 0
-    return values * value_bytes + scores * (2 * value_bytes + 8)
+    # Prompts attend to their own keys and values; chunks gather those of one sequence.
+    read = step.batch * step.context if step.tokens == 1 else max(step.rows, step.context)
+    # A mask, a bias and scores are those of a block of queries.
+    seen = step.batch * min(step.tokens, SCORE_BLOCK_TOKENS) * step.context
+    total = (values + read * picked + seen) * value_bytes
+    if family in BIASED_ATTENTION:
+        total += seen * layer.num_heads * (2 * value_bytes + 8)
+    if is_written_out:  # of one prompt at a time, with its keys or values in float32
+        alone = 1 if step.tokens == 1 else step.batch
+        total += seen // alone * layer.num_heads * SCORE_BYTES
+        total += step.batch // alone * step.context * key * 4
+    return total
+
+
+def _gpu_latents(step: Step, layer: LayerSpec, value_dim: int) -> int:
+    """Queries and outputs; latent vectors of the context, and what is made of them for all heads.
+
+    Whole prompts and chunks attend to what the cache returns of all their sequences.
+    """
+    made = sum(op.out_features for op in layer.linears if op.name.endswith("kv_b_proj"))
+    value, query = layer.num_heads * value_dim, layer.num_heads * layer.head_dim
+    own = step.rows * (4 * query + made + 2 * value)
+    seen = step.batch * min(step.tokens, SCORE_BLOCK_TOKENS) * step.context
+    read = step.batch * step.context * 2 * (layer.kv_values_per_token + made + value)
+    return (own + read + seen) * DTYPE_BYTES[step.dtype]
 
 
 def _gpu_feed_forward(step: Step, layer: LayerSpec) -> int:

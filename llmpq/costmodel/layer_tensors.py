@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from llmpq.spec.model import LinearSpec, ModelSpec
 from llmpq.spec.precision import DTYPE_BYTES, Dtype
+from llmpq.spec.runtime_constants import PROMPT_CHUNK_TOKENS
 
 SCORES_ATTENTION = ("gemma2", "gpt_oss", "vaultgemma")
-"""Families whose attention writes out its scores (they are capped): on a CPU for a block of queries
-of one row, on a GPU for all."""
+"""Families whose attention writes out its scores, as they are capped or have sinks: for a block of
+queries of one row at a time."""
 BIASED_ATTENTION = ("bloom", "mpt")
-"""Families whose attention adds a bias of the keys: on a CPU for a block of queries, on a GPU for
-all."""
+"""Families whose attention adds a bias of the keys: for a block of queries at a time."""
 STEPWISE_ACTIVATION = {"bloom": 4, "phi": 3}
 """Families whose activation is a formula of tensor operations: results alive besides its input."""
 INNER_TENSORS = {
@@ -56,7 +56,11 @@ _BESIDE_PREFIXES = ("per_layer_", "laurel.", "altup.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One forward step of a micro-batch: ``batch`` sequences of ``tokens``, over ``context``."""
+    """One forward step of a micro-batch: ``batch`` sequences of ``tokens``, over ``context``.
+
+    ``prompt`` are the tokens of each sequence in the message of the step: more than ``tokens``
+    where layers compute it in chunks, of which the step is the last; by default as many.
+    """
 
     model: ModelSpec
     dtype: Dtype
@@ -64,6 +68,22 @@ class Step:
     batch: int
     tokens: int
     context: int
+    prompt: int | None = None
+
+    @classmethod
+    def of_prompts(
+        cls, model: ModelSpec, dtype: Dtype, kv_bits: int, batch: int, tokens: int
+    ) -> Step:
+        """Return the largest step of ``batch`` prompts of ``tokens``: their last whole chunk."""
+        return cls(
+            model=model, dtype=dtype, kv_bits=kv_bits, batch=batch,
+            tokens=min(tokens, PROMPT_CHUNK_TOKENS), context=tokens, prompt=tokens,
+        )  # fmt: skip
+
+    @property
+    def is_chunk(self) -> bool:
+        """Whether keys and values of earlier chunks are read."""
+        return 1 < self.tokens < self.context
 
     @property
     def rows(self) -> int:
@@ -82,12 +102,13 @@ class Step:
     @property
     def message(self) -> int:
         """Bytes that a stage sends: the hidden states, and what travels with them."""
-        return self.of(self.model.message_features)
+        rows = self.batch * (self.prompt or self.tokens)
+        return rows * self.model.message_features * DTYPE_BYTES[self.dtype]
 
     @property
     def apart(self) -> int:
         """Bytes of a message being taken apart, or put together again; 0 for one part."""
-        return 2 * self.message if self.model.sent_features else 0
+        return 2 * self.of(self.model.message_features) if self.model.sent_features else 0
 
 
 def is_attention(op: LinearSpec) -> bool:

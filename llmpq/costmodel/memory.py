@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from llmpq.costmodel.gpu_memory import gpu_bytes
+from llmpq.costmodel.gpu_memory import SCORE_BYTES, gpu_bytes
 from llmpq.costmodel.layer_tensors import (
     BIASED_ATTENTION,
     IN_FLOAT32,
@@ -76,13 +76,16 @@ def temporary_bytes(  # noqa: PLR0913  what a step is, and where it runs
 ) -> int:
     """Return the peak bytes that live only during a step.
 
+    A prompt is computed in chunks of ``PROMPT_CHUNK_TOKENS``; the step of its last chunk counts.
+    Nothing grows with the square of a prompt.
+
     On a CPU this is the larger of the peak of a step and the peak of loading. There ``kv_bits``
     counts, and what a finished plan states of a stage: ``is_last`` and ``kv_bytes`` of its blocks;
-    without these the result is an upper bound. Elsewhere, with ``R`` rows of a step, value size
-    ``e``, and widths as in ``LayerSpec``::
+    without these the result is an upper bound. Elsewhere, with ``R = v T`` rows of a chunk, ``M``
+    tokens of all prompts, value size ``e``, and widths as in ``LayerSpec``::
 
         4 MiB + 1.1 * max over (prefill, decode) of
-              2 R h e                      messages: received, to be sent
+              2 M h e                      messages: received, to be sent
             + 2 R h e                      the residual and the normed copy
             + max( 2 R h 4                 norm in float32
                    attention, feed-forward, worst operator's rows )
@@ -90,29 +93,35 @@ def temporary_bytes(  # noqa: PLR0913  what a step is, and where it runs
             + v V (e + 2 * 4)              on the master: logits, in float32, and their sorted copy
 
         attention    = R (2 (q + k) d + k d + q d) e         q and k, rotated too, v, and the output
-                     + 2 v C (k + x) d e                     keys and values gathered from blocks
-                     + v T C e                               mask of T query and C context tokens
-                     + v q T C (2 e + 8)                     scores, where they are written out
+                     + 2 G (k + x) d e                     keys and values gathered from blocks
+                     + v B C e                               mask of B query and C context tokens
+                     + v q B C (2 e + 8)                     scores with a bias
+                     + q B C 4 + 4 C k d                    scores that are written out
         feed-forward = R a (p + c f) e                       outputs of its operators, activated
         rows         = R a ((in + out) e + w in + 4 out)     8-bit rows and their 32-bit sums
 
-    ``x`` is ``q`` where heads are grouped, which are repeated in prefill and decode alike, else 0;
-    ``a`` experts a token; ``p`` the sum and ``f`` the largest of the feed-forward operators'
-    outputs; ``c`` results of the activation alive at once; ``w`` bytes of a value on its way to 8
-    bits, 1 (float32 runs widen instead).
+    ``B`` is at most ``SCORE_BLOCK_TOKENS``; ``G`` is ``v C`` in decode, else the larger of ``R``
+    and ``C``: chunks gather one sequence at a time. ``x`` is ``q`` where heads are grouped, which
+    are repeated in prefill and decode alike, else 0; ``a`` experts a token; ``p`` the sum and ``f``
+    the largest of the feed-forward operators' outputs; ``c`` results of the activation alive at
+    once; ``w`` bytes of a value on its way to 8 bits, 1 (float32 runs widen instead). Scores that
+    are capped or have sinks are written out, for one prompt at a time, in decode for ``v``, with
+    keys or values in float32; ``x`` is then 0. Of latent attention, the latent vectors and what is
+    made of them count.
     What quantized layers need is always counted.
     """
-    sizes = (
-        (micro_batching.prefill, workload.prompt_tokens, workload.prompt_tokens),
-        (micro_batching.decode, 1, workload.max_context_tokens),
-    )
-    steps = [
-        Step(model=model, dtype=dtype, kv_bits=kv_bits, batch=batch, tokens=tokens, context=context)
-        for batch, tokens, context in sizes
-    ]
+    prompts = Step.of_prompts(model, dtype, kv_bits, micro_batching.prefill, workload.prompt_tokens)
+    decode = Step(
+        model=model, dtype=dtype, kv_bits=kv_bits, batch=micro_batching.decode, tokens=1,
+        context=workload.max_context_tokens,
+    )  # fmt: skip
+    steps = [prompts, decode]
     if device_kind == "cpu":
         links = (not is_master) + (not is_last)
-        worst = max(_cpu_peak(step, is_master=is_master, links=links) for step in steps)
+        worst = max(
+            _cpu_peak(step, is_master=is_master, links=links) + _chunk_bytes(step, is_last=is_last)
+            for step in steps
+        )
         worst += _scratch_bytes(model, dtype, head_bits if is_master else 16)
         worst += read_buffer_bytes(steps)
         worst += MASTER_BYTES if is_master else 0
@@ -129,8 +138,9 @@ def context_bytes(model: ModelSpec, dtype: Dtype, tokens: int, device_kind: Devi
     from the blocks of one sequence at a time, layer by layer; in multiples of ``tokens``, with
     ``e`` bytes a value and ``T`` queries of a block::
 
-        2 (k + x) d e + T + 8            keys and values, mask, positions; x is q for groups, else 0
-        8 q d + 12 T q                   in float32 and scores, where scores are written out
+        2 (k + x) d e + T + 8            keys and values, mask, positions; x is q for groups whose
+                                         scores are not written out, else 0
+        4 k d + 4 T q                    in float32 and scores, where scores are written out
         T q e                            bias of a block, where there is one
     """
     most, value_bytes = 0, DTYPE_BYTES[dtype]
@@ -140,10 +150,12 @@ def context_bytes(model: ModelSpec, dtype: Dtype, tokens: int, device_kind: Devi
         if device_kind == "cpu" and _fits_kernel(layer) and layer.value_dim is None:
             most = max(most, bias)
             continue
-        own = 2 * (kv_heads + (heads if kv_heads < heads else 0)) * dim * value_bytes
+        is_written_out = model.family in SCORES_ATTENTION
+        repeated = heads if kv_heads < heads and not is_written_out else 0
+        own = 2 * (kv_heads + repeated) * dim * value_bytes
         own += SCORE_BLOCK_TOKENS + 8
-        if model.family in SCORES_ATTENTION:
-            own += 8 * heads * dim + 12 * SCORE_BLOCK_TOKENS * heads
+        if is_written_out:
+            own += 4 * kv_heads * dim + SCORE_BYTES * SCORE_BLOCK_TOKENS * heads
         if model.family in BIASED_ATTENTION:
             own += SCORE_BLOCK_TOKENS * heads * value_bytes
         most = max(most, own)
@@ -166,6 +178,17 @@ def _cpu_peak(step: Step, *, is_master: bool, links: int) -> int:
     if is_master:  # by then the layers' own tensors are gone
         found.append(_with_holes(_logits(step)))
     return max(1, links * held) * step.message + step.apart + max(found)
+
+
+def _chunk_bytes(step: Step, *, is_last: bool) -> int:
+    """Return what a chunk takes beyond a prompt as long as it.
+
+    The outputs of all chunks are put together, but for those of the last stage.
+    """
+    if not step.is_chunk:
+        return 0
+    joined = 0 if is_last else step.message
+    return joined + context_bytes(step.model, step.dtype, step.context, "cpu")
 
 
 def _with_holes(moment: Moment) -> int:
@@ -199,7 +222,7 @@ def read_buffer_bytes(steps: Sequence[Step]) -> int:
     if step.kv_bits != 8 or not layers:
         return 0
     widest = max(layer.num_kv_heads * layer.head_dim for layer in layers)
-    tokens = max(one.batch * one.context for one in steps)
+    tokens = max(one.context if one.is_chunk else one.batch * one.context for one in steps)
     return 2 * tokens * widest * DTYPE_BYTES[step.dtype]
 
 
@@ -292,12 +315,10 @@ def _attention(step: Step, layer: LayerSpec) -> Moment:
     if step.model.family in SCORES_ATTENTION:
         rows = step.batch if step.tokens == 1 else 1  # prompts run one by one
         scores = rows * min(step.tokens, SCORE_BLOCK_TOKENS) * layer.num_heads * step.context
-        wide = rows * step.context * query * 4
+        wide = rows * step.context * key * 4
         own = [*[step.hidden] * 2, *[step.of(query)] * 3, *[step.of(key)] * 2]
-        copies = (
-            [*picked, *repeated] if step.tokens == 1 else [size // step.batch for size in repeated]
-        )
-        return [*own, *copies, *[wide] * 2, *[scores * 4] * 3]
+        copies = picked if step.tokens == 1 else []
+        return [*own, *copies, wide, scores * SCORE_BYTES]
     if step.tokens > 1:
         return own
     if step.kv_bits == 8:
@@ -374,7 +395,12 @@ def _expanded_latents(step: Step, layer: LayerSpec) -> Moment:
     value, query = layer.num_heads * (layer.value_dim or 0), layer.num_heads * layer.head_dim
     if step.tokens > 1:  # a prompt attends to its own: queries and keys, rotated too
         own = [*[step.of(query)] * 4, step.of(made), *[step.of(value)] * 2]
-        return [*[step.hidden] * 4, *own, *[step.of(layer.kv_values_per_token)] * 2]
+        own += [step.of(layer.kv_values_per_token)] * 2
+        if not step.is_chunk:
+            return [*[step.hidden] * 4, *own]
+        cached = step.batch * step.context * DTYPE_BYTES[step.dtype]
+        read = [*[cached * layer.kv_values_per_token] * 2, *[cached * (made + value)] * 2]
+        return [*[step.hidden] * 4, *own, *read]
     cached = step.batch * step.context * DTYPE_BYTES[step.dtype]
     expanded = [cached * (made + value)] * 2
     return [*[step.hidden] * 2, *[cached * layer.kv_values_per_token] * 2, *expanded]

@@ -3,8 +3,7 @@
 The slower of arithmetic and weight streaming counts in full, the faster with a share; attention,
 widening of quantized weights and launches are added. The figures of a device are those of its
 family, fitted to public tables where there are any (``benchmarks/rooflines.py``). The estimate is
-positive and never decreases with batch or tokens. A sliding window does not reduce the work: the
-runtime keeps whole sequences and masks what is outside the window.
+positive and never decreases with batch or tokens. Attention reads what its window sees.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from llmpq.spec.precision import (
     Precision,
     linear_bytes,
 )
+from llmpq.spec.runtime_constants import SCORE_BLOCK_TOKENS
 
 DEVIATIONS = 1.28
 """Standard deviations within which four of five normally distributed values lie."""
@@ -71,7 +71,8 @@ class RooflineLatencyModel:
         seconds = self._overlapped(weights_s, compute_s, cost)
         seconds += work.attention_flops / (self._arithmetic * self.device.attention_efficiency)
         cached = work.kv_values * self.kv_bits / 8
-        cached += batch * tokens * kv_scale_bytes(layer, self.kv_bits)
+        scales = work.kv_values / max(1, layer.read_values_per_token)
+        cached += scales * kv_scale_bytes(layer, self.kv_bits)
         seconds += cached / (self._stream * self.device.attention_memory_efficiency)
         if is_prefill and bits != 16:
             widened = quantizable_parameters(layer, work.rows) * DTYPE_BYTES[self.dtype]
@@ -137,7 +138,8 @@ class LayerWork:
     """The work of one micro-batch in one decoder layer.
 
     ``rows`` tokens pass through it (``v s``, or ``v`` in decode), at ``linear_flops`` each;
-    attention counts the whole square in prefill and reads ``kv_values`` keys and values.
+    attention counts the whole square in prefill and reads ``kv_values`` keys and values. With a
+    window a token counts those of its window, and of the block of queries that it is in.
     """
 
     rows: float
@@ -150,11 +152,16 @@ def layer_work(layer: LayerSpec, phase: Phase, batch: int, tokens: float) -> Lay
     """Count the work of one layer; ``tokens`` is the prompt length, in decode the context's."""
     rows = batch * tokens if phase is Phase.PREFILL else float(batch)
     width = layer.num_heads * layer.head_dim
+    seen = read = tokens
+    if layer.sliding_window is not None:
+        block = SCORE_BLOCK_TOKENS if phase is Phase.PREFILL else 0
+        seen = min(tokens, layer.sliding_window + block)
+        read = tokens if phase is Phase.PREFILL else seen
     return LayerWork(
         rows=rows,
         linear_flops=2.0 * layer.active_weight_parameters,
-        attention_flops=4.0 * rows * tokens * width,
-        kv_values=float(batch * tokens * layer.read_values_per_token),
+        attention_flops=4.0 * rows * seen * width,
+        kv_values=float(batch * read * layer.read_values_per_token),
     )
 
 

@@ -14,6 +14,7 @@ from llmpq.spec.runtime_constants import (
     KV_BLOCK_SIZE,
     PANEL_COLUMNS,
     PANEL_ROWS,
+    kept_blocks,
 )
 
 KV_SCALE_BYTES = 2
@@ -37,13 +38,24 @@ def layer_weight_bytes(
     return total
 
 
-def layer_kv_bytes(model: ModelSpec, kind: int, slots: int, max_tokens: int, kv_bits: int) -> int:
+def layer_kv_bytes(
+    model: ModelSpec,
+    kind: int,
+    slots: int,
+    max_tokens: int,
+    kv_bits: int,
+    *,
+    keeps_all: bool = False,
+) -> int:
     """Return the bytes of one layer's preallocated blocks for ``slots`` sequences.
 
-    A sequence takes ``ceil((s + n) / KV_BLOCK_SIZE)`` blocks of ``2 k d`` values a token. The state
-    of a layer that keeps one counts in float32.
+    A sequence takes ``ceil((s + n) / KV_BLOCK_SIZE)`` blocks of ``2 k d`` values a token, in a
+    layer with a window those of the model's largest window and of a chunk. With ``keeps_all`` they
+    keep all tokens, too: stages that send keys and values, draft models. The state of a layer that
+    keeps one counts in float32.
     """
-    blocks = -(-max_tokens // KV_BLOCK_SIZE)
+    has_window = model.layer_types[kind].sliding_window is not None and not keeps_all
+    blocks = kept_blocks(max_tokens, model.window_tokens if has_window else None)
     state = slots * model.layer_types[kind].state_values * DTYPE_BYTES["float32"]
     return token_kv_bytes(model, kind, slots * blocks * KV_BLOCK_SIZE, kv_bits) + state
 

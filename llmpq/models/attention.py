@@ -29,11 +29,20 @@ class KVShape:
         heads: of keys and of values.
         head_dim: features of a key.
         value_dim: features of a value; ``None`` for as many.
+        window: tokens that a query sees, itself included; ``None`` for all.
+        chunk: a query sees the tokens of its own chunk of this size; ``None`` for all.
     """
 
     heads: int
     head_dim: int
     value_dim: int | None = None
+    window: int | None = None
+    chunk: int | None = None
+
+    @property
+    def kept_tokens(self) -> int | None:
+        """Tokens up to a query among which are all that it sees; ``None`` for all."""
+        return self.chunk if self.window is None else self.window
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -51,6 +60,8 @@ class PackedBatch:
         counts: tokens of each row in this step.
         rope_lengths: length of each row's sequence for rotary angles that depend on it, which is
             more than its tokens so far in a chunk of a prompt; empty for its tokens so far.
+        window_tables: blocks of each row in layers with windows, where these have blocks of their
+            own: as many, of which those before the window may belong to others; else empty.
 
     Raises:
         SpecError: the rows have no tokens, or begin before position 0.
@@ -60,6 +71,7 @@ class PackedBatch:
     starts: Sequence[int]
     counts: Sequence[int]
     rope_lengths: Sequence[int] = ()
+    window_tables: Sequence[Sequence[int]] = ()
 
     def __post_init__(self) -> None:
         if not len(self.block_tables) == len(self.starts) == len(self.counts) > 0:
@@ -147,6 +159,11 @@ class ScoreOptions:
         """Whether the scores are only scaled."""
         return self.softcap is None and self.sinks is None and self.bias is None
 
+    @property
+    def writes_scores(self) -> bool:
+        """Whether no kernel of torch computes the weights without writing out the scores."""
+        return self.softcap is not None or self.sinks is not None
+
     def first_seen(self, position: int) -> int:
         """Return the first position that a query at ``position`` or later sees."""
         first = 0 if self.window is None else max(0, position - self.window + 1)
@@ -184,11 +201,23 @@ class KVView(Protocol):
         ...
 
     def read(self, row: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of a row so far, ``[1, h, S, d]`` each."""
+        """Return the keys and values of a row so far, ``[1, h, S, d]`` each.
+
+        In a layer with a window, the first ones that no query sees are left out.
+        """
         ...
 
-    def read_rows(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return those of several rows, ``[R, h, S, d]``; undefined after a row's end."""
+    def read_rows(self, rows: Sequence[int], positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return those of several rows, ``[R, h, S, d]``; undefined after a row's end.
+
+        Args:
+            rows: of one new token each.
+            positions: of the new tokens, ``[R]`` on the device.
+
+        Returns:
+            Keys, values, and the positions counted from the first key of each row: in a layer with
+            a window, the first ones that no query sees are left out.
+        """
         ...
 
 

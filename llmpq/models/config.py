@@ -207,7 +207,15 @@ def kv_shapes(config: PreTrainedConfig, first_layer: int, end_layer: int) -> tup
 def layer_kv_shape(config: PreTrainedConfig, index: int) -> KVShape:
     """Return the shape of the keys and values that a layer makes."""
     layers: Sequence[PreTrainedConfig] | None = getattr(config, "per_layer_config", None)
-    return _kv_shape(config if layers is None else layers[index])  # layers of Gemma 4 differ
+    shape = _kv_shape(config if layers is None else layers[index])  # layers of Gemma 4 differ
+    return replace(shape, window=layer_window(config, index), chunk=layer_chunk(config, index))
+
+
+def largest_window(config: PreTrainedConfig) -> int | None:
+    """Return the largest window, or chunk that attends to itself, of all layers."""
+    count = config.num_hidden_layers
+    windows = [layer_kv_shape(config, index).kept_tokens or 0 for index in range(count)]
+    return max(windows) or None
 
 
 def _kv_shape(config: PreTrainedConfig) -> KVShape:

@@ -191,7 +191,7 @@ class StepAttention:
         batch, device = self._batch, query.device
         tokens = torch.tensor([batch.offsets[row] for row in self._single], device=device)
         positions = torch.tensor([batch.starts[row] for row in self._single], device=device)
-        key, value = self._view.read_rows(self._single)  # [R, h, S, d]
+        key, value, positions = self._view.read_rows(self._single, positions)  # [R, h, S, d]
         own = query[0].index_select(1, tokens).transpose(0, 1)[:, :, None]  # [R, H, 1, d]
         out[0, tokens] = _attend_to_rows(own, key, value, positions, options)[:, :, 0]
 
@@ -222,9 +222,9 @@ class DecodeAttention:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions) -> Tensor:
         """Return ``[1, R, H, d]``; see :class:`Attention`."""
         del key, value
-        keys, values = self._view.read_rows(())
+        keys, values, positions = self._view.read_rows((), self._positions)
         own = query[0].transpose(0, 1)[:, :, None]  # [R, H, 1, d]
-        return _attend_to_rows(own, keys, values, self._positions, options)[None, :, :, 0]
+        return _attend_to_rows(own, keys, values, positions, options)[None, :, :, 0]
 
 
 def _attend_to_rows(
@@ -237,7 +237,9 @@ def _attend_to_rows(
     keys = torch.arange(key.shape[2], device=query.device)
     places = positions[:, None, None]
     visible = keys_before(places, keys, options.window, options.chunk)  # [R, 1, 1, S]
-    return masked_attention(query, *_repeated(query, key, value), visible, options)
+    if not options.writes_scores:
+        key, value = _repeated(query, key, value)
+    return masked_attention(query, key, value, visible, options)
 
 
 def attend_last(query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions) -> Tensor:
@@ -253,11 +255,12 @@ def attend_last(query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions
             enable_gqa=query.shape[1] != key.shape[1],
         )  # fmt: skip
     rows, heads = query.shape[:2]
-    if rows > 1 and not (options.softcap is None and options.sinks is None):
+    if rows > 1 and options.writes_scores:
         # Row by row, which bounds the memory of the scores.
         parts = [torch.split(part, 1) for part in (query, key, value)]
         return torch.cat([attend_last(q, k, v, options) for q, k, v in zip(*parts, strict=True)])
-    key, value = _repeated(query, key, value)
+    if not options.writes_scores:
+        key, value = _repeated(query, key, value)
     out = query.new_empty(rows, count, heads, value.shape[-1]).transpose(1, 2)
     places = torch.arange(total, device=query.device)
     for first in range(0, count, SCORE_BLOCK_TOKENS):
@@ -283,7 +286,7 @@ def masked_attention(
 
     Args:
         query: ``[R, H, T, d]``.
-        key: ``[R, H, S, d]``.
+        key: ``[R, H, S, d]``; of h heads where scores are written out.
         value: likewise.
         visible: bool, broadcast to ``[R, H, T, S]``.
         options: of the scores; its bias is that of these keys.
@@ -292,25 +295,32 @@ def masked_attention(
     if options.bias is not None:
         bias = options.bias[:, None, : key.shape[2]].to(query.dtype)  # [H, 1, S]
         mask = bias.masked_fill(~visible, -torch.inf)
-    if options.softcap is None and options.sinks is None:
+    if not options.writes_scores:
         if mask.dim() == 3:
             mask = mask[None]
         return scaled_dot_product_attention(
             query, key, value, attn_mask=mask, scale=options.scaling
         )
+    rows, heads, count, dim = query.shape
+    groups = key.shape[1], heads // key.shape[1] * count
     # In float32: oneDNN would keep compiled code for every shape of 16-bit products.
-    scores = query.float() @ key.float().mT * options.scaling
+    folded = query.float().reshape(rows, *groups, dim)
+    scores = (folded @ key.float().mT).view(rows, heads, count, -1).mul_(options.scaling)
+    # In place: they are the largest tensor of a step.
     if options.softcap is not None:
-        scores = torch.tanh(scores / options.softcap) * options.softcap
+        scores.div_(options.softcap).tanh_().mul_(options.softcap)
     if options.bias is not None:
-        scores = scores + mask
-    scores = scores.masked_fill(~visible, -torch.inf)
-    if options.sinks is not None:
-        sinks = options.sinks.float()[:, None, None].expand(*scores.shape[:3], 1)
-        weights = torch.cat((scores, sinks), dim=-1).softmax(-1)[..., :-1]
-    else:
-        weights = scores.softmax(-1)
-    return (weights @ value.float()).to(query.dtype)
+        scores.add_(mask)
+    scores.masked_fill_(~visible, -torch.inf)
+    highest = scores.amax(-1, keepdim=True)
+    sinks = None if options.sinks is None else options.sinks.float()[:, None, None]
+    if sinks is not None:
+        highest = torch.maximum(highest, sinks)
+    total = scores.sub_(highest).exp_().sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + (sinks - highest).exp()
+    made = (scores.view(rows, *groups, -1) @ value.float()).view(rows, heads, count, -1)
+    return made.div_(total).to(query.dtype)
 
 
 def _repeated(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

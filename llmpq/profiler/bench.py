@@ -9,6 +9,7 @@ Shapes: ``[1, N, H]`` tokens of all rows (sequences), hidden size.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -273,6 +274,7 @@ class Bench:
             device=self.job.device,
             is_last=False,
             steps=steps,
+            chunk_tokens=sys.maxsize,  # cost models add up chunks from whole prompts
         )
 
     def _run_master(self, shape: Shape, bits: int) -> list[Timing]:

@@ -9,6 +9,7 @@ interleaved rounds; the median counts.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -273,7 +274,8 @@ def _trials(
         decode = [shape for shape in shapes if shape.phase is Phase.DECODE]
         steps.capture({StepShape.of(shape.batch, shape.tokens) for shape in decode})
     runner = StageRunner(
-        layers=stage, cache=cache, device=job.device, is_last=False, steps=steps
+        layers=stage, cache=cache, device=job.device, is_last=False, steps=steps,
+        chunk_tokens=sys.maxsize,
     )  # fmt: skip
     for shape in shapes:
         new = shape.tokens if shape.phase is Phase.PREFILL else 1

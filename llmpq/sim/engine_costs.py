@@ -26,9 +26,10 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from llmpq.batching.engine_step import ScheduledChunk
+from llmpq.costmodel.base import PhaseSeconds, prompt_s
 from llmpq.errors import SpecError
 from llmpq.sim.costs import BatchShape, Hop
-from llmpq.sim.plan_costs import PhaseSeconds, PlanCosts, prompt_s
+from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec.precision import Phase
 
 CONTEXT_STEP = 64

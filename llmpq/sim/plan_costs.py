@@ -5,8 +5,9 @@
   each end, and a send between hosts is delay.
 - In decode, CPU attention reads only the tokens of each row, so a micro-batch costs as much as its
   mean context. On other devices it costs as much as its longest context.
-- Prompts are packed without padding. ``v`` prompts with mean length ``m`` take ``P(v, m)`` as equal
-  ones, where ``A(m)`` of each is attention. Attention grows with the squares of the lengths ``s``::
+- Prompts are computed in chunks, as in the runtime, and packed without padding. ``v`` prompts with
+  mean length ``m`` take ``P(v, m)`` as equal ones, where ``A(m)`` of each is attention. Attention
+  grows with the squares of the lengths ``s``::
 
       P(v, m) + A(m) (sum s^2 / m^2 - v)
 """
@@ -14,37 +15,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from llmpq.costmodel import ClusterCosts
+from llmpq.costmodel.base import chunked_s, prompt_s
 from llmpq.sim.costs import BatchShape, Hop, PipelineLayout
 from llmpq.spec.cluster import Device
 from llmpq.spec.plan import Plan, handovers_of
 from llmpq.spec.precision import Phase
 
-PhaseSeconds = Callable[[int, float], float]
-"""Returns the seconds of a micro-batch from its sequences and their tokens."""
 CONTEXT_STEP = 16
 """Decode times are evaluated at multiples of this context length and interpolated."""
-PARTS = 4
-"""Prompts of the second shape that separates attention from the rest."""
-
-
-def prompt_s(prefill_s: PhaseSeconds, tokens: float) -> tuple[float, float]:
-    """Return the seconds of one prompt: without its attention, and ``A(s)`` of its attention.
-
-    Attention of ``v`` prompts of ``s`` tokens grows with ``v s^2`` and everything else with
-    ``v s``, so two shapes of equally many tokens separate them: ``4/3 (P(1, s) - P(4, s/4))``.
-
-    Args:
-        prefill_s: seconds of a prefill micro-batch.
-        tokens: length of the prompt.
-    """
-    whole_s = prefill_s(1, tokens)
-    attention_s = (whole_s - prefill_s(PARTS, tokens / PARTS)) * PARTS / (PARTS - 1)
-    attention_s = min(max(0.0, attention_s), whole_s)
-    return whole_s - attention_s, attention_s
 
 
 class PlanCosts:
@@ -141,7 +123,7 @@ class PlanCosts:
         return low_s + share * (high_s - low_s)
 
     def micro_batch_s(self, rank: int, phase: Phase, rows: int, tokens: float) -> float:
-        """Return the seconds of a stage for one micro-batch of one phase; not cached."""
+        """Return the seconds of a stage for one micro-batch in one pass; not cached."""
         device = self._devices[rank]
         seconds = sum(
             count * self._costs.layer_s(device, phase, bits, rows, tokens, kind)
@@ -194,7 +176,11 @@ class PlanCosts:
     def _at(self, rank: int, phase: Phase, rows: int, tokens: int) -> float:
         key = rank, phase, rows, tokens
         if key not in self._stage:
-            self._stage[key] = self.micro_batch_s(rank, phase, rows, tokens)
+            seconds = partial(self.micro_batch_s, rank, phase)
+            is_prompt = phase is Phase.PREFILL
+            self._stage[key] = (
+                chunked_s(seconds, rows, tokens) if is_prompt else seconds(rows, tokens)
+            )
         return self._stage[key]
 
     def _hop(self, rank: int, phase: Phase, tokens: int) -> Hop:

@@ -20,7 +20,14 @@ from llmpq.errors import SpecError
 from llmpq.spec.cluster import Cluster, types_label
 from llmpq.spec.codec import from_json
 from llmpq.spec.devices import names
-from llmpq.spec.devices.figures import FIGURES, DeviceEntry, DeviceFile, DeviceSpec, completed
+from llmpq.spec.devices.figures import (
+    FIGURES,
+    GPU_RESERVE_BYTES,
+    DeviceEntry,
+    DeviceFile,
+    DeviceSpec,
+    completed,
+)
 from llmpq.spec.fields import Fields, read_json
 from llmpq.spec.gguf.header import find_gguf
 from llmpq.spec.huggingface.described import read_model_file
@@ -32,6 +39,9 @@ REFERENCE = {"cpu": "cpu", "cuda": "RTX3090", "mps": "M1", "xpu": "Arc-A770"}
 
 OFFERS = 8
 """Most names that a message offers."""
+GPUS = ("cuda", "xpu")
+"""Kinds of devices with a memory of their own, of which the driver takes a part."""
+
 _PAPER_NAMES = {"opt": "facebook/opt-{}", "bloom": "bigscience/bloom-{}"}
 
 
@@ -124,6 +134,8 @@ def device_sources(type_name: str) -> dict[str, str]:
         for name in FIGURES:
             if name not in found and name in inherited and name != "compute_capability":
                 found[name] = f"assumed equal to {like}; not measured"
+    if entry.reserve_bytes is None:  # the default of its kind
+        found["reserve_bytes"] = "assumed for its driver and a display; not measured"
     return found
 
 
@@ -229,6 +241,7 @@ def _devices() -> dict[str, DeviceSpec]:
         stated = {name: getattr(entry, name) for name in FIGURES}
         given = {name: value for name, value in stated.items() if value is not None}
         assert entry.kind is not None
+        given.setdefault("reserve_bytes", GPU_RESERVE_BYTES if entry.kind in GPUS else 0)
         found[entry.type] = DeviceSpec(type=entry.type, kind=entry.kind, **given)
     return found
 

@@ -195,6 +195,12 @@ class ModelSpec:
         return tuple(self.layer_kinds[source] for source in sorted(before))
 
     @property
+    def window_tokens(self) -> int | None:
+        """Largest window of its layers, for which their blocks are allocated; ``None``: none."""
+        windows = [layer.sliding_window or 0 for layer in self.layer_types]
+        return max(windows) or None
+
+    @property
     def num_layers(self) -> int:
         """Decoder layers ``L``."""
         return len(self.layer_kinds)

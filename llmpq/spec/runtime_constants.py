@@ -39,3 +39,28 @@ PANEL_COLUMNS: Final = 32
 """Weights of 16 bits with a multiple of so many columns are kept in panels on a CPU."""
 KV_BLOCK_SIZE: Final = 16
 """Tokens of a block of keys and values."""
+PROMPT_CHUNK_TOKENS: Final = 1024
+"""Most tokens of a sequence that layers compute at a time; a longer prompt takes several passes.
+Also the tokens of a step of the engine that serves, where no other number is given."""
+
+
+def kept_blocks(
+    tokens: int,
+    window: int | None,
+    block_size: int = KV_BLOCK_SIZE,
+    chunk: int = PROMPT_CHUNK_TOKENS,
+) -> int:
+    """Return the blocks of a sequence of ``tokens`` in a layer whose queries see ``window`` tokens.
+
+    A chunk reads the window before it, wherever a block begins; what is left of it is freed.
+
+    Args:
+        tokens: of the sequence.
+        window: that a query sees, itself included; ``None`` for all.
+        block_size: tokens of a block.
+        chunk: most tokens of a sequence in a step.
+    """
+    blocks = -(-tokens // block_size)
+    if window is None:
+        return blocks
+    return min(blocks, -(-(window - 1 + chunk) // block_size) + 1)

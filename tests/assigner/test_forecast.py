@@ -20,6 +20,7 @@ from llmpq.spec.cluster import LinkSpec
 from llmpq.spec.codec import from_json, to_json
 from llmpq.spec.fields import Fields
 from llmpq.spec.plan import MicroBatching, Plan, StageAssignment
+from llmpq.spec.precision import Phase
 from llmpq.spec.schedule import Schedule
 from llmpq.spec.trace import TraceRequest
 from llmpq.spec.workload import Workload
@@ -68,6 +69,22 @@ def test_one_stage_takes_the_sum_of_its_steps():
     assert found.decode_s == pytest.approx(stage.decode_busy_s)
     # Contexts grow evenly, so the mean round is the round at mean context (roofline: linear).
     assert found.decode_s == pytest.approx(29 * stage.decode_s, rel=1e-3)
+
+
+def test_formula_and_forecast_take_the_time_of_chunks():
+    work = Workload(batch=2, prompt_tokens=1800, new_tokens=4)
+    request = plan_request(cluster=cluster_of(("V100-32G", 1, 2000)), workload=work)
+    plan, costs = make_plan(request), costs_of(request)
+    device, sizes = plan.cluster.devices[0], plan.micro_batching
+    layers = zip(costs.model.layer_kinds, plan.bits, strict=True)
+    steps_s = sum(
+        costs.layer_steps_s(device, Phase.PREFILL, bits, sizes.prefill, 1800, kind)
+        for kind, bits in layers
+    )
+    steps_s += costs.master_s(device, Phase.PREFILL, sizes.prefill, 1800)
+    found = plan.estimate.forecast.stages[0].prefill_s
+    assert found == pytest.approx(plan.estimate.stages[0].prefill_s) == pytest.approx(steps_s)
+    assert plan.estimate.forecast.prefill_s == pytest.approx(2 / sizes.prefill * steps_s)
 
 
 @pytest.mark.parametrize(("stages", "bits"), [(1, 4), (1, 16), (3, 8)])

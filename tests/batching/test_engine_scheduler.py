@@ -6,6 +6,7 @@ so that a block that is shared, freed or reused too early is noticed by the sequ
 
 import random
 from collections import deque
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -76,6 +77,7 @@ class Engine:
             drafts.engine = self
         self.scheduler, self.size = scheduler, block_size
         self.memory = {}  # (block, offset) -> angles, prefix up to and including the token
+        self.window_memory = {}  # likewise, in layers with windows
         self.tokens = {}  # prompt and answer of every request
         self.wanted = {}  # request -> answer length
         self.done = set()
@@ -107,6 +109,25 @@ class Engine:
             self.history.append(step)
         return step
 
+    def check_reads(self, chunk, sequence):
+        """Write a chunk; check what its tokens see, in layers with windows as well."""
+        end, length = chunk.first + chunk.count, len(sequence)
+        tables = [(chunk.blocks, self.memory, 0)]
+        if chunk.window_blocks:
+            seen = max(0, chunk.first - self.limits.window_tokens + 1)
+            held = chunk.window_blocks[seen // self.size : -(-end // self.size)]
+            assert len(set(held)) == len(held) <= self.limits.window_blocks_for(end)
+            tables.append((chunk.window_blocks, self.window_memory, seen))
+        for blocks, memory, seen in tables:
+            content = {
+                place: (self.angles(chunk.request, place, length), tuple(sequence[: place + 1]))
+                for place in range(seen, end)
+            }
+            entries = {place: (blocks[place // self.size], place % self.size) for place in content}
+            for place in range(chunk.first, end):
+                memory[entries[place]] = content[place]
+            assert [memory[entries[place]] for place in content] == list(content.values())
+
     def complete(self):
         step = self.steps.popleft()
         new, finished, accepted = {}, set(), {}
@@ -118,15 +139,7 @@ class Engine:
                 sequence = [*sequence, *self.drafts.last[chunk.request]]
                 assert chunk.first + chunk.count == len(sequence)
             end = chunk.first + chunk.count
-            length = len(sequence)
-            for place in range(chunk.first, end):
-                entry = chunk.blocks[place // self.size], place % self.size
-                angles = self.angles(chunk.request, place, length)
-                self.memory[entry] = angles, tuple(sequence[: place + 1])
-            for place in range(end):
-                entry = chunk.blocks[place // self.size], place % self.size
-                angles = self.angles(chunk.request, place, length)
-                assert self.memory[entry] == (angles, tuple(sequence[: place + 1]))
+            self.check_reads(chunk, sequence)
             assert chunk.makes_token == (end == len(sequence))
             if chunk.makes_token and chunk.request not in self.done:
                 wanted = self.wanted[chunk.request]
@@ -464,6 +477,13 @@ class RandomRun:
             assert self.scheduler.is_idle
 
 
+def with_windows(limits, window, more):
+    """The limits with blocks of their own for windows: those of one sequence, and some more."""
+    found = replace(limits, window_tokens=window, num_window_blocks=limits.num_blocks)
+    longest = limits.num_blocks * limits.block_size
+    return replace(found, num_window_blocks=found.window_blocks_for(longest) + more)
+
+
 @settings(max_examples=400)
 @given(
     seed=st.integers(0, 2**32),
@@ -480,11 +500,15 @@ class RandomRun:
     angles=st.sampled_from(
         [{}, {}, {"switches_after": 5}, {"switches_after": 11}, {"grows_after": 6}]
     ),
+    window=st.sampled_from([None, None, 1, 3, 7, 30]),
+    more=st.integers(0, 9),
 )
 def test_random_schedules_compute_the_tokens_of_an_undisturbed_run(
-    seed, name, share, angles, **given_
+    seed, name, share, angles, window, more, **given_
 ):
     limits = EngineLimits(**given_, **angles)
+    if window is not None:
+        limits = with_windows(limits, window, more)
     drafts = Drafts(seed, share) if limits.num_speculative_tokens else None
     scheduler = EngineScheduler(limits, queue_order(name), drafts)
     run = RandomRun(seed, scheduler, limits, drafts)
@@ -493,9 +517,46 @@ def test_random_schedules_compute_the_tokens_of_an_undisturbed_run(
         assert scheduler.num_running <= limits.max_sequences
     run.engine.run()
     assert scheduler.free_blocks == limits.num_blocks
+    if window is not None:
+        assert scheduler.free_window_blocks == limits.num_window_blocks
     assert scheduler.num_waiting == scheduler.num_running == scheduler.queued_tokens == 0
     for request in set(range(run.number)) - run.aborted:
         assert request in run.engine.done
         assert len(run.engine.tokens[request]) == run.engine.wanted[request]
     if name == "no_preempt" and limits.switches_after is None:
         assert not scheduler.num_preemptions
+
+
+def test_a_long_sequence_holds_the_blocks_of_its_window():
+    limits = with_windows(_limits(token_budget=8, num_blocks=100), 10, 0)
+    assert limits.num_window_blocks == 6  # 9 tokens before a chunk of 8, wherever a block begins
+    engine = Engine(EngineScheduler(limits, queue_order("fcfs")), 4, limits=limits)
+    engine.add(_request(0, [number % 3 for number in range(300)], 50), 50)
+    engine.run()
+    assert engine.done == {0}
+    assert not engine.scheduler.num_preemptions
+    longest = max(len(step.chunks[0].window_blocks) for step in engine.history)
+    assert longest == limits.blocks_for(349)
+
+
+def test_a_prefix_is_found_only_with_the_window_before_its_end():
+    limits = with_windows(_limits(num_blocks=100), 6, 2)
+    scheduler = EngineScheduler(limits, queue_order("fcfs"))
+    engine = Engine(scheduler, 4, limits=limits)
+    prompt = tuple(number % 3 for number in range(41))
+    engine.add(_request(0, prompt, 1), 1)
+    engine.run()
+    engine.add(_request(1, prompt, 1), 1)
+    engine.run()
+    assert scheduler.prefix_cache_hits == 40
+    # Another prompt takes all blocks of windows; those of the first prompt remain elsewhere.
+    engine.add(_request(2, [1] * 60, 1), 1)
+    engine.run()
+    engine.add(_request(3, prompt, 1), 1)
+    engine.run()
+    assert scheduler.prefix_cache_hits == 40
+
+
+def test_too_few_blocks_for_the_window_of_a_sequence_are_refused():
+    with pytest.raises(SpecError, match="'num_window_blocks': found 3, expected at least 6"):
+        _limits(window_tokens=10, num_window_blocks=3)

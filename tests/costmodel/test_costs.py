@@ -1,13 +1,17 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from llmpq.costmodel import build_costs
+from llmpq.costmodel.base import chunked_s
 from llmpq.errors import ProfileMissError, SpecError
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node, cluster_of_types
+from llmpq.spec.devices.figures import DeviceEntry
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import Phase
+from llmpq.spec.runtime_constants import PROMPT_CHUNK_TOKENS
 from llmpq.spec.tables import (
     CommSample,
     CommTable,
@@ -17,6 +21,7 @@ from llmpq.spec.tables import (
     write_latency_table,
 )
 from llmpq.spec.workload import Workload
+from llmpq.units import GIB
 
 OPT = catalog.model("facebook/opt-125m")
 PREFILL, DECODE = Phase.PREFILL, Phase.DECODE
@@ -45,6 +50,45 @@ def test_devices_of_one_group_cost_the_same_and_groups_differ():
     seconds = [costs.layer_s(device, DECODE, 16, 8, 100, 0) for device in PAPER.devices]
     assert seconds[0] == seconds[1] == seconds[2] > seconds[3]
     assert {costs.latency_source(device) for device in PAPER.devices} == {"roofline"}
+
+
+def test_gpus_have_a_reserve_unless_the_cluster_states_what_may_be_used():
+    cluster = one_node(
+        DeviceGroup(type="RTX3060-12G", count=1),
+        DeviceGroup(type="RTX3060-12G", count=1, memory_bytes=12 * GIB),
+        DeviceGroup(type="mine", count=1),
+    )
+    mine = DeviceEntry(type="mine", like="RTX3060-12G", reserve_bytes=2 * GIB)
+    costs = costs_of(replace(cluster, device_types=(mine,)))
+    found = [costs.capacity_bytes(device) / GIB for device in cluster.devices]
+    assert found == [11.5, 12, 10]
+
+
+def test_prompts_beyond_a_chunk_repeat_all_but_attention():
+    """With seconds of ``1 + 2 v s + 3 v s^2``, attention adds up to that of the whole prompt."""
+    chunk, batch = PROMPT_CHUNK_TOKENS, 3
+
+    def seconds(rows, tokens):
+        return 1.0 + 2.0 * rows * tokens + 3.0 * rows * tokens**2
+
+    for tokens in (1, chunk, chunk + 1, 5 * chunk, 5 * chunk + 7):
+        passes = -(-tokens // chunk)
+        expected = passes + 2.0 * batch * tokens + 3.0 * batch * tokens**2
+        assert chunked_s(seconds, batch, tokens) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("tokens", [512, PROMPT_CHUNK_TOKENS, 3000])
+def test_a_layer_takes_the_time_of_its_steps(tokens):
+    costs = costs_of(PAPER)
+    device = PAPER.devices[0]
+    whole_s = costs.layer_s(device, PREFILL, 16, 2, tokens, 0)
+    steps_s = costs.layer_steps_s(device, PREFILL, 16, 2, tokens, 0)
+    if tokens <= PROMPT_CHUNK_TOKENS:
+        assert steps_s == whole_s
+    else:
+        assert whole_s < steps_s < 2 * whole_s
+    decode_s = costs.layer_s(device, DECODE, 16, 2, tokens, 0)
+    assert costs.layer_steps_s(device, DECODE, 16, 2, tokens, 0) == decode_s
 
 
 def test_capacity_is_the_owners_or_the_catalogues():

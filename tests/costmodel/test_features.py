@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -8,9 +9,22 @@ from llmpq.costmodel.roofline import experts_hit, layer_work, quantizable_parame
 from llmpq.spec import catalog
 from llmpq.spec.model import LinearSpec
 from llmpq.spec.precision import Phase, default_precision
+from llmpq.spec.runtime_constants import SCORE_BLOCK_TOKENS
 
 OPT = catalog.model("facebook/opt-30b").layer_types[0]
 MIXTRAL = catalog.model("mistralai/Mixtral-8x7B-v0.1").layer_types[0]
+
+
+def test_a_window_bounds_what_attention_reads():
+    layer = replace(OPT, sliding_window=100)
+    whole, seen = (layer_work(one, Phase.DECODE, 8, 512) for one in (OPT, layer))
+    assert seen.kv_values == 100 * whole.kv_values / 512
+    assert seen.attention_flops == 100 * whole.attention_flops / 512
+    assert layer_work(layer, Phase.DECODE, 8, 90) == layer_work(OPT, Phase.DECODE, 8, 90)
+    prompts = layer_work(layer, Phase.PREFILL, 8, 512)
+    block = 100 + SCORE_BLOCK_TOKENS
+    whole_flops = layer_work(OPT, Phase.PREFILL, 8, 512).attention_flops
+    assert prompts.attention_flops == pytest.approx(block / 512 * whole_flops)
 
 
 def test_work_of_an_opt_layer_is_the_textbook_count():

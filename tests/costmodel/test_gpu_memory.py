@@ -11,10 +11,11 @@ from torch.utils._pytree import tree_flatten
 from llmpq.costmodel.gpu_memory import _gpu_attention
 from llmpq.costmodel.layer_tensors import Step
 from llmpq.dist.kv.cache import KVCache
-from llmpq.models import KVShape
+from llmpq.models import KVShape, PackedBatch
 from llmpq.models.attention import ScoreOptions
-from llmpq.models.packed_attention import DecodeAttention
+from llmpq.models.packed_attention import DecodeAttention, StepAttention
 from llmpq.spec import catalog
+from llmpq.spec.runtime_constants import PROMPT_CHUNK_TOKENS
 
 MODELS = ("meta-llama/Llama-3.1-8B", "Qwen/Qwen2.5-7B", "meta-llama/Llama-2-70b-hf")
 
@@ -80,3 +81,35 @@ def test_a_decode_step_takes_what_is_forecast(name, kv_bits):
         layer,
     )
     assert peak.most <= forecast <= 1.2 * peak.most
+
+
+SCORED = {"openai/gpt-oss-20b": {"sinks": True}, "google/gemma-2-9b": {"softcap": 50.0}}
+
+
+@pytest.mark.parametrize("context", [4096, 16_384])
+@pytest.mark.parametrize("name", [*MODELS, *SCORED])
+def test_a_chunk_takes_what_is_forecast(name, context):
+    """Its own keys and values, those of the context gathered, and scores of a block of queries."""
+    model = catalog.model(name)
+    layer = next(one for one in model.layer_types if one.sliding_window is None)
+    heads, dim, chunk = layer.num_heads, layer.head_dim, PROMPT_CHUNK_TOKENS
+    shape = KVShape(heads=layer.num_kv_heads, head_dim=dim)
+    cache = KVCache([shape], 0, num_blocks=context // 16, dtype=torch.bfloat16, device="meta")
+    batch = PackedBatch(
+        block_tables=[range(context // 16)], starts=[context - chunk], counts=[chunk]
+    )
+    view = cache.view(batch)
+    new = torch.empty(1, shape.heads, chunk, dim, dtype=torch.bfloat16, device="meta")
+    query = torch.empty(1, heads, chunk, dim, dtype=torch.bfloat16, device="meta")
+    options = dict(SCORED.get(name, {}))
+    if options.pop("sinks", False):
+        options["sinks"] = torch.empty(heads, dtype=torch.bfloat16, device="meta")
+    view.update(new, new, 0)
+    with torch.inference_mode(), Peak() as peak:
+        StepAttention(batch, view).attend(query, new, new, ScoreOptions(scaling=1.0, **options))
+    step = Step.of_prompts(model, "bfloat16", 16, 1, context)
+    assert step.is_chunk
+    forecast = _gpu_attention(step, layer)
+    own = query.nbytes + 2 * new.nbytes  # of the projections, rotated: they are counted, too
+    assert peak.most <= forecast
+    assert forecast <= 1.2 * peak.most + 2 * own + query.nbytes

@@ -22,10 +22,13 @@ from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec.cluster import Cluster
 from llmpq.spec.plan import MicroBatching, Plan
 from llmpq.spec.precision import BITS, Phase
+from llmpq.spec.runtime_constants import PROMPT_CHUNK_TOKENS
 from llmpq.units import format_bytes, format_seconds
 
 MAX_ADDED_DEVICES = 16
 _OTHER_BITS = "allow"
+KV_BITS = 8
+"""Fewest bits of a cached key or value."""
 SMALLEST = MicroBatching(prefill=1, decode=1)
 """The pair with the least temporary memory: what does not fit with it fits with none."""
 
@@ -40,30 +43,68 @@ def memory_error(request: PlanRequest) -> InfeasibleError:
             short=f"does not fit in groups of {request.layer_group} layers",
         )
     pair, costs = _smallest_pair(request)
+    first = _first_parts(request, pair, costs)
     if held < 0:
-        size = format_bytes(costs.master_bytes())
-        why = f"no device holds the embeddings and head ({size}) and its runtime"
-        short = why
+        alone = format_bytes(sum(first.values()))
+        short = "no device holds the embeddings and head"
+        why = (
+            f"no device holds {', '.join(first)}, which take {alone}, of at most "
+            f"{format_bytes(int(pair.total_bytes.max()))}"
+        )
     else:
         short = f"{held} of {layers} layers fit"
         why = f"{short} at {min(request.bits)} bits"
-    kind = int(pair.layer_bytes[0].min(axis=1).argmax())
-    kv = int(pair.kv_bytes[kind])
-    weights = int(pair.layer_bytes[0, kind].min()) - kv
-    work = request.workload
+    kinds, work = request.model.layer_kinds, request.workload
+    kv = sum(int(pair.kv_bytes[kind]) for kind in kinds)
+    whole = sum(int(pair.layer_bytes[0, kind].min()) for kind in kinds)
+    wanted = {
+        f"weights of {layers} layers at {min(request.bits)} bits": whole - kv,
+        f"KV cache ({work.batch} sequences of {work.max_context_tokens} tokens)": kv,
+    }
+    devices = request.cluster.devices
+    usable = sum(costs.capacity_bytes(device) for device in devices)
     fixes = _fixes(request, costs)
     advice = " or ".join(fixes) if fixes else "no single change of batch, length or devices helps"
     # The rows of a table have bits of their own.
     others = [fix for fix in fixes if not fix.startswith(_OTHER_BITS)]
     short += f"; needs {' or '.join(others)}" if others else "; no single change helps"
     return InfeasibleError(
-        f"{request.model.name} does not fit on {request.cluster.name}: {why}; "
-        f"a layer takes {format_bytes(weights)} of weights at {min(request.bits)} bits and "
-        f"{format_bytes(kv)} of KV cache ({work.batch} sequences of {work.max_context_tokens} "
-        f"tokens), the master another {format_bytes(int(pair.master_bytes.min()))}; "
+        f"{request.model.name} does not fit on {request.cluster.name}: {why}; needed: "
+        f"{_listed({**wanted, **first})}; {len(devices)} device{'s' * (len(devices) > 1)} "
+        f"may use {format_bytes(usable)}{_reserve_text(costs)}; "
         f"smallest single fixes: {advice}",
         short=short,
     )
+
+
+def _first_parts(request: PlanRequest, pair: PairCosts, costs: ClusterCosts) -> dict[str, int]:
+    """Return what the first device holds besides layers, by cause: on that with the most memory."""
+    group = int(pair.first_capacity_bytes.argmax())
+    device = next(item for item in request.cluster.devices if item.group == group)
+    chunk = min(request.workload.prompt_tokens, PROMPT_CHUNK_TOKENS)
+    master = costs.master_bytes(device)
+    steps = int(pair.temporary_bytes[group] + pair.master_bytes[group]) - master
+    return {
+        f"temporary memory (prompts in chunks of {chunk} tokens)": steps,
+        "embeddings and head": master,
+        "process": int(pair.runtime_bytes[group]),
+    }
+
+
+def _listed(parts: dict[str, int]) -> str:
+    """Return parts with their sizes, the largest first."""
+    ordered = sorted(parts.items(), key=lambda part: -part[1])
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in ordered)
+
+
+def _reserve_text(costs: ClusterCosts) -> str:
+    """Return what of their memory devices may not use, ``""`` where it is nothing."""
+    kept = sum(
+        costs.specs[device.group].reserve_bytes
+        for device in costs.cluster.devices
+        if device.memory_bytes is None
+    )
+    return f" (another {format_bytes(kept)} is reserved)" if kept else ""
 
 
 def explain_budget(task: PlanningTask, orders: tuple[tuple[int, ...], ...]) -> str:
@@ -170,6 +211,9 @@ def _fixes(request: PlanRequest, costs: ClusterCosts) -> list[str]:
         if _fits(replace(request, bits=(*request.bits, width))):
             fixes.append(f"{_OTHER_BITS} {width} bits")
             break
+    can_halve = all(layer.value_dim is None for layer in request.model.layer_types)
+    if request.kv_bits > KV_BITS and can_halve and _fits(replace(request, kv_bits=KV_BITS)):
+        fixes.append(f"--kv_bits {KV_BITS}")
     for field, text in (
         ("batch", "batch <= {}"),
         ("prompt_tokens", "prompts <= {} tokens"),

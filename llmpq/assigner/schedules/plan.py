@@ -354,7 +354,10 @@ def _no_split_text(plan: Plan, costs: ClusterCosts) -> str:
     kinds, work = costs.model.layer_kinds, plan.workload
     layers = zip(kinds, plan.bits, strict=True)
     weights = sum(costs.layer_weight_bytes(devices[0], kind, bits) for kind, bits in layers)
-    kv = sum(costs.layer_kv_bytes(kind, work.batch, work.max_context_tokens) for kind in kinds)
+    kv = sum(
+        costs.layer_kv_bytes(kind, work.batch, work.max_context_tokens, keeps_all=True)
+        for kind in kinds
+    )
     room = sum(costs.capacity_bytes(device) - costs.runtime_bytes(device) for device in devices)
     return (
         f"no WAA schedule: two copies of the layers take {format_bytes(2 * weights)} and "

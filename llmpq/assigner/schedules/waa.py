@@ -233,11 +233,11 @@ class _PhaseCosts:
         layers = list(zip(costs.model.layer_kinds, plan.bits, strict=True))
         layer_bytes = (
             costs.layer_weight_bytes(place, kind, bits)
-            + costs.layer_kv_bytes(kind, slots, tokens, place)
+            + costs.layer_kv_bytes(kind, slots, tokens, place, keeps_all=True)
             for kind, bits in layers
         )
         layer_s = (
-            costs.layer_s(place, self.phase, bits, self.rows, self.tokens, kind)
+            costs.layer_steps_s(place, self.phase, bits, self.rows, self.tokens, kind)
             for kind, bits in layers
         )
         sizes = list(accumulate(layer_bytes, initial=0))

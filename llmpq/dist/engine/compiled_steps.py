@@ -139,7 +139,7 @@ class CompiledSteps:
         if self._layers.has_alibi and batch.longest > self._biased_tokens:
             self._biased_tokens = max(_FEWEST_BIASED, 2 * batch.longest)
             self._program.set_bias(self._layers.score_bias(self._biased_tokens, self._hidden))
-        tokens = PagedTokens(batch.block_tables, batch.starts, batch.counts)
+        tokens = PagedTokens(batch.block_tables, batch.starts, batch.counts, batch.window_tables)
         output = torch.empty_like(hidden)
         for first in range(0, len(tokens), self._program.most_rows):
             end = min(first + self._program.most_rows, len(tokens))

@@ -267,12 +267,16 @@ class _Graph:
         self.shape = shape
         self.hidden = like.new_zeros(1, shape.rows, like.shape[2])
         self._width = blocks_of(shape.tokens, cache.block_size)
-        # Of each row its blocks, then its position.
+        # Of each row its blocks, those in layers with windows if they are others, its position.
+        self._tables = 1 if cache.num_window_blocks is None else 2
         self._places = torch.zeros(
-            shape.rows, self._width + 1, dtype=torch.int64, device=like.device
+            shape.rows, self._tables * self._width + 1, dtype=torch.int64, device=like.device
         )
         self._positions = self._places[:, -1]
-        self._view = cache.view_of_tensors(self._places[:, :-1], self._positions)
+        tables, windows = self._places[:, : self._width], self._places[:, self._width : -1]
+        self._view = cache.view_of_tensors(
+            tables, self._positions, windows if self._tables > 1 else None
+        )
         self._arguments: list[LayerArguments] = []
         self._prepare: Work = self._make_arguments
         self._pieces: list[_Piece] = []
@@ -284,11 +288,12 @@ class _Graph:
         """
         rows, missing = batch.rows, self.shape.rows - batch.rows
         places = []
-        for table, start, length in zip(
-            batch.block_tables, batch.starts, batch.lengths, strict=True
-        ):
-            own = list(table[: blocks_of(length, self._cache.block_size)])
-            places.append([*own, *[own[-1]] * (self._width - len(own)), start])
+        for row, start in enumerate(batch.starts):
+            place = []
+            for has_window in (False, True)[: self._tables]:
+                own = self._cache.own_blocks(batch, row, has_window=has_window)
+                place += [*own, *[own[-1]] * (self._width - len(own))]
+            places.append([*place, start])
         self._places.copy_(torch.tensor([*places, *places[-1:] * missing]))
         self.hidden[:, :rows] = hidden
         self.hidden[:, rows:] = hidden[:, -1:]

@@ -37,11 +37,10 @@ from llmpq.dist.engine.handover import received
 from llmpq.dist.engine.policy import in_order
 from llmpq.dist.engine.running_requests import MicroBatchDrafts, RunningRequest
 from llmpq.dist.engine.sampler import Sampler, sampling_state_of
-from llmpq.dist.engine.stage import StageRunner, packed_batch_of
+from llmpq.dist.engine.stage import StageRunner, packed_batch_of, slot_row
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.results import FinishReason
 from llmpq.dist.io.structured_outputs import GrammarCompiler
-from llmpq.dist.kv.blocks import slot_blocks
 from llmpq.dist.metrics.stats import StageClock, synchronize, tokens_read
 from llmpq.dist.transport.communicator import Communicator, error_from_frame
 from llmpq.dist.transport.frames import Frame, FrameKind, Row
@@ -117,6 +116,7 @@ class MasterEngine:
         clock: collects the master's busy times.
         num_slots: sequences that the KV blocks of every stage hold.
         max_tokens: tokens of the longest sequence; a slot is a fixed run of blocks for as many.
+        window: largest window of the model, if layers with windows have blocks of their own.
         depth: how many micro-batches may be in flight; by default from the number of ranks.
         prefill_runner: the master's part of a prefill where prefill has stages of its own.
         monitor: compares answers with the policy's schedule; ``None`` without one.
@@ -145,8 +145,10 @@ class MasterEngine:
         drafts: MicroBatchDrafts | None = None,
         first_number: int = 0,
         switches_after: int | None = None,
+        window: int | None = None,
     ) -> None:
         self._master = master
+        self._window = window
         self._switches_after = switches_after
         self._runners = {Phase.PREFILL: prefill_runner or runner, Phase.DECODE: runner}
         self._device = runner.device
@@ -349,8 +351,7 @@ class MasterEngine:
         self._dispatch(batch, rows, tokens)
 
     def _row(self, slot: int, first: int, length: int, origin: int) -> Row:
-        blocks = slot_blocks(slot, self._max_tokens, length)
-        return Row(blocks=blocks, first=first, length=length, origin=origin)
+        return slot_row(slot, (first, length), self._max_tokens, window=self._window, origin=origin)
 
     def _dispatch(self, batch: InFlightBatch, rows: list[Row], token_ids: list[int]) -> None:
         phase = batch.phase

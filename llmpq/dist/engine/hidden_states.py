@@ -16,13 +16,14 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from llmpq.dist.kv.blocks import slot_blocks
+from llmpq.dist.engine.stage import slot_row
 from llmpq.dist.launch.rank import (
     RankContext,
     load_master_of,
     load_runner,
     ring_errors,
     torch_device,
+    window_of,
 )
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import Event
@@ -33,8 +34,9 @@ from llmpq.dist.transport.communicator import (
     shut_down,
     wait_until_ready,
 )
-from llmpq.dist.transport.frames import Frame, FrameKind, Row
+from llmpq.dist.transport.frames import Frame, FrameKind
 from llmpq.errors import SpecError, StageError
+from llmpq.models import load_config
 from llmpq.spec.precision import Phase
 
 OnHidden = Callable[[int, Tensor], None]
@@ -89,6 +91,7 @@ class _TeacherForcing:
         start = self._clock.now()
         self._master = load_master_of(context, self._device)
         self._runner = load_runner(context, self._device)
+        self._window = window_of(plan, load_config(context.job.model_dir))
         self._clock.load_s = self._clock.now() - start
         if self._communicator is not None:
             wait_until_ready(self._communicator)
@@ -137,8 +140,9 @@ class _TeacherForcing:
         token_ids = torch.tensor(group, device=self._device).view(1, -1)  # [1, N]
         positions = torch.arange(count).repeat(len(group))[None]
         most = self._context.plan.workload.max_context_tokens
-        tables = [slot_blocks(number, most, count) for number in range(len(group))]
-        rows = tuple(Row(blocks=table, first=0, length=count) for table in tables)
+        rows = tuple(
+            slot_row(number, (0, count), most, window=self._window) for number in range(len(group))
+        )
         hidden = self._master.embed(token_ids, positions)
         hidden = self._runner.run(hidden, rows)  # [1, N, H]
         synchronize(self._device)

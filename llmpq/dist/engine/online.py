@@ -357,8 +357,14 @@ class OnlineEngine:
             rope_length = answer.num_prompt_tokens
         elif limits.switches_after is not None:
             rope_length = max(length, len(answer.tokens))
-        blocks = chunk.blocks[: limits.blocks_for(length)]
-        return Row(blocks=blocks, first=first, length=length, rope_length=rope_length)
+        width = limits.blocks_for(length)
+        return Row(
+            blocks=chunk.blocks[:width],
+            window_blocks=chunk.window_blocks[:width],
+            first=first,
+            length=length,
+            rope_length=rope_length,
+        )
 
     def _complete(self) -> None:
         """Complete the oldest step: the next token of every sequence whose chunk makes one."""

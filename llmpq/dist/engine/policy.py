@@ -23,10 +23,9 @@ from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import Plan
 from llmpq.spec.precision import DTYPE_BYTES, Phase
-from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
+from llmpq.spec.runtime_constants import KV_BLOCK_SIZE, PROMPT_CHUNK_TOKENS
 from llmpq.spec.schedule import Schedule
 
-MAX_TOKEN_BUDGET = 1024
 MAX_SEQUENCES = 256
 MOST_FIRST_COST = 0.5
 """Most that a pass of a draft model is expected to cost before it is measured, in steps."""
@@ -84,9 +83,10 @@ def engine_limits(plan: Plan, options: EngineOptions) -> EngineLimits:
     blocks_of_sequence = -(-work.max_context_tokens // KV_BLOCK_SIZE)
     num_blocks = options.num_blocks or work.batch * blocks_of_sequence
     config = options.speculative_config
-    largest_step = max(sizes.prefill * work.prompt_tokens, sizes.decode)
+    chunk = min(work.prompt_tokens, PROMPT_CHUNK_TOKENS)
+    largest_step = max(sizes.prefill * chunk, sizes.decode)
     return EngineLimits(
-        token_budget=options.token_budget or min(MAX_TOKEN_BUDGET, largest_step),
+        token_budget=options.token_budget or min(PROMPT_CHUNK_TOKENS, largest_step),
         max_sequences=options.max_sequences or min(MAX_SEQUENCES, num_blocks),
         num_blocks=num_blocks,
         block_size=KV_BLOCK_SIZE,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from llmpq.dist.engine.compiled_steps import StepRunner
 from llmpq.dist.engine.handover import received
+from llmpq.dist.kv.blocks import slot_blocks, slot_window_blocks
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.kv.transfer import KVConnector
 from llmpq.dist.metrics.stats import StageClock, synchronize, tokens_read
@@ -22,6 +23,7 @@ from llmpq.dist.transport.frames import Frame, FrameKind, Row
 from llmpq.models import DecoderStage, PackedBatch
 from llmpq.spec.codec import to_json
 from llmpq.spec.precision import Phase
+from llmpq.spec.runtime_constants import PROMPT_CHUNK_TOKENS
 
 STEP_KINDS = (FrameKind.PREFILL, FrameKind.DECODE, FrameKind.MIXED)
 """Frames that the layers compute."""
@@ -39,6 +41,7 @@ class StageRunner:
         kv_connector: transfers keys and values from or to other ranks (WAA).
         steps: the layers with captured or compiled steps, where possible.
         dtype: number format of the layers, ``None`` for that of any hidden states.
+        chunk_tokens: most tokens of a row that the layers compute at a time.
     """
 
     layers: DecoderStage | None
@@ -48,6 +51,7 @@ class StageRunner:
     kv_connector: KVConnector | None = None
     steps: StepRunner | None = None
     dtype: torch.dtype | None = None
+    chunk_tokens: int = PROMPT_CHUNK_TOKENS
 
     def close(self) -> None:
         """Close the links for keys and values."""
@@ -64,7 +68,7 @@ class StageRunner:
             self.kv_connector.release(rows)
 
     def run(self, hidden: Tensor, rows: Sequence[Row], only: Sequence[int] | None = None) -> Tensor:
-        """Run the layers over the tokens of one step.
+        """Run the layers over the tokens of one step, of long rows ``chunk_tokens`` at a time.
 
         Args:
             hidden: ``[1, N, H]``.
@@ -76,14 +80,63 @@ class StageRunner:
         """
         hidden = received(hidden, self.device, self.dtype)
         batch = packed_batch_of(rows)
-        if self.layers is not None:
-            if self.steps is not None and only is None:
-                hidden = self.steps.forward(hidden, batch)
-            else:
-                hidden = self.layers(hidden, batch, self.cache, only)
+        if self.layers is not None and max(batch.counts) > self.chunk_tokens:
+            return self._run_chunks(hidden, rows, only)
+        hidden = self._run_layers(hidden, batch, only)
         if self.is_last and not batch.is_decode:
             hidden = hidden[:, batch.last_tokens.to(self.device)]
         return hidden
+
+    def _run_layers(self, hidden: Tensor, batch: PackedBatch, only: Sequence[int] | None) -> Tensor:
+        if self.layers is None:
+            return hidden
+        if self.steps is not None and only is None:
+            return self.steps.forward(hidden, batch)
+        output: Tensor = self.layers(hidden, batch, self.cache, only)
+        return output
+
+    def _run_chunks(
+        self, hidden: Tensor, rows: Sequence[Row], only: Sequence[int] | None
+    ) -> Tensor:
+        """Run the layers over chunks of rows, one after the other.
+
+        The keys and values of earlier chunks are in the blocks. The last chunks of all rows run
+        together: a row may be the next token of another one.
+        """
+        offsets = packed_batch_of(rows).offsets
+        width = len(rows) if self.is_last else hidden.shape[1]
+        output = hidden.new_empty(1, width, hidden.shape[2])
+        chunks = [_chunks(row, self.chunk_tokens) for row in rows]
+        most = max(map(len, chunks))
+        for number in range(most):
+            places = [place for place, own in enumerate(chunks) if number >= most - len(own)]
+            parts = [chunks[place][number - most] for place in places]
+            batch = packed_batch_of(parts)
+            firsts = [
+                offsets[place] + part.first - rows[place].first
+                for place, part in zip(places, parts, strict=True)
+            ]
+            spans = [
+                slice(first, first + count)
+                for first, count in zip(firsts, batch.counts, strict=True)
+            ]
+            inputs = [hidden[:, span] for span in spans]
+            made = self._run_layers(torch.cat(inputs, dim=1), batch, only)
+            if self.is_last:
+                output[:, places] = made[:, batch.last_tokens.to(self.device)]
+                continue
+            for span, part in zip(spans, torch.split(made, list(batch.counts), dim=1), strict=True):
+                output[:, span] = part
+        return output
+
+
+def _chunks(row: Row, tokens: int) -> list[Row]:
+    """Return a row in chunks of ``tokens``; their rotary angles are those of the row."""
+    length = row.rope_length or row.length
+    return [
+        replace(row, first=first, length=min(row.length, first + tokens), rope_length=length)
+        for first in range(row.first, row.length, tokens)
+    ]
 
 
 def packed_batch_of(rows: Sequence[Row]) -> PackedBatch:
@@ -93,6 +146,36 @@ def packed_batch_of(rows: Sequence[Row]) -> PackedBatch:
         starts=[row.first for row in rows],
         counts=[row.length - row.first for row in rows],
         rope_lengths=[row.rope_length or row.length for row in rows],
+        window_tables=[row.window_blocks for row in rows if row.window_blocks],
+    )
+
+
+def slot_row(
+    slot: int,
+    tokens: tuple[int, int],
+    max_tokens: int,
+    *,
+    window: int | None,
+    origin: int = 0,
+) -> Row:
+    """Return the row of a sequence that has the blocks of a slot.
+
+    Args:
+        slot: its number.
+        tokens: the first one of the step, and their number after it.
+        max_tokens: tokens of every slot.
+        window: largest window of the model, if layers with windows have blocks of their own.
+        origin: as in ``Row``.
+    """
+    first, length = tokens
+    return Row(
+        blocks=slot_blocks(slot, max_tokens, length),
+        window_blocks=()
+        if window is None
+        else slot_window_blocks(slot, max_tokens, length, window),
+        first=first,
+        length=length,
+        origin=origin,
     )
 
 

@@ -12,13 +12,12 @@ from __future__ import annotations
 import torch
 
 from llmpq.dist.engine.cuda_graphs import DecodeGraphs, DecodeSizes
-from llmpq.dist.engine.stage import StageRunner
-from llmpq.dist.kv.blocks import slot_blocks
+from llmpq.dist.engine.stage import StageRunner, slot_row
 from llmpq.dist.metrics.stats import synchronize
-from llmpq.dist.transport.frames import Row
 from llmpq.models import Master
 from llmpq.spec.plan import Plan, StageAssignment
 from llmpq.spec.precision import Phase
+from llmpq.spec.runtime_constants import PROMPT_CHUNK_TOKENS
 
 MAX_TOKENS = 4096
 """Most tokens of a prefill to warm up with."""
@@ -26,18 +25,24 @@ MAX_TOKENS = 4096
 
 @torch.inference_mode()
 def warm_up(
-    plan: Plan, stage: StageAssignment, runner: StageRunner, hidden_size: int, dtype: torch.dtype
+    plan: Plan,
+    stage: StageAssignment,
+    runner: StageRunner,
+    hidden_size: int,
+    dtype: torch.dtype,
+    window: int | None = None,
 ) -> None:
     """Run a stage's layers on zeros, at the plan's sizes, in the phases that it computes.
 
     On a CPU, prefill runs one layer of each bitwidth, or none where prompts are compiled.
 
-    What it writes to the blocks is overwritten or masked later.
+    What it writes to the blocks is overwritten or masked later. ``window`` is the model's largest,
+    if layers with windows have blocks of their own.
     """
     work, sizes = plan.workload, plan.micro_batching
     if runner.layers is None:
         return
-    prompt = work.prompt_tokens
+    prompt = min(work.prompt_tokens, PROMPT_CHUNK_TOKENS)
     rows = min(sizes.prefill, max(1, MAX_TOKENS // prompt))
     one_each = None
     if runner.device.type == "cpu":
@@ -47,13 +52,14 @@ def warm_up(
     if stage.computes(Phase.PREFILL) and not is_compiled:
         steps.append((rows, 0, prompt, one_each))
     if work.new_tokens > 1 and stage.computes(Phase.DECODE):
-        steps.append((sizes.decode, prompt, prompt + 1, None))
+        steps.append((sizes.decode, work.prompt_tokens, work.prompt_tokens + 1, None))
     _, max_tokens = plan.slots_of(stage)
     for count, first, length, only in steps:
         tokens = count * (length - first)
         hidden = torch.zeros(1, tokens, hidden_size, dtype=dtype, device=runner.device)
-        tables = [slot_blocks(slot, max_tokens, length) for slot in range(count)]
-        micro_batch = [Row(blocks=table, first=first, length=length) for table in tables]
+        micro_batch = [
+            slot_row(slot, (first, length), max_tokens, window=window) for slot in range(count)
+        ]
         runner.run(hidden, micro_batch, only)
     synchronize(runner.device)
 

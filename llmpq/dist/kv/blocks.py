@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
+from llmpq.spec.runtime_constants import KV_BLOCK_SIZE, kept_blocks
 
 
 def blocks_of(tokens: int, block_size: int = KV_BLOCK_SIZE) -> int:
@@ -22,6 +22,22 @@ def slot_blocks(slot: int, max_tokens: int, tokens: int) -> tuple[int, ...]:
     """
     first = slot * blocks_of(max_tokens)
     return tuple(range(first, first + blocks_of(tokens)))
+
+
+def slot_window_blocks(slot: int, max_tokens: int, tokens: int, window: int) -> tuple[int, ...]:
+    """Return the blocks of the first ``tokens`` of a slot in layers with windows.
+
+    The slot has a fixed run of consecutive blocks, which are used in turn: the window before a
+    chunk, and the chunk, have one each.
+
+    Args:
+        slot: its number.
+        max_tokens: tokens of every slot.
+        tokens: of the sequence that owns it.
+        window: the largest of the model.
+    """
+    width = kept_blocks(max_tokens, window)
+    return tuple(slot * width + place % width for place in range(blocks_of(tokens)))
 
 
 def blocks_written_twice(rows: Iterable[tuple[Sequence[int], int, int]], block_size: int) -> bool:

@@ -40,6 +40,8 @@ class KVCache:
         shapes: of each layer, in order, from ``kv_shapes``.
         first_layer: index of the first of them in the whole model.
         num_blocks: blocks of each layer.
+        num_window_blocks: blocks of each layer with a window, in tables of their own; ``None``:
+            these have the same as the others.
         dtype: of the run, and of keys and values unless ``kv_bits`` is 8.
         block_size: tokens of a block, a power of two.
         device: where they lie.
@@ -59,22 +61,28 @@ class KVCache:
         *,
         num_blocks: int,
         dtype: torch.dtype,
+        num_window_blocks: int | None = None,
         block_size: int = KV_BLOCK_SIZE,
         device: torch.device | str = "cpu",
         kv_bits: int | None = None,
     ) -> None:
-        if num_blocks < 1 or block_size < 1:
+        if min(num_blocks, block_size, num_window_blocks or 1) < 1:
             raise CapacityError(f"KV cache: found {num_blocks} blocks of {block_size} tokens")
         width = 8 * dtype.itemsize
         if kv_bits not in (None, 8, width):
             raise SpecError(f"KV cache: found {kv_bits} bits, expected 8 or the {width} of {dtype}")
         self.first_layer = first_layer
         self.num_blocks = num_blocks
+        self.num_window_blocks = num_window_blocks
+        self._window = max((shape.kept_tokens or 1 for shape in shapes), default=1)
         self.block_size = block_size
         self.device = torch.device(device)
         self.dtype = dtype
         self.kv_bits = kv_bits
-        size = (num_blocks, block_size)
+        sizes = [
+            (num_window_blocks or num_blocks if shape.kept_tokens else num_blocks, block_size)
+            for shape in shapes
+        ]
         self._buffer: DequantizeBuffer | None = None
         self._layers: list[KVStorage]
         if kv_bits == 8:
@@ -86,15 +94,22 @@ class KVCache:
                 )
             if self.device.type == "cpu":
                 self._buffer = DequantizeBuffer(dtype)
-            self._layers = [Int8KVStorage(shape, size, self.device) for shape in shapes]
+            self._layers = [
+                Int8KVStorage(shape, size, self.device)
+                for shape, size in zip(shapes, sizes, strict=True)
+            ]
         else:
-            self._layers = [PlainKVStorage(shape, size, dtype, self.device) for shape in shapes]
+            self._layers = [
+                PlainKVStorage(shape, size, dtype, self.device)
+                for shape, size in zip(shapes, sizes, strict=True)
+            ]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the blocks: ``2 * num_blocks * h * block_size`` heads in each layer.
 
-        A head has ``d`` values; at 8 bits ``d`` bytes and a scale of two.
+        Layers with windows may have fewer blocks. A head has ``d`` values; at 8 bits ``d`` bytes
+        and a scale of two.
         """
         return sum(layer.nbytes for layer in self._layers)
 
@@ -140,7 +155,9 @@ class KVCache:
         self.check(batch)
         return KVCacheView(self, batch, returns_all=returns_all)
 
-    def view_of_tensors(self, tables: Tensor, positions: Tensor) -> TensorView:
+    def view_of_tensors(
+        self, tables: Tensor, positions: Tensor, window_tables: Tensor | None = None
+    ) -> TensorView:
         """Open the blocks of one new token a row, given by tensors on the device.
 
         The caller passes every batch to :meth:`check` before it fills the tensors.
@@ -149,8 +166,9 @@ class KVCache:
             tables: int64 ``[R, W]``, the blocks of each row, filled up with any of them; rows with
                 equal tables and positions must have equal values.
             positions: of the new tokens, int64 ``[R]``.
+            window_tables: those of layers with windows, where these have blocks of their own.
         """
-        return TensorView(self, tables, positions)
+        return TensorView(self, tables, positions, window_tables)
 
     def check(self, batch: PackedBatch) -> None:
         """Check that the rows fit their blocks, and that no two rows write to one place.
@@ -170,11 +188,50 @@ class KVCache:
                     f"KV cache: found blocks {list(table)}, expected those of "
                     f"[0, {self.num_blocks})"
                 )
+        self._check_windows(batch)
         if tokens_written_twice(_places(batch), size):
             raise StageError(
                 f"KV cache: found tokens written twice in blocks {list(batch.block_tables)}, "
                 f"expected places of their own"
             )
+
+    def _check_windows(self, batch: PackedBatch) -> None:
+        """Check the tables of layers with windows, if these have blocks of their own."""
+        expected = [] if self.num_window_blocks is None else [*map(len, batch.block_tables)]
+        found = [*map(len, batch.window_tables)]
+        if found != expected:
+            raise StageError(
+                f"KV cache: found tables of {found} blocks for layers with windows, expected "
+                f"{expected}"
+            )
+        for table in batch.window_tables:
+            if not 0 <= min(table) <= max(table) < (self.num_window_blocks or 0):
+                raise StageError(
+                    f"KV cache: found blocks {list(table)} of layers with windows, expected those "
+                    f"of [0, {self.num_window_blocks})"
+                )
+
+    def has_window(self, layer_idx: int) -> bool:
+        """Whether a layer has the blocks of layers with windows."""
+        is_apart = self.num_window_blocks is not None
+        return is_apart and self.layer(layer_idx).shape.kept_tokens is not None
+
+    def own_blocks(self, batch: PackedBatch, row: int, *, has_window: bool) -> list[int]:
+        """Return the blocks of a row's tokens, in layers with a window or in the others.
+
+        Blocks before the window may belong to other sequences: the first one inside stands for
+        them.
+        """
+        tables = batch.window_tables if has_window else batch.block_tables
+        table = list(tables[row][: blocks_of(batch.lengths[row], self.block_size)])
+        if has_window:
+            first = max(0, batch.starts[row] - self._window + 1) // self.block_size
+            table[:first] = [table[first]] * first
+        return table
+
+    def tables_of(self, batch: PackedBatch, layer_idx: int) -> Sequence[Sequence[int]]:
+        """Return the block tables of a layer for the rows of a step."""
+        return batch.window_tables if self.has_window(layer_idx) else batch.block_tables
 
     def pack(self, layer_idx: int, tokens: TokenIndex) -> Tensor:
         """Return the stored bytes of some tokens of a layer: uint8 ``[N, B]``.
@@ -194,13 +251,14 @@ class KVCache:
         return TokenIndex.of(block_tables, starts, counts, self.block_size, self.device)
 
     def clear(self, blocks: Sequence[int]) -> None:
-        """Zero the blocks.
+        """Zero the blocks, but for layers with windows that have blocks of their own.
 
         Stale values are masked, but zero times infinity is not zero: clear the blocks of a request
         whose numbers overflowed.
         """
-        for layer in self._layers:
-            layer.clear(list(blocks))
+        for index, layer in enumerate(self._layers, self.first_layer):
+            if not self.has_window(index):
+                layer.clear(list(blocks))
 
     @property
     def buffer(self) -> DequantizeBuffer | None:
@@ -256,13 +314,13 @@ class KVCacheView:
         self._returns_all = returns_all
         self.attends = cache.attends and not returns_all
         self.is_exact = cache.is_exact
-        rows = batch.block_tables, batch.starts, batch.counts
-        self._call = PagedCall(*rows) if self.attends else None
-        self._tokens = None if self.attends else cache.index_of(*rows)
+        self._calls: dict[bool, PagedCall] = {}  # by whether a layer has blocks of its own
+        self._tokens: dict[bool, TokenIndex] = {}
         # Rows of one sequence need each other's keys and values.
         is_apart = not blocks_written_twice(_places(batch), cache.block_size)
         self._stores_late = self.attends and batch.is_decode and is_apart
         self._layer: tuple[KVStorage, torch.dtype] | None = None
+        self._layer_idx = cache.first_layer
         self._new: tuple[Tensor, Tensor] | None = None  # to be stored by ``attend``
 
     def update(
@@ -273,32 +331,30 @@ class KVCacheView:
         Where every row is one token of another sequence, :meth:`attend` stores them.
         """
         layer = self._cache.storage_of(layer_idx, key, value)
-        self._layer = layer, key.dtype
-        if self._tokens is not None:
-            layer.write(self._tokens, key, value)
+        self._layer, self._layer_idx = (layer, key.dtype), layer_idx
+        if not self.attends:
+            layer.write(self._index(), key, value)
         elif self._stores_late:
             self._new = key, value
         else:
-            assert self._call is not None
-            self._call.store((key, value), layer.paged_heads)
+            self._call().store((key, value), layer.paged_heads)
         if not self._returns_all:
             return key, value
         parts = []
         for row in range(self._batch.rows):
-            keys, values = self.read(row)
+            keys, values = self._read_row(row, 0)
             parts.append((keys.clone(), values.clone()))  # the next read overwrites them
         return torch.cat([k for k, _ in parts], 2), torch.cat([v for _, v in parts], 2)
 
     def select(self, layer_idx: int) -> None:
         """Let the next calls read a layer that has been updated and attended to in this step."""
-        self._layer = self._cache.layer(layer_idx), self._cache.dtype
+        self._layer, self._layer_idx = (self._cache.layer(layer_idx), self._cache.dtype), layer_idx
 
     def attend(self, query: Tensor, options: ScoreOptions) -> Tensor:
         """Attend to the blocks in place; see ``KVView``."""
         layer, _ = self._last_update()
         new, self._new = self._new, None  # not kept beyond the layer
-        assert self._call is not None
-        return self._call.attend(
+        return self._call().attend(
             query,
             layer.paged_heads,
             new=new,
@@ -311,28 +367,60 @@ class KVCacheView:
         )
 
     def read(self, row: int) -> tuple[Tensor, Tensor]:
-        """Return ``[1, h, S, d]`` of a row; valid until the next read."""
-        layer, dtype = self._last_update()
-        batch = self._batch
-        length = batch.lengths[row]
-        table = batch.block_tables[row][: blocks_of(length, self._cache.block_size)]
-        tables = torch.tensor([list(table)], device=self._cache.device)
-        found, other = layer.read(tables, dtype, self._cache.buffer)
-        return found[:, :, :length], other[:, :, :length]
+        """Return ``[1, h, S, d]`` of a row; valid until the next read.
 
-    def read_rows(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return ``[R, h, S, d]`` of several rows; valid until the next read."""
+        In a layer with a window they begin with the first block that the row sees.
+        """
+        return self._read_row(row, self._first_block(row))
+
+    def read_rows(self, rows: Sequence[int], positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``[R, h, S, d]`` of several rows, and positions among them; see ``KVView``.
+
+        Valid until the next read.
+        """
         layer, dtype = self._last_update()
-        chosen = [
-            self._batch.block_tables[row][
-                : blocks_of(self._batch.lengths[row], self._cache.block_size)
-            ]
-            for row in rows
-        ]
+        first = [self._first_block(row) for row in rows]
+        chosen = [self._table(row)[start:] for row, start in zip(rows, first, strict=True)]
         width = max(map(len, chosen))
         filled = [[*table, *[table[-1]] * (width - len(table))] for table in chosen]
         tables = torch.tensor(filled, device=self._cache.device)
-        return layer.read(tables, dtype, self._cache.buffer)
+        left_out = torch.tensor(first, device=self._cache.device) * self._cache.block_size
+        return *layer.read(tables, dtype, self._cache.buffer), positions - left_out
+
+    def _first_block(self, row: int) -> int:
+        """Return the first block of a row that the layer's window sees."""
+        window = self._last_update()[0].shape.window
+        first = 0 if window is None else max(0, self._batch.starts[row] - window + 1)
+        return first // self._cache.block_size
+
+    def _read_row(self, row: int, first_block: int) -> tuple[Tensor, Tensor]:
+        layer, dtype = self._last_update()
+        tables = torch.tensor([self._table(row)[first_block:]], device=self._cache.device)
+        found, other = layer.read(tables, dtype, self._cache.buffer)
+        length = self._batch.lengths[row] - first_block * self._cache.block_size
+        return found[:, :, :length], other[:, :, :length]
+
+    def _table(self, row: int) -> list[int]:
+        has_window = self._cache.has_window(self._layer_idx)
+        return self._cache.own_blocks(self._batch, row, has_window=has_window)
+
+    def _rows(self) -> tuple[Sequence[Sequence[int]], Sequence[int], Sequence[int]]:
+        tables = self._cache.tables_of(self._batch, self._layer_idx)
+        return tables, self._batch.starts, self._batch.counts
+
+    def _call(self) -> PagedCall:
+        """Return the kernel call of the layer's blocks."""
+        key = self._cache.has_window(self._layer_idx)
+        if key not in self._calls:
+            self._calls[key] = PagedCall(*self._rows())
+        return self._calls[key]
+
+    def _index(self) -> TokenIndex:
+        """Return where the new tokens lie in the layer's blocks."""
+        key = self._cache.has_window(self._layer_idx)
+        if key not in self._tokens:
+            self._tokens[key] = self._cache.index_of(*self._rows())
+        return self._tokens[key]
 
     def _last_update(self) -> tuple[KVStorage, torch.dtype]:
         assert self._layer is not None, "update comes first"
@@ -350,13 +438,21 @@ class TensorView:
         cache: of the keys and values.
         tables: int64 ``[R, W]``.
         positions: int64 ``[R]``.
+        window_tables: those of layers with windows, where these have blocks of their own.
     """
 
     attends = False
     is_exact = True
 
-    def __init__(self, cache: KVCache, tables: Tensor, positions: Tensor) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        tables: Tensor,
+        positions: Tensor,
+        window_tables: Tensor | None = None,
+    ) -> None:
         self._cache = cache
+        self._both = tables, tables if window_tables is None else window_tables
         self._tables = tables
         self._positions = positions
         self._layer: tuple[KVStorage, torch.dtype] | None = None
@@ -366,6 +462,7 @@ class TensorView:
     ) -> tuple[Tensor, Tensor]:
         """Store ``[1, h, R, d]`` of one layer and return it."""
         layer, size = self._cache.storage_of(layer_idx, key, value), self._cache.block_size
+        self._tables = self._both[self._cache.has_window(layer_idx)]
         column = (self._positions // size)[:, None]
         block = self._tables.gather(1, column)[:, 0]
         layer.write(TokenIndex(block=block, offset=self._positions % size), key, value)
@@ -374,6 +471,7 @@ class TensorView:
 
     def select(self, layer_idx: int) -> None:
         """Let the next calls read a layer that has been updated in this step."""
+        self._tables = self._both[self._cache.has_window(layer_idx)]
         self._layer = self._cache.layer(layer_idx), self._cache.dtype
 
     def attend(self, query: Tensor, options: ScoreOptions) -> Tensor:
@@ -384,10 +482,18 @@ class TensorView:
         """Return ``[1, h, S, d]`` of a row, with undefined values after its end."""
         return self._read(self._tables[row : row + 1])
 
-    def read_rows(self, rows: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return ``[R, h, S, d]`` of all rows."""
+    def read_rows(self, rows: Sequence[int], positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``[R, h, S, d]`` of all rows, and positions among them; see ``KVView``."""
         del rows
-        return self._read(self._tables)
+        assert self._layer is not None, "update comes first"
+        window, size = self._layer[0].shape.window, self._cache.block_size
+        most = self._tables.shape[1]
+        if window is None or (width := (window - 2) // size + 2) >= most:
+            return *self._read(self._tables), positions
+        first = (positions - window + 1).clamp(min=0) // size  # [R]
+        columns = first[:, None] + torch.arange(width, device=first.device)
+        tables = self._tables.gather(1, columns.clamp(max=most - 1))
+        return *self._read(tables), positions - first * size
 
     def _read(self, tables: Tensor) -> tuple[Tensor, Tensor]:
         assert self._layer is not None, "update comes first"

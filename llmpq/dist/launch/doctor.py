@@ -102,6 +102,7 @@ def time_link(channels: RankChannels, limits: FrameLimits) -> dict[str, Any]:
     rows = tuple(
         Row(
             blocks=slot_blocks(slot, limits.max_context, limits.prefill_tokens),
+            window_blocks=(0,) * limits.blocks_of(limits.prefill_tokens) * (limits.num_tables - 1),
             first=0,
             length=limits.prefill_tokens,
         )

@@ -63,7 +63,7 @@ from llmpq.dist.transport.frames import FrameLimits
 from llmpq.errors import CapacityError, SpecError, StageError
 from llmpq.kernels.gpu.device import open_device
 from llmpq.models import Master, kv_shapes, load_config
-from llmpq.models.config import kv_sources
+from llmpq.models.config import kv_sources, largest_window
 from llmpq.models.rotary import length_scaling
 from llmpq.models.token_layout import message_features
 from llmpq.quant.loading.loader import load_master, load_stage
@@ -73,6 +73,7 @@ from llmpq.spec.gguf.config import config_bytes
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan import Plan, plan_text
 from llmpq.spec.precision import Phase
+from llmpq.spec.runtime_constants import kept_blocks
 from llmpq.spec.schedule import draft_bytes
 from llmpq.units import format_bytes
 
@@ -158,13 +159,39 @@ def frame_limits(
         mixed_tokens=0 if engine is None else engine.token_budget,
         recomputed_tokens=switch + 1 if is_crossed else 0,
         kv_token_bytes=tuple(token_bytes(shape, cached, kv_bits) for shape in shapes),
+        num_window_blocks=window_blocks_of(plan, config) or 0,
     )
 
 
-def with_length_scaling(limits: EngineLimits, config: PreTrainedConfig) -> EngineLimits:
-    """Return the limits of an engine for a model's rotary angles."""
+def window_of(plan: Plan, config: PreTrainedConfig) -> int | None:
+    """Return the largest window of a model whose layers with windows have blocks of their own.
+
+    Returns:
+        ``None`` where all layers have the same: no window is shorter than a sequence of the plan,
+        or stages send each other keys and values.
+    """
+    window, longest = largest_window(config), plan.workload.max_context_tokens
+    if window is None or plan.is_split or kept_blocks(longest, window) == blocks_of(longest):
+        return None
+    return window
+
+
+def window_blocks_of(plan: Plan, config: PreTrainedConfig) -> int | None:
+    """Return the blocks of layers with windows, ``None`` where all layers have the same."""
+    window, work = window_of(plan, config), plan.workload
+    return None if window is None else work.batch * kept_blocks(work.max_context_tokens, window)
+
+
+def with_model(limits: EngineLimits, plan: Plan, config: PreTrainedConfig) -> EngineLimits:
+    """Return the limits of an engine for a model's rotary angles and windows."""
     scaling = length_scaling(config)
-    return replace(limits, switches_after=scaling.switches_after, grows_after=scaling.grows_after)
+    return replace(
+        limits,
+        switches_after=scaling.switches_after,
+        grows_after=scaling.grows_after,
+        window_tokens=window_of(plan, config),
+        num_window_blocks=min(window_blocks_of(plan, config) or 0, limits.num_blocks),
+    )
 
 
 def engine_limits_of(job: Job, plan: Plan) -> EngineLimits | None:
@@ -293,6 +320,7 @@ def load_runner(context: RankContext, device: torch.device) -> StageRunner:
         kv_shapes(layers.config, stage.first_layer, stage.end_layer),
         stage.first_layer,
         num_blocks=kv_blocks_of(context),
+        num_window_blocks=window_blocks_of(plan, layers.config),
         dtype=dtype,
         device=device,
         kv_bits=8 if plan.kv_bits == 8 else 8 * dtype.itemsize,
@@ -346,7 +374,8 @@ def _load(
     tune_malloc_for_serving()
     trace_calls = context.recorder.trace_calls
     if layers is not None:
-        warm_up(plan, plan.stages[rank], runner, message_features(layers.config), dtype)
+        features, window = message_features(layers.config), window_of(plan, layers.config)
+        warm_up(plan, plan.stages[rank], runner, features, dtype, window)
         trace_calls(runner.steps or layers, "forward", "compute", device)
     if master is not None:
         warm_up_master(plan, master, runner)
@@ -444,7 +473,7 @@ class MasterRank:
         self._should_drain = None if folder is None else DrainFlag(folder)
         self._config = config = checked_config(plan, job.model_dir)
         self._grammars = GrammarCompiler(job.model_dir, eos_token_ids(job.model_dir, config))
-        limits = with_length_scaling(engine_limits(plan, job.engine), config)
+        limits = with_model(engine_limits(plan, job.engine), plan, config)
         config_of_drafts = job.engine.speculative_config
         self._drafts = drafts_of(config_of_drafts, limits, self._draft_model, self._clock.now)
         self._next_number = 0
@@ -513,7 +542,7 @@ class MasterRank:
             runner=PipelineSteps(
                 master=self._master, runner=self._runner, communicator=self._communicator
             ),
-            limits=with_length_scaling(engine_limits(plan, job.engine), config),
+            limits=with_model(engine_limits(plan, job.engine), plan, config),
             order=queue_order(job.engine.scheduler, **alpha),
             model=ModelLimits(
                 max_model_len=max_context_of(job, plan),
@@ -569,4 +598,5 @@ class MasterRank:
             drafts=self._drafts,
             first_number=self._next_number,
             switches_after=length_scaling(self._config).switches_after,
+            window=window_of(plan, self._config),
         )

@@ -15,7 +15,9 @@ Header, little-endian, then one row of the table for each of ``max_rows`` sequen
 A row of ``length`` tokens has ``ceil(length / block_size)`` blocks. The block tables follow the
 header of a frame with rows::
 
-    I block, for every block of every row | I crc32 of everything before
+    I block, for every block of every row
+    | the same of layers with windows, where these have blocks of their own
+    | I crc32 of everything before
 
 ``buffer`` is 0 if the payload follows in the stream, else the buffer of the link's shared memory
 that holds it (``transport.shared_memory``). In a frame of keys and values (``KV``), ``hidden`` is
@@ -43,7 +45,7 @@ from llmpq.errors import StageError
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
 
 MAGIC = b"LPQ1"
-VERSION = 5
+VERSION = 6
 MAX_TEXT_BYTES = 64 * 1024
 """The longest text of a control frame."""
 
@@ -90,6 +92,7 @@ class FrameLimits:
         prefill_rows, prefill_tokens: sequences of the largest prefill micro-batch, and tokens of
             its longest prompt.
         mixed_rows, mixed_tokens: sequences and tokens of the largest mixed step; 0 for none.
+        num_window_blocks: blocks of layers with windows; 0 where all layers have the same.
         block_size: tokens of a block.
         dtype: of hidden states.
         other_dtypes: of the states of stages that compute in another format.
@@ -110,6 +113,7 @@ class FrameLimits:
     recomputed_tokens: int = 0
     mixed_rows: int = 0
     mixed_tokens: int = 0
+    num_window_blocks: int = 0
     block_size: int = KV_BLOCK_SIZE
 
     def of_token_ids(self, rows: int, tokens: int) -> FrameLimits:
@@ -124,6 +128,7 @@ class FrameLimits:
             other_dtypes=(),
             kv_token_bytes=(),
             recomputed_tokens=0,
+            num_window_blocks=0,
             mixed_rows=rows,
             mixed_tokens=tokens,
         )
@@ -141,7 +146,13 @@ class FrameLimits:
     @property
     def max_tables_bytes(self) -> int:
         """Size of the largest block tables of a frame."""
-        return self.max_rows * self.blocks_of(self.max_context) * _BLOCK.itemsize + _CHECKSUM.size
+        blocks = self.max_rows * self.blocks_of(self.max_context)
+        return blocks * self.num_tables * _BLOCK.itemsize + _CHECKSUM.size
+
+    @property
+    def num_tables(self) -> int:
+        """Block tables of a row."""
+        return 2 if self.num_window_blocks else 1
 
     def blocks_of(self, tokens: int) -> int:
         """Return the blocks that a sequence of ``tokens`` takes."""
@@ -178,6 +189,8 @@ class Row:
 
     Attributes:
         blocks: of its keys and values; the i-th holds its tokens from ``i * block_size`` on.
+        window_blocks: as many in layers with windows, where these have blocks of their own; those
+            before the window may belong to others.
         first: absolute position of its first token in this step.
         length: its tokens after the step.
         origin: number of the prefill micro-batch that filled its blocks; distinguishes the owners
@@ -190,6 +203,7 @@ class Row:
     length: int
     origin: int = 0
     rope_length: int = 0
+    window_blocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -268,7 +282,9 @@ def encode_tables(frame: Frame) -> bytes:
     """Return the block tables of a frame's rows; nothing for a frame without rows."""
     if not frame.rows:
         return b""
-    body = np.array([block for row in frame.rows for block in row.blocks], _BLOCK).tobytes()
+    blocks = [block for row in frame.rows for block in row.blocks]
+    blocks += [block for row in frame.rows for block in row.window_blocks]
+    body = np.array(blocks, _BLOCK).tobytes()
     return body + _CHECKSUM.pack(zlib.crc32(body))
 
 
@@ -358,7 +374,7 @@ def _read_table(body: bytes, rows: int, limits: FrameLimits) -> tuple[Row, ...]:
 def _tables_bytes(rows: Sequence[Row], limits: FrameLimits) -> int:
     """Return the size of the block tables; rows of a wrong length are found later."""
     blocks = sum(limits.blocks_of(min(row.length, limits.max_context)) for row in rows)
-    return blocks * _BLOCK.itemsize + _CHECKSUM.size if rows else 0
+    return blocks * limits.num_tables * _BLOCK.itemsize + _CHECKSUM.size if rows else 0
 
 
 def _read_blocks(header: Header, data: bytes, limits: FrameLimits) -> tuple[Row, ...]:
@@ -368,13 +384,19 @@ def _read_blocks(header: Header, data: bytes, limits: FrameLimits) -> tuple[Row,
         return ()
     body, checksum = data[: -_CHECKSUM.size], data[-_CHECKSUM.size :]
     _expect("checksum of the block tables", _CHECKSUM.unpack(checksum)[0], zlib.crc32(body))
-    blocks: list[int] = np.frombuffer(body, _BLOCK).tolist()
+    found: list[int] = np.frombuffer(body, _BLOCK).tolist()
+    width = len(found) // limits.num_tables
+    blocks, window_blocks = found[:width], found[width:]
     if max(blocks) >= limits.num_blocks:
         raise _refused("blocks", max(blocks), f"numbers below {limits.num_blocks}")
+    if window_blocks and max(window_blocks) >= limits.num_window_blocks:
+        expected = f"numbers below {limits.num_window_blocks}"
+        raise _refused("blocks of windows", max(window_blocks), expected)
     rows, at = [], 0
     for row in header.frame.rows:
         end = at + limits.blocks_of(row.length)
-        rows.append(replace(row, blocks=tuple(blocks[at:end])))
+        own = tuple(blocks[at:end])
+        rows.append(replace(row, blocks=own, window_blocks=tuple(window_blocks[at:end])))
         at = end
     places = [(row.blocks, row.first, row.length) for row in rows]
     if tokens_written_twice(places, limits.block_size):

@@ -60,9 +60,11 @@ class PagedTokens:
         block_tables: blocks of each sequence, in order.
         starts: first position of each sequence's tokens in this step.
         counts: how many there are.
+        window_tables: blocks in layers with windows, as many; empty: the same.
 
     Attributes:
         blocks: of all sequences, int32.
+        window_blocks: likewise, in layers with windows.
         offsets: of the blocks of each token's sequence, ``[N]``.
         lengths: of each token's sequence up to itself, ``[N]``.
         chosen: tokens that attend one by one; ``None`` for all.
@@ -74,11 +76,17 @@ class PagedTokens:
         block_tables: Sequence[Sequence[int]],
         starts: Sequence[int],
         counts: Sequence[int],
+        window_tables: Sequence[Sequence[int]] = (),
     ) -> None:
         sizes = [len(table) for table in block_tables]
         self.blocks = np.fromiter(
             (b for table in block_tables for b in table), np.int32, sum(sizes)
         )
+        self.window_blocks = self.blocks
+        if window_tables:
+            self.window_blocks = np.fromiter(
+                (b for table in window_tables for b in table), np.int32, sum(sizes)
+            )
         self.offsets = np.cumsum([0, *sizes[:-1]])
         self.lengths = np.array(starts) + 1
         self.chosen: IntArray | None = None
@@ -100,7 +108,7 @@ class PagedTokens:
     def part(self, first: int, end: int) -> PagedTokens:
         """Return the tokens ``[first, end)``; each attends as it does among all."""
         part = object.__new__(PagedTokens)
-        part.blocks = self.blocks
+        part.blocks, part.window_blocks = self.blocks, self.window_blocks
         part.offsets, part.lengths = self.offsets[first:end], self.lengths[first:end]
         part.chosen = part.runs = None
         if self.chosen is not None and self.runs is not None:

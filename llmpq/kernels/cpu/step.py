@@ -339,6 +339,7 @@ class StepProgram:
             count=len(self._operators),
             rows=len(tokens),
             **tokens.fields,
+            window_tables=tokens.window_blocks.ctypes.data,
             chosen_count=tokens.single_count,
             run_count=tokens.run_count,
             type=TYPES[self.dtype],

@@ -166,6 +166,7 @@ class Step(Structure):
         ("operators", c_void_p),
         *((name, c_int64) for name in ("count", "rows")),
         *((name, c_void_p) for name in ("tables", "starts", "lengths", "chosen", "runs")),
+        ("window_tables", c_void_p),
         *((name, c_int64) for name in ("chosen_count", "run_count")),
         *((name, c_int32) for name in ("type", "threads")),
     )

@@ -21,10 +21,11 @@ import numpy as np
 
 from llmpq.batching import uniform_depth
 from llmpq.costmodel import ClusterCosts
+from llmpq.costmodel.base import prompt_s
 from llmpq.multillm.cost import IterationModel
 from llmpq.multillm.engine.native import Array, EngineLaw
 from llmpq.sim.costs import BatchShape
-from llmpq.sim.plan_costs import PlanCosts, prompt_s
+from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec.cluster import Device
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import Plan

@@ -14,9 +14,14 @@ from llmpq.errors import SpecError, bad_field, missing_field
 from llmpq.spec.codec import Rule
 from llmpq.spec.fields import SCHEMA
 from llmpq.spec.precision import BITS, DTYPE_BYTES, Phase
+from llmpq.units import MIB
 
 DeviceKind = Literal["cpu", "cuda", "mps", "xpu"]
 """torch's name of the runtime that drives a device; ``cuda`` also is ROCm's."""
+
+GPU_RESERVE_BYTES = 512 * MIB
+"""Memory of a GPU that plans leave to its driver and a display, where its entry says no other: of
+24 GiB such cards show programs about 23.7."""
 
 Factor = Annotated[float, Rule(minimum=0.01)]
 Share = Annotated[float, Rule(minimum=0.01, maximum=1)]
@@ -101,6 +106,7 @@ class DeviceSpec:
         compute_capability: of an NVIDIA GPU, ``None`` for others and where it is not known.
         cores: of a CPU whose figures are for all of its cores; ``None``: for one thread.
         prefill_deviation, decode_deviation: of measured seconds from the roofline of these figures.
+        reserve_bytes: memory that plans leave free: for the driver, a display, other programs.
     """
 
     type: str
@@ -125,6 +131,7 @@ class DeviceSpec:
     cores: int | None = None
     prefill_deviation: Deviation = UNMEASURED
     decode_deviation: Deviation = UNMEASURED
+    reserve_bytes: int = 0
 
     def deviation(self, phase: Phase) -> Deviation:
         """Return by how much at most it is faster and slower than the roofline, 4 times of 5."""
@@ -188,6 +195,7 @@ class DeviceEntry:
     cores: Annotated[int | None, Rule(minimum=1, maximum=MAX_CORES)] = None
     prefill_deviation: Deviation | None = None
     decode_deviation: Deviation | None = None
+    reserve_bytes: int | None = None
     source: tuple[tuple[str, str], ...] | None = None
 
     def __post_init__(self) -> None:

@@ -16,7 +16,8 @@ from llmpq.assigner.milp import ilp
 from llmpq.assigner.milp.solvers import SolverResult
 from llmpq.costmodel import build_costs
 from llmpq.errors import InfeasibleError
-from llmpq.spec.cluster import Cluster, DeviceGroup, LinkSpec, Node
+from llmpq.spec import catalog
+from llmpq.spec.cluster import Cluster, DeviceGroup, LinkSpec, Node, cluster_of_types
 from llmpq.spec.workload import Workload
 
 
@@ -91,7 +92,51 @@ def test_several_kinds_are_counted_in_their_order() -> None:
 
 def test_a_master_that_fits_nowhere_is_named() -> None:
     text = reason_of(plan_request(cluster=cluster_of(("V100-32G", 2, 3))))
-    assert "no device holds the embeddings and head" in text
+    assert "no device holds temporary memory" in text
+    assert "embeddings and head" in text
+
+
+def test_every_part_is_named_with_its_size_the_largest_first() -> None:
+    request = plan_request(
+        model=catalog.model("meta-llama/Llama-3.1-8B"),
+        cluster=cluster_of_types({"RTX3060-12G": 1}),
+        workload=Workload(batch=1, prompt_tokens=131_000, new_tokens=72),
+        bits=(4,),
+        dtype="bfloat16",
+    )
+    text = reason_of(request)
+    listed = text.partition("needed: ")[2].partition("; 1 device may use 11.5 GiB")[0]
+    parts = re.findall(r"(?:^|, )([a-zA-Z].*?) ([\d.]+) (GiB|MiB)", listed)
+    names = [name for name, _, _ in parts]
+    assert names[0] == "KV cache (1 sequences of 131072 tokens)"
+    sizes = [float(size) / (1024 if unit == "MiB" else 1) for _, size, unit in parts]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] == 16.0
+    assert {
+        "weights of 32 layers at 4 bits",
+        "temporary memory (prompts in chunks of 1024 tokens)",
+        "embeddings and head",
+        "process",
+    } <= set(names)
+    assert "(another 512 MiB is reserved)" in text
+    # Both named fixes hold, and neither a token more.
+    prompt = int(re.search(r"prompts <= (\d+) tokens", text).group(1))
+    make_plan(replace(request, workload=replace(request.workload, prompt_tokens=prompt)))
+    reason_of(replace(request, workload=replace(request.workload, prompt_tokens=prompt + 1)))
+    more = int(re.search(r"\+(\d+) RTX3060-12G", text).group(1))
+    make_plan(replace(request, cluster=cluster_of_types({"RTX3060-12G": 1 + more})))
+
+
+def test_fewer_bits_of_keys_and_values_are_offered() -> None:
+    request = plan_request(
+        model=catalog.model("meta-llama/Llama-3.1-8B"),
+        cluster=cluster_of_types({"RTX3090": 1}),
+        workload=Workload(batch=8, prompt_tokens=24_000, new_tokens=384),
+        dtype="bfloat16",
+        bits=(4,),
+    )
+    assert "--kv_bits 8" in reason_of(request)
+    make_plan(replace(request, kv_bits=8))
 
 
 def test_an_unreachable_budget_names_the_one_within_reach() -> None:

@@ -50,6 +50,44 @@ def test_what_does_not_fit_has_a_short_line(capsys) -> None:
     assert all(len(line) <= 100 for line in text.splitlines())
 
 
+@pytest.mark.parametrize(
+    ("model", "device", "prompt", "bits"),
+    [
+        ("meta-llama/Llama-3.1-8B", "L40S", 131_000, 16),
+        ("openai/gpt-oss-20b", "RTX5070Ti", 16_384, 4),
+        ("openai/gpt-oss-20b", "RTX4060Ti-16G", 16_384, 4),
+        ("openai/gpt-oss-120b", "H100", 100_000, 4),
+        ("deepseek-ai/DeepSeek-V3", "H200", 16_384, None),
+    ],
+)
+def test_long_prompts_fit_where_people_run_them(capsys, model, device, prompt, bits) -> None:
+    argv = ["--model", model, "--device_names", device, "--s", str(prompt), "--n", "72", "--json"]
+    assert main(argv) == (0 if bits else 3)
+    answers = json.loads(capsys.readouterr().out)["answers"]
+    assert [one["bits"] for one in answers if one["fits"]][:1] == ([bits] if bits else [])
+    for one in answers:
+        if one["fits"]:
+            (stage,) = one["stages"]
+            assert stage["memory_bytes"] <= catalog.device(device).memory_bytes - 2**29
+        else:
+            # Weights do not fit; the first part that is named is the largest.
+            assert "needed: weights of" in one["reason"]
+            assert "temporary memory (prompts in chunks of 1024 tokens)" in one["reason"]
+
+
+def test_a_reserve_is_left_free(capsys) -> None:
+    argv = ["--model", "Qwen/Qwen3-8B", "--device_names", "RTX3090", *ARGV, "--json"]
+    found = {}
+    for reserve in ([], ["--reserve_gib", "0"], ["--reserve_gib", "4.25"]):
+        assert main([*argv, *reserve]) == 0
+        answers = json.loads(capsys.readouterr().out)["answers"]
+        (stage,) = answers[-1]["stages"]
+        found[tuple(reserve)] = stage["capacity_bytes"] / 2**30
+    assert list(found.values()) == [23.5, 24, 19.75]
+    assert main([*argv, "--reserve_gib", "24"]) == 2
+    assert "--reserve_gib: found 24" in capsys.readouterr().err
+
+
 def test_a_model_that_never_fits_is_status_3(capsys) -> None:
     argv = ["--model", "meta-llama/Llama-3.1-405B", "--device_names", "T4-16G", *ARGV]
     assert main(argv) == 3

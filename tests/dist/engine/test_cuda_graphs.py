@@ -7,6 +7,7 @@ fails when memory that they use has been given away.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -93,6 +94,37 @@ def _compare(stage, caches, graphs, steps):
         expected = stage(hidden, batch, caches[0])
         found = graphs.forward(hidden, batch)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral"])
+def test_graphs_read_the_blocks_of_windows(tiny_model, family):
+    """The last block of a slot stands for the first one, which the window has left."""
+    stage = load_stage(tiny_model(family, seed=1, sliding_window=6), 0, 3)
+    shapes, blocks = kv_shapes(stage.config, 0, 3), 2 * blocks_of(TOKENS)
+
+    def batch(starts, counts):
+        found = _batch(range(2), starts, counts)
+        tables = [slot_blocks(slot, TOKENS, TOKENS) for slot in range(2)]
+        windows = [
+            tuple(tables[slot][place % 9] for place in range(len(table)))
+            for slot, table in enumerate(found.block_tables)
+        ]
+        return replace(found, window_tables=windows)
+
+    caches = [
+        KVCache(shapes, 0, num_blocks=blocks, num_window_blocks=blocks, dtype=torch.float32)
+        for _ in range(2)
+    ]
+    graphs = _graphs(stage, caches[1])
+    torch.manual_seed(0)
+    prompt = torch.randn(1, 2 * 130, stage.config.hidden_size)
+    for cache in caches:
+        stage(prompt, batch([0, 0], [130, 130]), cache)
+    for step in range(40):
+        hidden = torch.randn(1, 2, stage.config.hidden_size)
+        now = batch([130 + step] * 2, [1, 1])
+        expected = stage(hidden, now, caches[0])
+        torch.testing.assert_close(graphs.forward(hidden, now), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("kv_bits", [None, 8])

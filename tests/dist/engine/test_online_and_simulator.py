@@ -31,6 +31,7 @@ from llmpq.dist.transport.frames import Row
 from llmpq.sim.costs import Hop
 from llmpq.sim.engine import SimulatedEngine
 from llmpq.sim.engine_costs import StepShape
+from llmpq.spec.runtime_constants import PROMPT_CHUNK_TOKENS
 from llmpq.spec.trace import TraceRequest
 
 VOCAB = 5000
@@ -317,11 +318,12 @@ def test_orders_differ_on_the_same_arrivals(order):
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3])
-def test_the_command_simulates_as_many_steps_in_flight_as_the_engine_has(stages, tiny_model):
-    """A pipeline of the simulator with fewer steps in flight idles where the engine's does not."""
+def test_the_command_simulates_the_limits_that_the_engine_has(stages, tiny_model):
+    """Fewer steps in flight idle where the engine's do not; a step has as many tokens."""
     folder = tiny_model("llama")
     plan = even_plan(folder, bits=(16,), stages=stages, shape=(2, 12, 4), micro_batch=(1, 2))
     parser = argparse.ArgumentParser()
     add_engine_options(parser)
     simulated = simulated_limits(parser.parse_args([]), plan)
-    assert simulated.steps_in_flight == engine_limits(plan, EngineOptions()).steps_in_flight
+    assert simulated == engine_limits(plan, EngineOptions())
+    assert simulated.token_budget < PROMPT_CHUNK_TOKENS

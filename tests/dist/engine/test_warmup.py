@@ -12,6 +12,7 @@ from helpers.ranks import make_plan, run_threads
 from llmpq.dist.engine import warmup
 from llmpq.dist.engine.warmup import warm_up, warm_up_master
 from llmpq.dist.io.prompts import Request
+from llmpq.spec.runtime_constants import PROMPT_CHUNK_TOKENS
 from llmpq.spec.workload import Workload
 
 CPU = torch.device("cpu")
@@ -87,6 +88,9 @@ def test_a_large_prefill_is_warmed_up_with_fewer_rows_and_whole_prompts(monkeypa
     runner = Runner()
     warm_up(plan_of(prefill=4, prompt_tokens=40), plan_of().stages[0], runner, 16, torch.float32)
     assert runner.calls[0][0] == (1, 40, 16)
+    runner = Runner()
+    warm_up(plan_of(prompt_tokens=3000), plan_of().stages[0], runner, 16, torch.float32)
+    assert [shape for shape, _ in runner.calls] == [(1, PROMPT_CHUNK_TOKENS, 16), (1, 3, 16)]
 
 
 def test_the_master_embeds_and_projects_as_in_either_phase():

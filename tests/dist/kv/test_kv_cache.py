@@ -97,7 +97,10 @@ def test_rows_read_what_they_wrote(steps, free, kv_bits, dtype, shape):
             assert keys.dtype == dtype
             assert torch.equal(keys[0], expected[i])
             assert torch.equal(values[0], -expected[i])
-        keys, values = [part.clone() for part in view.read_rows(range(len(chosen)))]
+        places = torch.tensor(batch.starts)
+        read = view.read_rows(range(len(chosen)), places)
+        keys, values, found = [part.clone() for part in read]
+        assert torch.equal(found, places)
         for row, i in enumerate(chosen):
             length = expected[i].shape[1]
             assert torch.equal(keys[row, :, :length], expected[i])

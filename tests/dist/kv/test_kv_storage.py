@@ -70,7 +70,7 @@ def test_layers_read_into_one_buffer():
     read = []
     for layer in range(2):
         view.update(new, new, layer)
-        read.append(view.read_rows([0, 1])[0].data_ptr())
+        read.append(view.read_rows([0, 1], torch.tensor([4, 15]))[0].data_ptr())
     assert read[0] == read[1]
     assert cache.buffer_bytes == 2 * 32 * SHAPE.heads * SHAPE.head_dim * 4
 

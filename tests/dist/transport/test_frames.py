@@ -212,6 +212,31 @@ def test_rows_may_share_blocks_that_they_only_read():
         decode_header(encode_header(sent, LIMITS, 0), LIMITS, 0)
 
 
+def test_rows_have_the_blocks_of_layers_with_windows_too():
+    limits = replace(LIMITS, mixed_rows=2, mixed_tokens=9, num_window_blocks=4)
+    rows = (
+        Row(blocks=(5, 0), first=16, length=21, window_blocks=(3, 1)),
+        Row(blocks=(1,), first=0, length=3, window_blocks=(2,)),
+    )
+    hidden = torch.randn(1, 8, 8).to(torch.bfloat16)
+    sent = Frame(kind=FrameKind.MIXED, micro_batch=1, rows=rows, hidden=hidden)
+    header = decode_header(encode_header(sent, limits, 0), limits, 0)
+    tables = encode_tables(sent)
+    assert header.tables_bytes == len(tables) <= limits.max_tables_bytes
+    assert assemble(header, tables, sent.payload, limits).rows == rows
+    fewer = replace(limits, num_window_blocks=3)
+    with pytest.raises(StageError, match="blocks of windows: found 3, expected numbers below 3"):
+        assemble(header, tables, sent.payload, fewer)
+    without = replace(limits, num_window_blocks=0)
+    with pytest.raises(StageError, match="size of the block tables"):
+        assemble(
+            decode_header(encode_header(sent, without, 0), without, 0),
+            tables,
+            sent.payload,
+            without,
+        )
+
+
 @pytest.mark.parametrize(
     ("count", "seed"), [(100_000, 0), pytest.param(1_000_000, 1, marks=pytest.mark.slow)]
 )

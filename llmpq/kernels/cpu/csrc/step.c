@@ -45,6 +45,7 @@ typedef struct {
     int64_t count, rows;
     const int32_t *tables; /* these as in Attention */
     const int64_t *starts, *lengths, *chosen, *runs;
+    const int32_t *window_tables; /* of layers with windows */
     int64_t chosen_count, run_count;
     int32_t type, threads;
 } Step;
@@ -128,7 +129,8 @@ static void prepare(const PrepareRows *o, int64_t rows, int64_t m) {
 
 INLINE Attention of_rows(const Step *step, const Attention *what) {
     Attention a = *what;
-    a.tables = step->tables, a.starts = step->starts, a.lengths = step->lengths;
+    a.tables = a.window ? step->window_tables : step->tables;
+    a.starts = step->starts, a.lengths = step->lengths;
     a.chosen = step->chosen, a.count = step->chosen_count;
     a.runs = step->runs, a.run_count = step->run_count;
     return a;
