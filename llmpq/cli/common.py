@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import io
 import ipaddress
 import json
 import logging
@@ -78,6 +79,8 @@ def run_command(
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 2
     options.argv, options.command = words, " ".join([parser.prog, *words])
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # letters that a locale lacks
     configure_logging(logging.INFO if options.verbose else logging.WARNING)
     try:
         return body(options)

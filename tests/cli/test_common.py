@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import subprocess
+import sys
 import tempfile
 
 import pytest
@@ -78,6 +80,21 @@ def test_names_and_addresses_are_hosts(text):
 def test_what_is_more_than_a_host_is_refused(text):
     with pytest.raises(argparse.ArgumentTypeError, match="without scheme and port"):
         host_name(text)
+
+
+def test_a_locale_without_a_letter_ends_no_command():
+    code = (
+        "from llmpq.cli.common import make_parser, run_command\n"
+        "run_command(make_parser('a', 'A.'), lambda _: print('mod\\xe8le') or 0, [])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "mod\\xe8le\n")
 
 
 def test_an_unknown_option_is_bad_input(capsys):
