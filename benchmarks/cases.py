@@ -204,6 +204,14 @@ def _tekken_only(folder: Path) -> str:
         return str(ask(client, "chat/completions", messages=[{"role": "user", "content": "a"}]))
 
 
+@probe("14")
+def _another_architecture(folder: Path) -> str:
+    from helpers.gguf_headers import gguf_bytes  # noqa: PLC0415
+
+    (folder / "m.gguf").write_bytes(gguf_bytes(architecture="gpt-oss"))
+    return outcome(plan(folder, "--model", folder / "m.gguf"), folder, "planned")
+
+
 @probe("17")
 def _weights_behind_links(folder: Path) -> str:
     made = model(folder)
@@ -296,6 +304,23 @@ def _no_dtype(folder: Path) -> str:
     if done.returncode:
         return outcome(done, folder)
     return str(json.loads((folder / "plan.json").read_text())["dtype"])
+
+
+@probe("50")
+def _keys_outside_windows(folder: Path) -> str:
+    from llmpq.costmodel.stored import layer_kv_bytes  # noqa: PLC0415
+    from llmpq.spec.huggingface.families import load_model_dir  # noqa: PLC0415
+
+    text = {
+        "hidden_size": 5376, "intermediate_size": 21504, "model_type": "gemma3_text",
+        "num_hidden_layers": 62, "num_attention_heads": 32, "num_key_value_heads": 16,
+        "head_dim": 128, "sliding_window": 1024, "vocab_size": 262208,
+    }  # fmt: skip
+    config = {"model_type": "gemma3", "torch_dtype": "bfloat16", "text_config": text}
+    (folder / "config.json").write_text(json.dumps(config))
+    found = load_model_dir(folder)
+    cached = sum(layer_kv_bytes(found, kind, 1, 32768, 16) for kind in found.layer_kinds)
+    return f"{cached / 2**30:.2f} GiB"
 
 
 @probe("59")
@@ -790,12 +815,10 @@ def try_case(entry: Mapping[str, Any]) -> str:
             return f"{type(error).__name__}: {error}"[:300]
 
 
-def row_of(entry: Mapping[str, Any], old: Mapping[str, Any], shown: str, *, before: bool) -> Any:
-    """Return the row of a case, with what it showed."""
+def row_of(entry: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row of a case: what the table says, and what the case showed."""
     row = {name: entry.get(name) or old.get(name, "") for name in COLUMNS}
-    row["tests"] = ", ".join(entry["tests"])
-    row["before" if before else "now"] = shown
-    return row
+    return {**row, "tests": ", ".join(entry["tests"])}
 
 
 def main() -> int:
@@ -819,7 +842,7 @@ def main() -> int:
         is_right = shown == entry["shows"]
         wrong += not is_right
         print(f"{'ok   ' if is_right else 'other'} {name}: {shown}", flush=True)
-        old[name] = row_of(entry, old.get(name, {}), shown, before=options.before)
+        old.setdefault(name, {})["before" if options.before else "now"] = shown
     if file is not None:
         titles = dict.fromkeys(entry["table"] for entry in entries)
         tables = [
@@ -827,7 +850,7 @@ def main() -> int:
                 "title": title,
                 "columns": list(COLUMNS),
                 "rows": [
-                    old[entry["case"]]
+                    row_of(entry, old[entry["case"]])
                     for entry in entries
                     if entry["table"] == title and entry["case"] in old
                 ],

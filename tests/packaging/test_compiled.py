@@ -38,6 +38,12 @@ def test_a_library_lies_beside_its_package(package):
     assert library_path(package, "one", ()).parent == package / "__pycache__"
 
 
+def test_a_library_of_other_instructions_has_another_name(package):
+    # Hosts with other processors may share the folder.
+    paths = {library_path(package, "one", (flag,)) for flag in ("-mavx2", "-mavx512f")}
+    assert len(paths) == 2
+
+
 def test_a_file_system_that_runs_no_programs_is_passed_over(package, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "statvfs", without_execution(package))
     assert library_path(package, "one", ()).is_relative_to(tmp_path / "temporary")

@@ -144,6 +144,18 @@ def test_a_stop_string_may_be_a_special_token():
         assert post("completions", prompt="the cat", max_tokens=3)["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("most", [0, -1])
+def test_answers_of_no_tokens_are_refused(most):
+    with answering(pieces("▁sat", "</s>")) as post:
+        for path, prompt in (
+            ("completions", {"prompt": "the cat"}),
+            ("chat/completions", {"messages": [{"role": "user", "content": "the cat"}]}),
+        ):
+            with pytest.raises(AssertionError, match="max_tokens"):
+                post(path, **prompt, max_tokens=most)
+        assert not post.engine.requests
+
+
 def test_no_tools_are_none_and_no_content_is_an_empty_text():
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     messages = [
