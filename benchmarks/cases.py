@@ -70,7 +70,7 @@ def probe(*cases: str) -> Callable[[Probe], Probe]:
 # ---- Cases at b162ab4
 
 
-@probe("01")
+@probe("01-longrope-length")
 def _longrope(folder: Path) -> str:
     half = 8
     rope = {
@@ -96,7 +96,7 @@ def _longrope(folder: Path) -> str:
     return f"other tokens: {', '.join(wrong)}" if wrong else "tokens of transformers"
 
 
-@probe("02")
+@probe("02-tied-flag-own-head")
 def _own_head(folder: Path) -> str:
     made = model(folder, tie_word_embeddings=False)
     edit(made / "config.json", tie_word_embeddings=True)
@@ -104,7 +104,7 @@ def _own_head(folder: Path) -> str:
     return equal(answers(folder, [prompt], 8), [reference(made, prompt, 8)])
 
 
-@probe("04")
+@probe("04-gguf-in-hub-cache")
 def _gguf_in_a_hub_cache(folder: Path) -> str:
     from helpers.gguf_writer import write_gguf  # noqa: PLC0415  needs the extra gguf
 
@@ -122,7 +122,7 @@ def _gguf_in_a_hub_cache(folder: Path) -> str:
     return f"{name}: {equal(answers(folder, [[5, 17, 33]], 8), [reference(made, [5, 17, 33], 8)])}"
 
 
-@probe("05")
+@probe("05-gemma3-minimal-text-config")
 def _short_text_config(folder: Path) -> str:
     from llmpq.spec.huggingface.families import load_model_dir  # noqa: PLC0415
 
@@ -151,7 +151,7 @@ def _short_text_config(folder: Path) -> str:
     return "; ".join(shown)
 
 
-@probe("07")
+@probe("07-end-tokens-of-tokenizer")
 def _end_of_the_tokenizer(folder: Path) -> str:
     made = demo(folder)
     edit(made / "generation_config.json", eos_token_id=[1])
@@ -161,7 +161,7 @@ def _end_of_the_tokenizer(folder: Path) -> str:
     return f"{choice['finish_reason']} after {choice['text']!r}"
 
 
-@probe("08")
+@probe("08-layer-types-without-use-flag")
 def _windows_by_layer_types(folder: Path) -> str:
     made = model(folder, "qwen3", head_dim=16)
     kinds = ["sliding_attention"] * 3 + ["full_attention"]
@@ -173,7 +173,7 @@ def _windows_by_layer_types(folder: Path) -> str:
     return equal(found, [reference(made, prompt, 8)])
 
 
-@probe("10")
+@probe("10-shards-without-index")
 def _shards_without_an_index(folder: Path) -> str:
     made = model(folder)
     expected = reference(made, [5, 17, 33], 8)
@@ -187,7 +187,7 @@ def _shards_without_an_index(folder: Path) -> str:
     return equal(answers(folder, [[5, 17, 33]], 8), [expected])
 
 
-@probe("11")
+@probe("11-lfs-pointer")
 def _pointer_of_lfs(folder: Path) -> str:
     made = model(folder)
     (made / "model.safetensors").write_text(
@@ -196,7 +196,7 @@ def _pointer_of_lfs(folder: Path) -> str:
     return str(answers(folder, [[5, 17, 33]], 8))
 
 
-@probe("13")
+@probe("13-tekken-only")
 def _tekken_only(folder: Path) -> str:
     made = model(folder)
     (made / "tekken.json").write_text('{"config": {"version": "v3"}, "vocab": []}')
@@ -204,7 +204,7 @@ def _tekken_only(folder: Path) -> str:
         return str(ask(client, "chat/completions", messages=[{"role": "user", "content": "a"}]))
 
 
-@probe("14")
+@probe("14-gguf-architectures")
 def _another_architecture(folder: Path) -> str:
     from helpers.gguf_headers import gguf_bytes  # noqa: PLC0415
 
@@ -212,7 +212,7 @@ def _another_architecture(folder: Path) -> str:
     return outcome(plan(folder, "--model", folder / "m.gguf"), folder, "planned")
 
 
-@probe("17")
+@probe("17-weights-behind-links")
 def _weights_behind_links(folder: Path) -> str:
     made = model(folder)
     expected = [reference(made, [5, 17, 33], 8)]
@@ -223,7 +223,7 @@ def _weights_behind_links(folder: Path) -> str:
     return equal(answers(folder, [[5, 17, 33]], 8), expected)
 
 
-@probe("28")
+@probe("28-template-of-parts")
 def _template_of_parts(folder: Path) -> str:
     template = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
     edit(piece_model(folder) / "tokenizer_config.json", chat_template=template)
@@ -233,7 +233,7 @@ def _template_of_parts(folder: Path) -> str:
         return repr(client.post("/detokenize", json={"tokens": tokens}).json()["prompt"])
 
 
-@probe("29")
+@probe("29-developer-role")
 def _developer(folder: Path) -> str:
     template = (
         "{% for m in messages %}{% if m.role not in ['system', 'user'] %}"
@@ -246,7 +246,7 @@ def _developer(folder: Path) -> str:
     return found if isinstance(found, str) else ANSWERED
 
 
-@probe("34")
+@probe("34-responses")
 def _responses(folder: Path) -> str:
     demo(folder)
     with server(folder) as client:
@@ -254,7 +254,7 @@ def _responses(folder: Path) -> str:
         return f"{found.status_code} {found.json().get('error', {}).get('message', ANSWERED)}"
 
 
-@probe("35")
+@probe("35-tool-calls")
 def _required_tool(folder: Path) -> str:
     piece_model(folder)
     function = {"name": "f", "parameters": {"type": "object", "properties": {}}}
@@ -265,7 +265,7 @@ def _required_tool(folder: Path) -> str:
     return found if isinstance(found, str) else ANSWERED
 
 
-@probe("32")
+@probe("32-cors")
 def _cross_origin(folder: Path) -> str:
     demo(folder)
     with server(folder) as client:
@@ -274,7 +274,7 @@ def _cross_origin(folder: Path) -> str:
         return f"{found.status_code}, {found.headers.get('access-control-allow-origin')}"
 
 
-@probe("31")
+@probe("31-text-offset")
 def _offsets_in_the_text(folder: Path) -> str:
     demo(folder)
     with server(folder) as client:
@@ -282,21 +282,21 @@ def _offsets_in_the_text(folder: Path) -> str:
     return str(choice["logprobs"]["text_offset"][:4])
 
 
-@probe("46")
+@probe("46-long-prompt-memory")
 def _a_long_prompt(folder: Path) -> str:
     words = ("--model", "meta-llama/Llama-3.1-8B", "--device_names", "L40S")
     done = run("check", *words, "--s", 131000, "--n", 72, "--json")
     return outcome(done, folder, "fits")
 
 
-@probe("47")
+@probe("47-message-hides-temporary")
 def _what_does_not_fit(folder: Path) -> str:
     words = ("--model", "meta-llama/Llama-3.1-8B", "--device_names", "L40S", "--device_numbers", 1)
     sizes = ("--global_bz", 1, "--s", 131000, "--n", 72, "--bits", 4)
     return outcome(run("algo", *words, *sizes, "--output", folder / "p.json"), folder, "planned")
 
 
-@probe("49")
+@probe("49-no-dtype-is-float32")
 def _no_dtype(folder: Path) -> str:
     words = ("--model", "openai/gpt-oss-120b", "--device_names", "GB10", "--device_numbers", 1)
     sizes = ("--global_bz", 1, "--s", 512, "--n", 128, "--bits", 4)
@@ -306,7 +306,7 @@ def _no_dtype(folder: Path) -> str:
     return str(json.loads((folder / "plan.json").read_text())["dtype"])
 
 
-@probe("50")
+@probe("50-windows-keep-all-keys")
 def _keys_outside_windows(folder: Path) -> str:
     from llmpq.costmodel.stored import layer_kv_bytes  # noqa: PLC0415
     from llmpq.spec.huggingface.families import load_model_dir  # noqa: PLC0415
@@ -323,7 +323,7 @@ def _keys_outside_windows(folder: Path) -> str:
     return f"{cached / 2**30:.2f} GiB"
 
 
-@probe("59")
+@probe("59-output-replaces-what-is-there")
 def _links_and_pipes(folder: Path) -> str:
     demo(folder)
     (folder / "real.json").write_text("{}")
@@ -339,7 +339,7 @@ def _links_and_pipes(folder: Path) -> str:
     return ", ".join(shown)
 
 
-@probe("61")
+@probe("61-ipv6-in-brackets")
 def _host_in_brackets(folder: Path) -> str:
     demo(folder)
     with server(folder, "--host", "[::1]") as client:
@@ -350,7 +350,7 @@ def _host_in_brackets(folder: Path) -> str:
     return "; ".join([*shown, outcome(done, folder)])
 
 
-@probe("62")
+@probe("62-full-temporary-folder")
 def _full_temporary_folder(folder: Path) -> str:
     model(folder)
     plan(folder)
@@ -367,7 +367,7 @@ def _full_temporary_folder(folder: Path) -> str:
     return re.sub(r" on [\w.-]+\)", ")", shown)
 
 
-@probe("70")
+@probe("70-byte-order-mark")
 def _marks_of_byte_order(folder: Path) -> str:
     demo(folder)
     group = {"name": "n0", "devices": [{"type": "cpu", "count": 1}]}
@@ -748,7 +748,7 @@ def _parameters(folder: Path) -> str:
     del folder
     from llmpq.spec import catalog  # noqa: PLC0415
 
-    return str(catalog.model("mistralai/Mixtral-8x7B-v0.1").parameters)
+    return f"{catalog.model('mistralai/Mixtral-8x7B-v0.1').parameters} parameters"
 
 
 @probe("ggml-org/llama.cpp#28337")
@@ -839,7 +839,7 @@ def main() -> int:
         if name not in chosen:
             continue
         shown = try_case(entry)
-        is_right = shown == entry["shows"]
+        is_right = shown == entry["shows"] if entry["shows"] else shown.endswith(" tests pass")
         wrong += not is_right
         print(f"{'ok   ' if is_right else 'other'} {name}: {shown}", flush=True)
         old.setdefault(name, {})["before" if options.before else "now"] = shown
