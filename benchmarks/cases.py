@@ -810,9 +810,10 @@ def try_case(entry: Mapping[str, Any]) -> str:
         return test_result(entry["tests"])
     with tempfile.TemporaryDirectory(prefix="llmpq-case-") as name:
         try:
-            return function(Path(name))
+            shown = function(Path(name))
         except Exception as error:  # a case must not end the others
-            return f"{type(error).__name__}: {error}"[:300]
+            shown = f"{type(error).__name__}: {error}"[:300]
+        return shown.replace(name, "")
 
 
 def row_of(entry: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
