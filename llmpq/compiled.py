@@ -2,7 +2,8 @@
 
 A package keeps plain C sources in ``csrc/``. The first use compiles them in seconds and stores the
 library in the package's ``__pycache__`` or in a temporary folder of this user, under a name with
-the digest of sources, flags and platform. Folders that other users can write to are not read.
+the digest of sources, flags and platform. Folders that other users can write to are not read, nor
+those whose file system runs no programs.
 """
 
 from __future__ import annotations
@@ -82,13 +83,18 @@ def _digest(sources: Sequence[Path], flags: Sequence[str]) -> str:
 
 
 def _folders(package: Path) -> Iterator[Path]:
-    """Yield the folders a library may be loaded from: other users cannot write to them."""
+    """Yield the folders a library may be loaded from; other users cannot write to them."""
     own = os.getuid()
-    for folder in (package / "__pycache__", Path(tempfile.gettempdir()) / f"llmpq-{own}"):
+    folders = [package / "__pycache__"]
+    with contextlib.suppress(FileNotFoundError):  # a container may have no writable folder at all
+        folders.append(Path(tempfile.gettempdir()) / f"llmpq-{own}")
+    for folder in folders:
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
-            status = folder.stat()
+            status, mount = folder.stat(), os.statvfs(folder)
         except OSError:
+            continue
+        if mount.f_flag & os.ST_NOEXEC:
             continue
         if status.st_uid in (0, own) and not status.st_mode & 0o022:
             yield folder

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
+import io
+import ipaddress
 import json
 import logging
 import os
@@ -29,6 +32,8 @@ FIRST_SHARE = 0.02
 """Share of the work after which a bar shows the remaining time; earlier steps are preparation."""
 LONGEST_START_S = 60.0
 """A process older than this when a command begins was not started for that command alone."""
+
+_UNWRITABLE = frozenset((errno.ENOSPC, errno.EROFS, errno.EDQUOT))
 
 EXTRAS = {
     "torch": "runtime",
@@ -93,6 +98,8 @@ def run_command(
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 2
     options.argv, options.command = words, " ".join([parser.prog, *words])
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # letters that a locale lacks
     configure_logging(logging.INFO if options.verbose else logging.WARNING)
     try:
         return body(options)
@@ -113,9 +120,46 @@ def run_command(
         # The reader of standard output has closed it, which is not an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if (problem := _disk_problem(error)) is None:
+            raise
+        print(f"{parser.prog}: error: {problem}", file=sys.stderr)
+        return SpecError.exit_status
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def _disk_problem(error: OSError) -> str | None:
+    """Return what to say of a disk that is full or cannot be written, ``None`` of other errors."""
+    if error.errno in _UNWRITABLE:
+        return f"{error.filename or 'a file'}: cannot be written: {error.strerror}"
+    if error.errno == errno.ENOENT and error.filename is None:  # of tempfile, which names folders
+        return f"{error.strerror}; set TMPDIR to a folder that can be written"
+    return None
+
+
+def host_name(text: str) -> str:
+    """Return the host that an option names: a name or an address, IPv6 with brackets or without.
+
+    Raises:
+        argparse.ArgumentTypeError: it holds more, such as a scheme or a port.
+    """
+    host = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    is_name = bool(host) and not set(host) & set("[]/@ :")
+    if not is_name and not _is_address(host):
+        raise argparse.ArgumentTypeError(
+            f"found {text!r}, expected a host name or an address, without scheme and port"
+        )
+    return host
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def require(*packages: str) -> None:

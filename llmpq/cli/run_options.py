@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 
+from llmpq.cli.common import host_name
 from llmpq.cli.options import add_kernel_option
 from llmpq.dist import Hosts, Supervision
 from llmpq.dist.io.job import DEFAULT_STORE_LIMIT_BYTES, Rendezvous, Transport
@@ -154,7 +155,9 @@ def add_host_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup
     hosts.add_argument(
         "--node_rank", type=int, default=0, help="number of this host; 0 is the master"
     )
-    hosts.add_argument("--master_addr", help="address of host 0 that rank 0 listens on")
+    hosts.add_argument(
+        "--master_addr", type=host_name, help="address of host 0 that rank 0 listens on"
+    )
     hosts.add_argument("--master_port", type=int, default=29500, help="its port (default 29500)")
     hosts.add_argument(
         "--token_file",

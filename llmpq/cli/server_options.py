@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from llmpq.cli.common import print_json
+from llmpq.cli.common import host_name, print_json
 from llmpq.dist.launch.supervisor import DRAIN_TIMEOUT_S
 from llmpq.errors import SpecError
 
@@ -26,6 +26,7 @@ def add_address_options(parser: argparse.ArgumentParser) -> None:
     address = parser.add_argument_group("address")
     address.add_argument(
         "--host",
+        type=host_name,
         default="127.0.0.1",
         help="address to listen on; one that other hosts can reach needs --api_key_file "
         "(default 127.0.0.1)",

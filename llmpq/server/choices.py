@@ -32,6 +32,7 @@ class Piece:
     Attributes:
         text: the new text.
         token_ids: the new tokens.
+        offsets: where the text of each of them begins in the text of the answer.
         logprobs: of the new tokens, empty unless asked for.
         prompt_logprobs: of the prompt, in the first piece.
         finish_reason: in the last piece.
@@ -41,6 +42,7 @@ class Piece:
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: PromptLogprobs | None = None
     finish_reason: str | None = None
@@ -51,6 +53,7 @@ class Piece:
         """Add the piece that follows."""
         self.text += other.text
         self.token_ids += other.token_ids
+        self.offsets += other.offsets
         self.logprobs += other.logprobs
         self.finish_reason = other.finish_reason
         self.stop_reason = other.stop_reason
@@ -189,7 +192,7 @@ class ChoiceRun:
             cache_salt=self._work.cache_salt,
             group=self._id if self._work.num_choices > 1 else None,
         )
-        text = self._detokenizer(sampling)
+        text = self._detokenizer(prompt)
         observer = self._observers[index]
         async with contextlib.aclosing(self._engine.generate(request)) as outputs:
             async for output in outputs:
@@ -210,7 +213,7 @@ class ChoiceRun:
         if index % self._work.n == 0 and not shared.done():
             shared.set_result(of_prompt)
 
-    def _detokenizer(self, sampling: SamplingParams) -> Detokenizer:
+    def _detokenizer(self, prompt: EncodedPrompt) -> Detokenizer:
         work = self._work
         decode = (
             None
@@ -218,7 +221,11 @@ class ChoiceRun:
             else self._tokenizer.decoder(skip_special_tokens=work.skip_special_tokens)
         )
         return Detokenizer(
-            decode, work.stop, include_stop=work.include_stop, min_tokens=sampling.min_tokens
+            decode,
+            work.stop,
+            include_stop=work.include_stop,
+            min_tokens=prompt.sampling.min_tokens,
+            context=prompt.token_ids if prompt.is_continued else (),
         )
 
 
@@ -235,6 +242,7 @@ def _piece_of(output: TokenOutput, text: Detokenizer, *, include_stop: bool) -> 
     hidden = count - 1 if has_stop_token and not include_stop else count
     for place, token in enumerate(output.token_ids):
         piece.token_ids.append(token)
+        piece.offsets.append(text.num_characters)
         if place != hidden:
             piece.text += text.add(token)
         if text.stop_reason is not None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from llmpq.dist.io.detokenizer import IncrementalDecoder
 from llmpq.dist.io.sampling_params import TokenLogprobs
 from llmpq.server.choices import Piece
 from llmpq.server.protocol import ChatCompletionRequest, CompletionRequest
@@ -36,6 +37,12 @@ class TokenText:
             return f"token_id:{token_id}"
         return self._tokenizer.token_text(token_id)
 
+    def bytes_of(self, token_id: int) -> list[int]:
+        """Return the bytes of a token, which may be a part of a character."""
+        if self._tokenizer is None:
+            return list(self(token_id).encode())
+        return list(self._tokenizer.token_bytes(token_id))
+
 
 @dataclass(slots=True, kw_only=True)
 class ChoiceState:
@@ -43,14 +50,12 @@ class ChoiceState:
 
     Attributes:
         prompt: what it answers.
-        text_length: characters of echo and answer.
         num_tokens: of the answer.
         num_cached_tokens: prompt tokens found in the prefix cache.
         has_begun: whether its first chunk was made.
     """
 
     prompt: EncodedPrompt
-    text_length: int = 0
     num_tokens: int = 0
     num_cached_tokens: int = 0
     has_begun: bool = False
@@ -149,11 +154,15 @@ class CompletionFormat:
         state = self._answers.states[index]
         text = piece.text
         token_ids: list[int] = piece.token_ids
+        echo = state.prompt.echo or ""
+        offsets = [len(echo) + offset for offset in piece.offsets]
         logprobs: list[TokenLogprobs | None] = list(piece.logprobs)
         is_first = not state.has_begun
         state.has_begun = True
         if is_first and state.prompt.echo is not None:
-            text = state.prompt.echo + text
+            text = echo + text
+            if self._body.logprobs is not None:
+                offsets = [*self._offsets_of(state.prompt), *offsets]
             token_ids = [*state.prompt.token_ids, *token_ids]
             logprobs = [*(piece.prompt_logprobs or ()), *logprobs]
         choice: Json = {
@@ -164,7 +173,7 @@ class CompletionFormat:
             "stop_reason": piece.stop_reason,
         }
         if self._body.logprobs is not None:
-            choice["logprobs"] = self._logprobs(token_ids, logprobs, state)
+            choice["logprobs"] = self._logprobs(token_ids, logprobs, offsets)
         if is_first and not is_chunk and self._body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs_json(piece.prompt_logprobs, self._name)
         if self._body.return_token_ids:
@@ -177,22 +186,33 @@ class CompletionFormat:
         self,
         token_ids: Sequence[int],
         logprobs: Sequence[TokenLogprobs | None],
-        state: ChoiceState,
+        offsets: Sequence[int],
     ) -> Json:
-        offsets, values, names, tops = [], [], [], []
+        values, names, tops = [], [], []
         for token_id, found in zip(token_ids, logprobs, strict=True):
-            name = self._name(token_id)
-            offsets.append(state.text_length)
-            state.text_length += len(name)
-            names.append(name)
+            names.append(self._name(token_id))
             values.append(None if found is None else max(found.logprob, MIN_LOGPROB))
             tops.append(None if found is None else self._tops(found))
         return {
-            "text_offset": offsets,
+            "text_offset": list(offsets),
             "token_logprobs": values,
             "tokens": names,
             "top_logprobs": tops,
         }
+
+    def _offsets_of(self, prompt: EncodedPrompt) -> list[int]:
+        """Return where the text of each token begins in the echo of a prompt."""
+        tokenizer = self._answers.model.tokenizer
+        decode = None if tokenizer is None else tokenizer.decoder(skip_special_tokens=True)
+        decoder, echo = IncrementalDecoder(decode), prompt.echo or ""
+        offsets, pieces = [], []
+        for token in prompt.token_ids:
+            offsets.append(decoder.num_characters)
+            pieces.append(decoder.add(token))
+        text = "".join([*pieces, decoder.finish()])
+        # Some decoders drop the space before the first token.
+        dropped = len(echo) - len(text) if echo.endswith(text) else 0
+        return [dropped + offset for offset in offsets]
 
     def _tops(self, found: TokenLogprobs) -> dict[str, float]:
         """Return the best tokens and the chosen one, which may be one of them."""
@@ -258,11 +278,10 @@ class ChatFormat:
         return {"content": content, "refusal": None}
 
     def _entry(self, token_id: int, logprob: float) -> Json:
-        name = self._name(token_id)
         return {
-            "token": name,
+            "token": self._name(token_id),
             "logprob": max(logprob, MIN_LOGPROB),
-            "bytes": list(name.encode()),
+            "bytes": self._name.bytes_of(token_id),
         }
 
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
-import sys
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from llmpq.dist.io.detokenizer import Decode
-from llmpq.errors import SpecError
+from llmpq.dist.io.detokenizer import INCOMPLETE, Decode
+from llmpq.dist.io.tokenizer_process import read_tokenizer
 from llmpq.server.errors import bad_request
 from llmpq.server.text_process import TextProcesses, load_tokenizer
 
-EXPORT_TIMEOUT_S = 120.0
 CACHED_TOKENS = 1 << 16
 INLINE_CHARACTERS = 2048
 """Texts up to this length together are encoded at once: a thread would take longer to wake up."""
@@ -24,6 +21,8 @@ THREAD_CHARACTERS = 1 << 17
 """Longer texts are encoded in a child process with limits of time and memory."""
 PART_CHARACTERS = 1 << 20
 """Texts of a request that are encoded at once, unless a single one is longer."""
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+"""The name of a byte in tokenizers that fall back to bytes."""
 
 
 class ServerTokenizer:
@@ -39,7 +38,12 @@ class ServerTokenizer:
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
         self._longest_token = max((len(token) for token in vocab), default=1)
         self.token_text = lru_cache(maxsize=CACHED_TOKENS)(self._token_text)
-        self._plain_token_text = lru_cache(maxsize=CACHED_TOKENS)(self._text_without_special)
+        self._text_alone = lru_cache(maxsize=CACHED_TOKENS)(self._decode_alone)
+        self._special = {
+            token.content: number
+            for number, token in self._tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        }
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of a text."""
@@ -113,11 +117,10 @@ class ServerTokenizer:
 
         An incremental decoder decodes every token alone once: those texts are kept.
         """
-        of_one = self._plain_token_text if skip_special_tokens else self.token_text
 
         def decode(token_ids: Sequence[int]) -> str:
             if len(token_ids) == 1:
-                return of_one(token_ids[0])
+                return self._text_alone(token_ids[0], skip_special_tokens)
             return self.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
         return decode
@@ -126,11 +129,44 @@ class ServerTokenizer:
         """Return a token as the vocabulary writes it."""
         return self._tokenizer.id_to_token(token_id) or ""
 
-    def _token_text(self, token_id: int) -> str:
-        return self.decode([token_id], skip_special_tokens=False)
+    def special_token(self, text: str) -> int | None:
+        """Return the special token that is written so; ``None`` if there is none."""
+        return self._special.get(text)
 
-    def _text_without_special(self, token_id: int) -> str:
-        return self.decode([token_id])
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of a token, which may be a part of a character."""
+        text = self.token_text(token_id)
+        if INCOMPLETE not in text:
+            return text.encode()
+        name = self.token_name(token_id)
+        fallback = _BYTE.fullmatch(name)
+        if fallback is not None:
+            return bytes([int(fallback[1], 16)])
+        byte_of = _byte_of_letter()
+        if not all(letter in byte_of for letter in name):
+            return text.encode()
+        return bytes(byte_of[letter] for letter in name)
+
+    def _token_text(self, token_id: int) -> str:
+        """Return the text of a token inside a text, with the space before it."""
+        alone = self._text_alone(token_id, False)
+        if INCOMPLETE in alone:
+            return alone
+        # Some decoders drop the space before the first token of a text, not before the second.
+        twice = self.decode([token_id, token_id], skip_special_tokens=False)
+        return twice[len(alone) :] if twice.startswith(alone) else alone
+
+    def _decode_alone(self, token_id: int, skip_special_tokens: bool) -> str:
+        return self.decode([token_id], skip_special_tokens=skip_special_tokens)
+
+
+@cache
+def _byte_of_letter() -> Mapping[str, int]:
+    """Return the byte of each letter that byte-level tokenizers write for one (GPT-2's table)."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    letters = {chr(byte): byte for byte in plain}
+    return letters | {chr(256 + number): byte for number, byte in enumerate(others)}
 
 
 def _parts(texts: Sequence[str]) -> Iterator[list[str]]:
@@ -152,17 +188,5 @@ def load_server_tokenizer(model_dir: Path) -> ServerTokenizer | None:
     Raises:
         SpecError: it cannot be read.
     """
-    command = [sys.executable, "-P", "-m", "llmpq.dist.io.export_tokenizer", str(model_dir)]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=EXPORT_TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise SpecError(
-            f"{model_dir}: the tokenizer was not read within {EXPORT_TIMEOUT_S:g} s"
-        ) from None
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines()
-        raise SpecError(lines[-1] if lines else f"{model_dir}: the tokenizer cannot be read")
-    exported = json.loads(done.stdout)
+    exported = read_tokenizer(model_dir)
     return None if exported is None else ServerTokenizer(exported)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,9 @@ from llmpq.server.protocol import (
     TokenizeRequest,
 )
 from llmpq.server.tokenizer import ServerTokenizer
+from llmpq.spec.facts.end_tokens import GENERATION_FILE
 from llmpq.spec.fields import read_json
+from llmpq.spec.gguf.header import find_gguf
 from llmpq.spec.gguf.tokenizer import missing_tokenizer
 
 MAX_SHARED_IDS = 1 << 18
@@ -97,11 +99,13 @@ class EncodedPrompt:
         token_ids: at least one.
         sampling: of its answers, without a seed.
         echo: text that stands before each answer, ``None`` for none.
+        is_continued: whether the text of an answer goes on where that of the prompt ends.
     """
 
     token_ids: tuple[int, ...]
     sampling: SamplingParams
     echo: str | None = None
+    is_continued: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,10 +153,11 @@ def default_sampling_of(model_dir: Path) -> Mapping[str, float]:
     Raises:
         SpecError: the file cannot be read, or a value in it is not a number.
     """
-    path = model_dir / "generation_config.json"
+    gguf = find_gguf(model_dir)
+    path = (model_dir if gguf is None else gguf.parent) / GENERATION_FILE
     found = read_json(path) if path.is_file() else {}
     values = dict(DEFAULT_SAMPLING)
-    if not isinstance(found, dict) or not found.get("do_sample", True):
+    if not isinstance(found, dict) or found.get("do_sample") is False:
         return values
     for name in values:
         value = found.get(name)
@@ -221,7 +226,9 @@ async def work_of_chat(body: ChatCompletionRequest, model: ServedModel) -> Work:
     last = body.messages[-1]
     echo = content_text(last.get("content")) if body.echo and last["role"] == "assistant" else None
     sampling = await _sampling(body, model, max_tokens)
-    return _work(body, model, [_encoded(token_ids, sampling, model, echo)])
+    prompt = _encoded(token_ids, sampling, model, echo)
+    prompt = replace(prompt, is_continued=bool(body.continue_final_message))
+    return _work(body, model, [prompt])
 
 
 async def encode_chat(
@@ -242,7 +249,7 @@ async def encode_chat(
     adds = body.add_generation_prompt
     text = await tokenizer.render(
         [_plain_message(message) for message in body.messages or ()],
-        tools=body.tools,
+        tools=body.tools or None,  # templates test whether there are any by ``is not none``
         add_generation_prompt=not continues if adds is None else adds,
         continue_final_message=continues,
         variables={name: value for name, value in variables.items() if name != "messages"},
@@ -278,10 +285,12 @@ def content_text(content: object) -> str:
 
 
 def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message with text for content, and tool calls whose arguments are JSON values."""
-    plain = dict(message)
-    if message.get("content") is not None:
-        plain["content"] = content_text(message["content"])
+    """Return a message with text for content, and tool calls whose arguments are JSON values.
+
+    Without content the text is empty: clients leave it out beside tool calls, and templates join
+    it to other texts.
+    """
+    plain = {**message, "content": content_text(message.get("content"))}
     calls = message.get("tool_calls")
     if isinstance(calls, list):
         plain["tool_calls"] = [_plain_call(call) for call in calls]
@@ -425,7 +434,7 @@ async def _sampling(
             logit_bias=_logit_bias(body.logit_bias),
             bad_words_ids=bad_words,
             allowed_token_ids=_optional_tuple(body.allowed_token_ids),
-            stop_token_ids=tuple(body.stop_token_ids or ()),
+            stop_token_ids=_stop_token_ids(body, model),
             ignore_eos=bool(body.ignore_eos),
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
@@ -445,6 +454,15 @@ def _logprobs(
         return ((body.top_logprobs or 0) if body.logprobs else None), body.prompt_logprobs
     of_prompt = body.prompt_logprobs
     return body.logprobs, body.logprobs if body.echo and of_prompt is None else of_prompt
+
+
+def _stop_token_ids(body: GenerationBody, model: ServedModel) -> tuple[int, ...]:
+    """Return the tokens that end an answer: stop strings that are special tokens have no text."""
+    found = list(body.stop_token_ids or ())
+    if model.tokenizer is not None:
+        special = (model.tokenizer.special_token(text) for text in body.stop_strings)
+        found += [token for token in special if token is not None and token < model.vocab_size]
+    return tuple(found)
 
 
 def _optional_tuple(values: Sequence[int] | None) -> tuple[int, ...] | None:

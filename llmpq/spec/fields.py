@@ -301,31 +301,36 @@ def dump_json(value: object) -> str:
 def write_text(path: str | Path, text: str) -> None:
     """Write a file atomically: a reader never sees a part of it.
 
-    A link stays and its target is written; a pipe or a device gets the text, and so does the
-    standard output under whatever name.
+    Bytes of file names that are no text become escapes of JSON. A link stays and its target is
+    written; a pipe or a device gets the text, and so does the standard output under whatever name.
 
     Raises:
         SpecError: it cannot be written.
     """
-    path = Path(path)
+    path, data = Path(path), encode_text(text)
     try:
         found = path.stat() if path.exists() else None
         if found is not None and _is_standard_output(found):
             sys.stdout.flush()
-            _write_all(_STANDARD_OUTPUT, text.encode())
+            _write_all(_STANDARD_OUTPUT, data)
         elif found is not None and not stat.S_ISREG(found.st_mode):
-            path.write_text(text, encoding="utf-8")
+            path.write_bytes(data)
         else:
-            _replace(Path(os.path.realpath(path)), text, found)
+            _replace(Path(os.path.realpath(path)), data, found)
     except OSError as error:
         raise SpecError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
-def _replace(path: Path, text: str, found: os.stat_result | None) -> None:
+def encode_text(text: str) -> bytes:
+    """Return UTF-8, with escapes for surrogates: bytes of a file name in another encoding."""
+    return text.encode("utf-8", "backslashreplace")
+
+
+def _replace(path: Path, data: bytes, found: os.stat_result | None) -> None:
     """Put a new file in the place of a regular one, with its mode, or where there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
+    partial.write_bytes(data)
     if found is not None:
         partial.chmod(stat.S_IMODE(found.st_mode))
     partial.replace(path)
@@ -346,7 +351,7 @@ def _write_all(descriptor: int, data: bytes) -> None:
 def digest_of(value: object) -> str:
     """Return a short stable digest of a JSON-able value (order of keys does not matter)."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=False, allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(encode_text(text)).hexdigest()[:16]
 
 
 def _no_constant(name: str) -> float:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
+import os
+import subprocess
+import sys
+import tempfile
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from llmpq.cli.common import bar_format, make_parser, require, run_command
+from llmpq.cli.common import bar_format, host_name, make_parser, require, run_command
 from llmpq.errors import InfeasibleError, LlmpqError, SpecError, StageError
 
 
@@ -43,6 +48,62 @@ def test_a_missing_extra_is_named(capsys):
 def test_any_other_missing_module_is_our_own_bug():
     with pytest.raises(ModuleNotFoundError):
         run(ModuleNotFoundError("No module named 'llmpq.nothing'", name="llmpq.nothing"))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+def test_a_disk_that_cannot_be_written_is_one_line(number, capsys):
+    assert run(OSError(number, os.strerror(number), "folder/file")) == 2
+    problem = f"folder/file: cannot be written: {os.strerror(number)}"
+    assert capsys.readouterr().err == f"llmpq-test: error: {problem}\n"
+
+
+def test_a_container_without_a_temporary_folder_is_one_line(tmp_path, monkeypatch, capsys):
+    for name in ("TMPDIR", "TEMP", "TMP"):
+        monkeypatch.setenv(name, str(tmp_path / "missing"))
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "missing")])
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    with pytest.raises(FileNotFoundError) as found:
+        tempfile.gettempdir()
+    assert run(found.value) == 2
+    assert "set TMPDIR to a folder that can be written" in capsys.readouterr().err
+
+
+def test_another_error_of_files_is_our_own_bug():
+    with pytest.raises(FileNotFoundError):
+        run(FileNotFoundError(errno.ENOENT, "No such file or directory", "file"))
+
+
+@pytest.mark.parametrize("text", ["[::1]", "::1"])
+def test_ipv6_has_brackets_or_not(text):
+    assert host_name(text) == "::1"
+
+
+@pytest.mark.parametrize("text", ["node-0", "10.0.0.1", "fe80::1%eth0", "a.b_c.svc", "localhost"])
+def test_names_and_addresses_are_hosts(text):
+    assert host_name(text) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["tcp://10.0.0.1", "10.0.0.1:29500", "[::1]:29500", "[::1", "", "a b", "a/b", "u@h"]
+)
+def test_what_is_more_than_a_host_is_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="without scheme and port"):
+        host_name(text)
+
+
+def test_a_locale_without_a_letter_ends_no_command():
+    code = (
+        "from llmpq.cli.common import make_parser, run_command\n"
+        "run_command(make_parser('a', 'A.'), lambda _: print('mod\\xe8le') or 0, [])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "mod\\xe8le\n")
 
 
 def test_an_unknown_option_is_bad_input(capsys):

@@ -20,6 +20,8 @@ from helpers.tiny_models import load_reference
 from llmpq.assigner.even_plan import even_plan
 from llmpq.dist import model_dir_of
 from llmpq.dist.io.model_files import eos_token_ids, load_tokenizer
+from llmpq.dist.io.sampling_params import StructuredOutputsParams
+from llmpq.dist.io.structured_outputs import GrammarCompiler
 from llmpq.errors import SpecError
 from llmpq.models import Checkpoint, load_config
 from llmpq.models.files import decoded
@@ -212,17 +214,23 @@ def test_split_files_are_one_model(model_of, tmp_path):
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-    expected, found = Checkpoint(whole), Checkpoint(tmp_path / "parts")
-    for name, value in expected.layer_state_dict(1).items():
-        assert torch.equal(found.layer_state_dict(1)[name], value)
+    second = tmp_path / "parts" / "qwen-00002-of-00002.gguf"
+    expected = Checkpoint(whole)
+    for found in (Checkpoint(tmp_path / "parts"), Checkpoint(second)):
+        for name, value in expected.layer_state_dict(1).items():
+            assert torch.equal(found.layer_state_dict(1)[name], value)
+    assert load_model_dir(second).layers == load_model_dir(whole).layers
     (tmp_path / "parts" / "qwen-00002-of-00002.gguf").unlink()
     with pytest.raises(SpecError, match=r"qwen-00002-of-00002.gguf: cannot be read"):
         Checkpoint(tmp_path / "parts")
 
 
-def test_tokenizer_of_the_file_or_beside_it(tiny_model, tmp_path):
-    demo = Path(__file__).parents[2] / "models" / "demo"
-    stored = json.loads((demo / "tokenizer.json").read_text())["model"]
+DEMO = Path(__file__).parents[2] / "models" / "demo"
+
+
+def with_tokenizer_of_the_demo(model_dir, output):
+    """Write a model as a GGUF file with the tokenizer of the shipped model in it."""
+    stored = json.loads((DEMO / "tokenizer.json").read_text())["model"]
     vocabulary = sorted(stored["vocab"], key=stored["vocab"].get)
     merges = [one if isinstance(one, str) else " ".join(one) for one in stored["merges"]]
     extra = [
@@ -233,15 +241,32 @@ def test_tokenizer_of_the_file_or_beside_it(tiny_model, tmp_path):
         lambda writer: writer.add_token_merges(merges),
         lambda writer: writer.add_eos_token_id(0),
     ]
-    file = write_gguf(tiny_model("qwen2", shape=SHAPE), tmp_path / "model.gguf", extra=extra)
+    return write_gguf(model_dir, output, extra=extra)
+
+
+def test_tokenizer_of_the_file_or_beside_it(tiny_model, tmp_path):
+    model_dir = tiny_model("qwen2", shape=SHAPE)
+    file = with_tokenizer_of_the_demo(model_dir, tmp_path / "model.gguf")
     text = "The quick brown fox"
-    expected = load_tokenizer(demo)
+    expected = load_tokenizer(DEMO)
     tokenizer = load_tokenizer(file)
     assert tokenizer.decode(tokenizer.encode(text)) == text
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        if (demo / name).is_file():
-            shutil.copy(demo / name, tmp_path)
+        if (DEMO / name).is_file():
+            shutil.copy(DEMO / name, tmp_path)
     assert load_tokenizer(file).encode(text) == expected.encode(text)
+
+
+def test_forms_of_answers_are_compiled_for_the_tokenizer_of_the_file(tiny_model, tmp_path):
+    pytest.importorskip("llguidance")
+    model_dir = tiny_model("qwen2", shape=SHAPE)
+    file = with_tokenizer_of_the_demo(model_dir, tmp_path / "model.gguf")
+    form = StructuredOutputsParams(choice=["yes", "never"])
+    found, expected = (
+        GrammarCompiler(one, [0]).compile(form).allowed(4096) for one in (file, DEMO)
+    )
+    assert found.any()
+    assert (found == expected).all()
 
 
 def test_tensor_without_a_place_is_an_error(model_of, tmp_path):

@@ -111,6 +111,20 @@ def test_model_that_is_no_plain_decoder_raises_an_error(config, message):
         prepare_config(config)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+        {"rope_theta": 500.0},
+        {"rope_theta": 500.0, "rope_scaling": None},
+        {"rope_theta": 500.0, "rope_parameters": {"rope_type": "default"}},
+    ],
+)
+def test_the_base_of_positions_is_read_in_either_place(tmp_path, fields):
+    config = load_config(_write(tmp_path, json.dumps({"model_type": "llama", **fields})))
+    assert config.rope_parameters["rope_theta"] == 500.0
+
+
 def test_untested_family_runs_with_a_warning(caplog):
     prepare_config(LlamaConfig())
     assert not caplog.records

@@ -221,6 +221,25 @@ def test_mxfp4_model_runs_as_its_decoded_weights(tiny_model, tmp_path):
     assert torch.equal(found, expected)
 
 
+GOOD = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {"a": {"weights": {"num_bits": 4}, "format": "pack-quantized"}},
+}
+
+
+def rotated(*locations):
+    """A configuration with Hadamard rotations at these places, as llm-compressor writes them."""
+    applied = [{"location": one, "targets": ["re:.*down_proj$"]} for one in locations]
+    group = {"type": "hadamard", "apply": applied}
+    return GOOD | {"transform_config": {"config_groups": {"R": group}}}
+
+
+def test_rotations_that_the_weights_already_have_are_read():
+    plain = config_of(GOOD)
+    assert config_of(rotated("weight_input", "weight_output")) == plain
+    assert config_of(GOOD | {"transform_config": {}}) == plain
+
+
 BAD = {"config_groups": {"a": {"weights": {"num_bits": 4}, "format": "nvfp4-pack-quantized"}}}
 
 
@@ -232,6 +251,9 @@ BAD = {"config_groups": {"a": {"weights": {"num_bits": 4}, "format": "nvfp4-pack
         ({"quant_method": "fp8", "weight_block_size": [128]}, "two sizes"),
         ({"quant_method": "compressed-tensors"}, "config_groups"),
         ({"quant_method": "compressed-tensors"} | BAD, r"config_groups.a.format': found 'nvfp4"),
+        (rotated("weight_output", "input"), r"transform_config.config_groups.R.*found 'input'"),
+        (rotated("output"), "transform_config"),
+        (GOOD | {"transform_config": {"config_groups": [1]}}, "an object of groups"),
     ],
 )
 def test_configuration_that_is_not_read(fields, message):

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from llmpq.errors import SpecError
 from llmpq.models import Checkpoint, TensorFiles
+from llmpq.spec.huggingface.families import load_model_dir
 
 INDEX = "model.safetensors.index.json"
 
@@ -237,6 +238,53 @@ def test_weights_without_an_index_are_those_with_one(copy_of, max_shard_size):
         (model_dir / "model.safetensors").rename(model_dir / "consolidated.safetensors")
     found = Checkpoint(model_dir).layer_state_dict(2)
     assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+
+
+def test_an_index_counts_before_a_single_file_unless_a_shard_is_missing(copy_of, tiny_model):
+    model_dir = copy_of("llama", max_shard_size="20KB")
+    expected = Checkpoint(model_dir).layer_state_dict(1)
+    other = tiny_model("llama", seed=1)
+    shutil.copy(other / "model.safetensors", model_dir)
+    found = Checkpoint(model_dir).layer_state_dict(1)
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+    next(model_dir.glob("*-of-*.safetensors")).unlink()
+    found, expected = (Checkpoint(one).layer_state_dict(1) for one in (model_dir, other))
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+
+
+def test_tensors_that_the_index_has_elsewhere_do_not_count(copy_of):
+    # A shard of a new checkpoint replaces tensors that the old shards still hold.
+    model_dir = copy_of("llama", max_shard_size="20KB")
+    expected = Checkpoint(model_dir).layer_state_dict(0)
+    weight_map = json.loads((model_dir / INDEX).read_text())["weight_map"]
+    name = "model.layers.0.mlp.down_proj.weight"
+    file = model_dir / next(one for one in weight_map.values() if one != weight_map[name])
+    stale = {name: torch.zeros(3), "model.layers.0.old": torch.zeros(1 << 16, dtype=torch.half)}
+    save_file(load_file(file) | stale, file)
+    checkpoint = Checkpoint(model_dir)
+    found = checkpoint.layer_state_dict(0)
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+    assert checkpoint.dtype == torch.float32
+
+
+def test_layers_for_drafts_behind_the_model_are_left_out(copy_of):
+    model_dir = copy_of("qwen3_moe")
+    expected, count = Checkpoint(model_dir), Checkpoint(model_dir).config.num_hidden_layers
+
+    def with_drafts(tensors):
+        drafts = {
+            name.replace(".layers.0.", f".layers.{count}."): value[:1].clone()
+            for name, value in tensors.items()
+            if ".layers.0." in name
+        }
+        return tensors | drafts | {"mtp.fc.weight": torch.zeros(2, 2)}
+
+    layers = [expected.layer_state_dict(index) for index in range(count)]
+    found = Checkpoint(_rewrite(model_dir, with_drafts))
+    for index, layer in enumerate(layers):
+        state = found.layer_state_dict(index)
+        assert all(torch.equal(state[key], tensor) for key, tensor in layer.items())
+    assert load_model_dir(model_dir).num_layers == count
 
 
 def test_link_into_the_blobs_of_a_hub_cache_is_followed(copy_of, tmp_path):

@@ -134,7 +134,15 @@ def test_no_template_is_a_bad_request():
         ChatTemplate(None, {}).render([{"role": "user", "content": "x"}])
 
 
-@pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "chat_template.jinja",
+        "tokenizer_config.json",
+        "chat_template.json",  # of the processor of a multimodal model
+        "processor_config.json",
+    ],
+)
 def test_tokenizer_process_finds_template_and_gives_the_same_tokens(tmp_path, tokenizer, place):
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
         shutil.copy(DEMO / name, tmp_path / name)
@@ -168,5 +176,5 @@ def write_template(folder: Path, place: str) -> None:
     if place.endswith(".jinja"):
         path.write_text(CHAT_ML, encoding="utf-8")
     else:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         path.write_text(json.dumps(config | {"chat_template": CHAT_ML}), encoding="utf-8")

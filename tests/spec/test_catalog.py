@@ -60,6 +60,18 @@ def test_active_parameters_of_mixtures(name, billions):
     assert active / 1e9 == pytest.approx(billions, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("name", "cached"),
+    [
+        ("Qwen/Qwen3-4B", 36 * 2 * 8 * 128 * 2),  # heads of 128, not of hidden size / heads
+        ("deepseek-ai/DeepSeek-V2-Lite", 27 * (512 + 64) * 2),  # the latent vector, for all heads
+    ],
+)
+def test_a_token_leaves_what_its_layers_keep(name, cached):
+    layers = catalog.model(name).layers
+    assert sum(layer.kv_bytes_per_token(2) for layer in layers) == cached
+
+
 def test_the_promised_families_and_sizes_are_there():
     names = set(catalog.model_names())
     assert len(names) >= 45

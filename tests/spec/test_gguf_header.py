@@ -5,42 +5,13 @@ import shutil
 import struct
 
 import pytest
+from helpers.gguf_headers import gguf_bytes, key, text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmpq.errors import SpecError
 from llmpq.spec.gguf.config import config_bytes, config_of, gguf_config
 from llmpq.spec.gguf.header import GGML_TYPES, find_gguf, read_header
-
-SIZES = {
-    "context_length": 64,
-    "embedding_length": 32,
-    "block_count": 1,
-    "feed_forward_length": 64,
-    "attention.head_count": 2,
-}
-
-
-def text(value):
-    return struct.pack("<Q", len(value)) + value.encode()
-
-
-def key(name, kind, form, *values):
-    return text(name) + struct.pack("<I", kind) + struct.pack("<" + form, *values)
-
-
-def gguf_bytes(*, version=3, extra=(), tensors=(("token_embd.weight", (32, 8), 0),)):
-    """A small model: the keys of ``SIZES``, ``extra`` ones, and tensors of F32."""
-    keys = [text("general.architecture") + struct.pack("<I", 8) + text("llama")]
-    keys += [key(f"llama.{name}", 4, "I", value) for name, value in SIZES.items()]
-    keys += [key("llama.attention.layer_norm_rms_epsilon", 6, "f", 1e-5), *extra]
-    head = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(keys)) + b"".join(keys)
-    data = 0
-    for name, shape, kind in tensors:
-        head += text(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
-        head += struct.pack("<IQ", kind, data)
-        data += shape[0] * shape[1] * 4
-    return head + b"\0" * (-len(head) % 32) + b"\0" * data
 
 
 def write(folder, content, name="model.gguf"):
@@ -121,9 +92,39 @@ def test_which_file_is_a_models(tmp_path):
     with pytest.raises(SpecError, match="found 2 GGUF models"):
         find_gguf(tmp_path)
     (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").touch()
     assert find_gguf(tmp_path) is None
     assert find_gguf(other) == other
     assert find_gguf(tmp_path / "missing.gguf") is None
+    parts = [write(tmp_path, gguf_bytes(), f"m-0000{part}-of-00002.gguf") for part in (1, 2)]
+    assert [find_gguf(part) for part in parts] == parts[:1] * 2
+
+
+def kind_of(value):
+    return text("general.type") + struct.pack("<I", 8) + text(value)
+
+
+def test_files_that_go_with_a_model_are_none(tmp_path):
+    model = write(tmp_path, gguf_bytes(extra=(kind_of("model"),)), "m.gguf")
+    write(tmp_path, gguf_bytes(architecture="clip"), "mmproj-F16.gguf")
+    for kind in ("mmproj", "imatrix", "adapter"):
+        write(tmp_path, gguf_bytes(extra=(kind_of(kind),)), f"{kind}.gguf")
+    assert find_gguf(tmp_path) == model
+    write(tmp_path, b"GGUF", "damaged.gguf")
+    with pytest.raises(SpecError, match="found 2 GGUF models"):
+        find_gguf(tmp_path)
+
+
+def test_a_configuration_beside_gguf_weights_alone_changes_nothing(tmp_path):
+    # As published, so that other programs find the family.
+    file = write(tmp_path, gguf_bytes())
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert find_gguf(tmp_path) == file
+    assert gguf_config(tmp_path) == gguf_config(file)
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        (tmp_path / name).touch()
+        assert find_gguf(tmp_path) is None
+        (tmp_path / name).unlink()
 
 
 @settings(deadline=None, max_examples=200)

@@ -151,6 +151,22 @@ def test_a_language_part_may_leave_sizes_to_its_class(tmp_path):
 SHARD = "model-0000{}-of-00002.safetensors"
 
 
+def test_null_heads_of_full_attention_are_those_of_the_others(tmp_path):
+    # As Gemma 4 E2B and E4B are published.
+    text = {
+        "model_type": "gemma4_text", "hidden_size": 64, "intermediate_size": 128,
+        "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "vocab_size": 100, "vocab_size_per_layer_input": 100, "hidden_size_per_layer_input": 8,
+        "num_kv_shared_layers": 0, "attention_k_eq_v": False,
+    }  # fmt: skip
+    found = [
+        load_model_dir(write(tmp_path, {"model_type": "gemma4", "text_config": text | more})).layers
+        for more in ({}, {"num_global_key_value_heads": None})
+    ]
+    assert found[0] == found[1]
+    assert {layer.num_kv_heads for layer in found[1]} == {2}
+
+
 def test_shards_without_an_index_are_found(tmp_path):
     write(tmp_path, LLAMA, {EMBEDDING: matrix(1)}, SHARD.format(1))
     write(tmp_path, LLAMA, {HEAD: matrix(2)}, SHARD.format(2))

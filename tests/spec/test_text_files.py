@@ -13,7 +13,7 @@ import pytest
 
 from llmpq.costmodel.importers.csv_rows import csv_rows
 from llmpq.errors import SpecError
-from llmpq.spec.fields import read_json, read_text, write_text
+from llmpq.spec.fields import digest_of, dump_json, read_json, read_text, write_text
 from llmpq.spec.tables import read_csv
 from llmpq.spec.trace import load_trace
 
@@ -63,6 +63,13 @@ def test_bytes_that_are_no_text_name_the_remedy(tmp_path):
     file.write_bytes(b'{"name": "Gr\xfc\xdfe"}')
     with pytest.raises(SpecError, match=r"at byte 12, expected text in UTF-8: save the file as"):
         read_json(file)
+
+
+def test_names_of_files_that_are_no_text_are_kept(tmp_path):
+    name = os.fsdecode(b"mod\xe8le")  # as an archive of another system leaves it
+    write_text(tmp_path / "file.json", dump_json({"model": name}))
+    assert read_json(tmp_path / "file.json") == {"model": name}
+    assert digest_of(name) != digest_of("modèle")
 
 
 def test_a_link_stays_and_its_target_is_written(tmp_path):

@@ -15,8 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from llmpq.cli.common import print_points, progress_bar, require
-from llmpq.dist.launch.process_environment import cpu_environment
+from llmpq.cli.common import host_name, print_points, progress_bar, require
+from llmpq.dist.launch.process_environment import cpu_environment, pin
 from llmpq.errors import SpecError
 from llmpq.profiler.device import available_cores
 from llmpq.spec.tables import CommTable, ends_line, ends_of, read_comm_table, write_comm_table
@@ -40,7 +40,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     link.add_argument("--append", action="store_true", help="keep what --output already holds")
     hosts = link.add_argument_group("two hosts (each runs this command)")
     hosts.add_argument("--node_rank", type=int, choices=(0, 1), help="0 is the first of --between")
-    hosts.add_argument("--master_addr", help="address of host 0")
+    hosts.add_argument("--master_addr", type=host_name, help="address of host 0")
     hosts.add_argument("--master_port", type=int, default=29500)
     hosts.add_argument("--token_file", type=Path, help="the same secret on both hosts")
     link.add_argument("--step_timeout", type=float, default=10.0, metavar="SECONDS")
@@ -77,7 +77,7 @@ def _start_both(arguments: list[str]) -> int:
         ends = [subprocess.Popen([*command, str(rank)], env=environment) for rank in (0, 1)]
         if len(cores) > 1:
             for end, core in zip(ends, cores, strict=False):
-                os.sched_setaffinity(end.pid, {core})
+                pin(end.pid, {core})
         try:
             return max(abs(end.wait()) for end in ends)
         finally:

@@ -11,6 +11,8 @@ INCOMPLETE = "\ufffd"
 MAX_PENDING = 16
 """Tokens without text after which their bytes are taken for invalid, not for incomplete."""
 CHARACTER_BYTES = 4
+CONTEXT_TOKENS = 4
+"""Tokens before an answer that are decoded with it: special ones among them have no text."""
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -20,12 +22,21 @@ class IncrementalDecoder:
 
     Args:
         decode: returns the text of tokens; without it all text is empty.
+        context: tokens before the answer, whose text the answer continues. Decoders of
+            SentencePiece's tokenizers drop the space before the first token of a text.
+
+    Attributes:
+        num_characters: returned so far: where the text of the next token begins.
     """
 
-    def __init__(self, decode: Decode | None) -> None:
+    def __init__(self, decode: Decode | None, context: Sequence[int] = ()) -> None:
+        self.num_characters = 0
         self._decode = decode
-        self._token_ids: list[int] = []  # from the first that is decoded again
-        self._read = 0  # the tokens whose text was returned, and which give new ones their spaces
+        self._token_ids = list(context[-CONTEXT_TOKENS:])  # from the first that is decoded again
+        if decode is not None and decode(self._token_ids).endswith(INCOMPLETE):
+            self._token_ids = []
+        # The tokens whose text was returned, and which give new ones their spaces.
+        self._read = len(self._token_ids)
 
     def add(self, token: int) -> str:
         """Return the text that a token completes; empty inside a character of several tokens."""
@@ -52,7 +63,9 @@ class IncrementalDecoder:
     def _advance(self, end: int, text: str, known: str) -> str:
         self._token_ids = self._token_ids[self._read :]
         self._read = end - self._read
-        return text[len(known) :]
+        new = text[len(known) :]
+        self.num_characters += len(new)
+        return new
 
     def _invalid_text(self, text: str, known: str) -> str:
         """Return text whose bytes no later token can complete, so that the rest stays short."""
@@ -78,6 +91,7 @@ class Detokenizer:
         stop: stop strings, none of them empty.
         include_stop: whether the stop string is part of the text.
         min_tokens: a stop string that is complete within the first tokens does not count.
+        context: as for :class:`IncrementalDecoder`.
 
     Attributes:
         stop_reason: the stop string that was found.
@@ -90,17 +104,23 @@ class Detokenizer:
         *,
         include_stop: bool = False,
         min_tokens: int = 0,
+        context: Sequence[int] = (),
     ) -> None:
         if "" in stop:
             raise SpecError("stop: found an empty string, expected at least one character")
         self.stop_reason: str | None = None
-        self._decoder = IncrementalDecoder(decode)
+        self._decoder = IncrementalDecoder(decode, context)
         self._stop = tuple(stop)
         self._longest = max((len(text) for text in stop), default=0)
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._num_tokens = 0
         self._held = ""
+
+    @property
+    def num_characters(self) -> int:
+        """Where the text of the next token begins, in characters from the start of the answer."""
+        return self._decoder.num_characters
 
     def add(self, token: int) -> str:
         """Return the text that is certain after one more token.

@@ -14,7 +14,10 @@ from typing import Any
 
 from llmpq.dist.model_listing import list_models_when_asked
 from llmpq.errors import SpecError
+from llmpq.spec.fields import read_json
 from llmpq.spec.gguf.tokenizer import tokenizer_arguments, tokenizer_error
+
+PROCESSOR_FILES = ("chat_template.json", "processor_config.json")
 
 
 def export_tokenizer(model_dir: Path) -> dict[str, Any] | None:
@@ -43,8 +46,19 @@ def export_tokenizer(model_dir: Path) -> dict[str, Any] | None:
         "special_tokens": {
             name: str(value) for name, value in tokenizer.special_tokens_map.items()
         },
-        "chat_template": tokenizer.chat_template,
+        "chat_template": tokenizer.chat_template
+        or _template_of_processor(Path(arguments["pretrained_model_name_or_path"])),
     }
+
+
+def _template_of_processor(folder: Path) -> Any:
+    """Return the chat template of a multimodal model's processor, which tokenizers do not read."""
+    for name in PROCESSOR_FILES:
+        file = folder / name
+        found = read_json(file) if file.is_file() else None
+        if isinstance(found, dict) and found.get("chat_template"):
+            return found["chat_template"]
+    return None
 
 
 def main(argv: list[str]) -> int:

@@ -14,7 +14,7 @@ from typing import IO, Any, Literal, Self, cast
 
 from llmpq.dist.io.prompts import RequestId, parse_line, request_id, token_ids_of
 from llmpq.errors import SpecError, StageError
-from llmpq.spec.fields import Fields
+from llmpq.spec.fields import Fields, encode_text
 
 FinishReason = Literal["stop", "length"]
 
@@ -65,7 +65,7 @@ class LineWriter:
         if self._error is not None:
             raise self._error
         text = json.dumps(value, ensure_ascii=False)
-        line = text.encode("utf-8", "backslashreplace") + b"\n"  # escapes lone surrogates
+        line = encode_text(text) + b"\n"
         rest = memoryview(line)
         try:
             while rest:

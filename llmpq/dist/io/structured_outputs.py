@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmpq.dist.io.sampling_params import StructuredOutputsParams
+from llmpq.dist.io.tokenizer_process import read_tokenizer
 from llmpq.errors import SpecError
+from llmpq.spec.gguf.header import find_gguf
 
 if TYPE_CHECKING:
     import numpy as np
@@ -83,7 +85,7 @@ class GrammarCompiler:
     A form that several answers have, at the same time or one after the other, is compiled once.
 
     Args:
-        model_dir: directory with ``tokenizer.json``.
+        model_dir: directory of the model, or its GGUF file.
         eos_token_ids: the model's end tokens.
         max_compiled: compiled forms that are kept for further answers.
     """
@@ -91,7 +93,9 @@ class GrammarCompiler:
     def __init__(
         self, model_dir: Path, eos_token_ids: Collection[int], max_compiled: int = MAX_COMPILED
     ) -> None:
-        self._file = model_dir / "tokenizer.json"
+        gguf = find_gguf(model_dir)
+        self._model_dir = model_dir
+        self._file = (model_dir if gguf is None else gguf.parent) / "tokenizer.json"
         self._eos_token_ids = sorted(eos_token_ids)
         self._tokenizer: Any = None
         self._max_compiled = max_compiled
@@ -133,19 +137,26 @@ class GrammarCompiler:
         """Read the tokenizer, unless that has been done.
 
         Raises:
-            SpecError: the model has no fast tokenizer.
+            SpecError: the model has no tokenizer that the tokenizers library reads.
         """
         if self._tokenizer is None:
             self._tokenizer = self._load_tokenizer(_library())
 
     def _load_tokenizer(self, library: Any) -> Any:
         try:
-            text = self._file.read_text(encoding="utf-8")
+            text = self._file.read_text(encoding="utf-8") if self._file.is_file() else self._made()
             return library.LLTokenizer(_unpadded(text), eos_token=self._eos_token_ids or None)
         except (OSError, ValueError) as error:
             raise SpecError(
                 f"{_FIELD}: {self._file.name} of the model cannot be used: {error}"
             ) from None
+
+    def _made(self) -> str:
+        """Return the ``tokenizer.json`` of a model that has its tokenizer in another form."""
+        found = read_tokenizer(self._model_dir)
+        if found is None:
+            raise ValueError("found no tokenizer")
+        return json.dumps(found["tokenizer"])
 
 
 def _unpadded(text: str) -> str:

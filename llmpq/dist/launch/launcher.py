@@ -23,6 +23,7 @@ from llmpq.dist.io.job import START_TIMEOUT_S, Job, write_job
 from llmpq.dist.launch.process_environment import (
     cpu_environment,
     cuda_environment,
+    pin,
     python_path,
 )
 from llmpq.dist.launch.signals import SIGNALS
@@ -46,6 +47,7 @@ _log = get_logger(__name__)
 POLL_S = 0.05
 GRACE_S = 1.0
 """How long the other ranks may take to write their errors, after one failed."""
+_PROBE_BYTES = 1 << 13
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,8 +209,7 @@ def _start(
         )
     cores = _cores(plan, rank, ranks, available) if job.pins_workers else set()
     if cores:
-        with contextlib.suppress(ProcessLookupError):  # its end is noticed elsewhere
-            os.sched_setaffinity(worker.pid, cores)
+        pin(worker.pid, cores)
     return worker
 
 
@@ -361,8 +362,28 @@ def _cause(plan: Plan, workers: Mapping[int, subprocess.Popen[bytes]], folder: P
         return error_from_status(first.exit_status, first.message, is_permanent=first.is_permanent)
     rank = next(rank for rank, worker in workers.items() if worker.poll())
     log = _log_file(folder, rank).read_text(encoding="utf-8", errors="replace").strip()
-    status = workers[rank].poll()
-    return StageError(f"{stage_name(plan, rank, host)}: exited with status {status}: {log[-1000:]}")
+    name, status = stage_name(plan, rank, host), workers[rank].poll()
+    if not log and (problem := _why_unwritable(folder)) is not None:
+        return StageError(
+            f"{name}: exited with status {status} and could not say why: {problem}; set TMPDIR to "
+            "a folder with space",
+            is_permanent=True,
+        )
+    return StageError(f"{name}: exited with status {status}: {log[-1000:]}")
+
+
+def _why_unwritable(folder: Path) -> str | None:
+    """Return why the ranks cannot write to their folder, such as a full disk; ``None``: they can.
+
+    The reason of a rank that fails goes through a file there.
+    """
+    probe = folder / "probe"
+    try:
+        probe.write_bytes(bytes(_PROBE_BYTES))
+        probe.unlink()
+    except OSError as error:
+        return f"{folder}: cannot be written: {error.strerror}"
+    return None
 
 
 def _error_records(workers: Mapping[int, object], folder: Path) -> list[ErrorRecord]:

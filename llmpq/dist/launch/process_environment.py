@@ -1,4 +1,4 @@
-"""The environment variables of workers, and the malloc settings of a CPU worker.
+"""The environment variables of workers, their cores, and the malloc settings of a CPU worker.
 
 Thread counts, spinning and vector extensions are read when the libraries load, so a worker is a
 process started with these variables.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import llmpq
+from llmpq.logging import get_logger
 from llmpq.spec.cluster import CPU_ISAS
 from llmpq.spec.runtime_constants import MAPPED_FROM_BYTES
 from llmpq.units import KIB
@@ -39,6 +40,21 @@ _M_ARENA_MAX = -8
 
 LOADING_MMAP_BYTES = 256 * KIB
 _NEVER = 2**31 - 1
+_log = get_logger(__name__)
+
+
+def pin(pid: int, cores: Collection[int]) -> None:
+    """Keep a process on these cores where the host allows it.
+
+    A container may forbid the call, and its cores may change while the process starts; it is
+    slower then, not wrong.
+    """
+    try:
+        os.sched_setaffinity(pid, cores)
+    except ProcessLookupError:
+        pass  # its end is noticed elsewhere
+    except OSError as error:
+        _log.warning("process %d is not kept on cores of its own: %s", pid, error.strerror)
 
 
 def cpu_environment(

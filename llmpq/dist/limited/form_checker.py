@@ -33,7 +33,7 @@ class FormChecker:
     """Checks the forms of answers; a form is compiled once, whatever the number of its answers.
 
     Args:
-        model_dir: directory with ``tokenizer.json``.
+        model_dir: directory of the model, or its GGUF file.
         timeout_s: processor time to compile a form.
     """
 

@@ -75,7 +75,7 @@ class TensorFiles:
         Raises:
             SpecError: no tensor holds floating-point numbers.
         """
-        name = weights_dtype(self.headers.values())
+        name = weights_dtype(self.headers, self._file_of)
         if name is None:
             raise SpecError(f"{self.directory}: found no floating-point weights")
         found: torch.dtype = getattr(torch, name)

@@ -142,10 +142,11 @@ def _read_weights(folder: Path, stamps: tuple[tuple[int, ...], ...]) -> _StoredW
     try:
         files = find_weights(folder)
         headers = read_headers(files)
-        own = _has_own_head(folder, headers, files.assign(headers))
+        file_of = files.assign(headers)
+        own = _has_own_head(folder, headers, file_of)
     except (SpecError, OSError):
         return None
-    return _StoredWeights(dtype=weights_dtype(headers.values()), has_own_head=own)
+    return _StoredWeights(dtype=weights_dtype(headers, file_of), has_own_head=own)
 
 
 def _has_own_head(folder: Path, headers: Mapping[str, Header], file_of: Mapping[str, str]) -> bool:

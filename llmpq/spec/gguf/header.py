@@ -40,6 +40,9 @@ _SCALARS = {
     12: "<d",
 }
 _STRING, _ARRAY = 8, 9
+_PROJECTOR = "clip"
+"""Architecture of all projectors of images, which older files do not call so by their type."""
+_OTHER_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -126,23 +129,43 @@ class GgufHeader:
 def find_gguf(model: Path | str) -> Path | None:
     """Return the first GGUF file of a model: the file itself, or the only one of a directory.
 
-    A directory with a ``config.json`` is a model of transformers, whatever else lies in it.
+    Of a model in several files, any of them stands for it. Files that go with a model, such as the
+    projector of its images, are none. A directory with a ``config.json`` is a model of transformers
+    unless its only weights are GGUF.
 
     Raises:
-        SpecError: a directory without ``config.json`` has several GGUF models.
+        SpecError: a directory has several GGUF models.
     """
     path = Path(model)
     if path.is_file() and (path.suffix == ".gguf" or _has_magic(path)):
-        return path
-    if not path.is_dir() or (path / "config.json").exists():
+        return _files_of(path)[0]
+    if not path.is_dir():
         return None
-    found = [file for file in sorted(path.glob("*.gguf")) if _part_of(file)[0] == 1]
+    found = [file for file in sorted(path.glob("*.gguf")) if _part_of(file) == 1]
+    if found and (path / "config.json").exists() and _has_other_weights(path):
+        return None
+    if len(found) > 1:
+        found = [file for file in found if _is_model(file)]
     if len(found) > 1:
         raise SpecError(
             f"{path}: found {len(found)} GGUF models ({found[0].name}, {found[1].name}, ...), "
             "expected the path of one"
         )
     return found[0] if found else None
+
+
+def _has_other_weights(folder: Path) -> bool:
+    return any(next(folder.glob(f"*{suffix}"), None) for suffix in _OTHER_WEIGHTS)
+
+
+def _is_model(file: Path) -> bool:
+    """Return whether a file is a model of text; one that cannot be read counts as one."""
+    try:
+        metadata = read_header(file).metadata
+    except SpecError:
+        return True
+    kind = metadata.get("general.type", "model")
+    return kind == "model" and metadata.get("general.architecture") != _PROJECTOR
 
 
 def _has_magic(path: Path) -> bool:
@@ -155,13 +178,13 @@ def _has_magic(path: Path) -> bool:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read the header of a GGUF model; ``path`` is its only or its first file.
+    """Read the header of a GGUF model; ``path`` is any of its files.
 
     Raises:
         SpecError: a file is missing, or no valid GGUF.
     """
-    stamps = tuple(_stamp(file) for file in _files_of(path))
-    return _read_files(path, stamps)
+    files = _files_of(path)
+    return _read_files(files[0], tuple(_stamp(file) for file in files))
 
 
 @lru_cache(maxsize=8)
@@ -187,18 +210,16 @@ def _read_files(path: Path, stamps: tuple[tuple[Path, int, int], ...]) -> GgufHe
     )
 
 
-def _part_of(file: Path) -> tuple[int, int]:
+def _part_of(file: Path) -> int:
     found = _SPLIT.fullmatch(file.name)
-    return (int(found[2]), int(found[3])) if found else (1, 1)
+    return int(found[2]) if found else 1
 
 
 def _files_of(path: Path) -> list[Path]:
-    number, count = _part_of(path)
-    if number != 1:
-        raise SpecError(f"{path}: found part {number} of {count}, expected the first")
     found = _SPLIT.fullmatch(path.name)
     if found is None:
         return [path]
+    count = int(found[3])
     names = [f"{found[1]}-{part:05d}-of-{count:05d}.gguf" for part in range(1, count + 1)]
     return [path.with_name(name) for name in names]
 

@@ -25,6 +25,8 @@ _FORMATS = (
     "dense",
 )
 _LINEAR = "Linear"
+_OF_WEIGHTS = ("weight_input", "weight_output")
+"""Places of a transform that the stored weights already have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,7 @@ def _compressed_tensors(fields: Mapping[str, Any], where: str) -> CodesConfig:
         raise bad_field(where, f"{FIELD}.config_groups", groups, "an object of groups")
     if fields.get("sparsity_config"):
         raise bad_field(where, f"{FIELD}.sparsity_config", fields["sparsity_config"], "none")
+    _check_transforms(fields, where)
     named: list[tuple[str, int]] = []
     others: list[tuple[str, int]] = []
     block = None
@@ -89,6 +92,22 @@ def _compressed_tensors(fields: Mapping[str, Any], where: str) -> CodesConfig:
         for target in group.get("targets") or (_LINEAR,):
             (others if target == _LINEAR else named).append((_pattern(target, where), bits))
     return CodesConfig(groups=(*named, *others), block=block)
+
+
+def _check_transforms(fields: Mapping[str, Any], where: str) -> None:
+    """Check that no transform (a Hadamard rotation, say) applies to activations."""
+    place = f"{FIELD}.transform_config"
+    transforms = fields.get("transform_config") or {}
+    groups = transforms.get("config_groups") if isinstance(transforms, Mapping) else None
+    if transforms and not isinstance(groups, Mapping):
+        raise bad_field(where, f"{place}.config_groups", groups, "an object of groups")
+    for name, group in (groups or {}).items():
+        applied = group.get("apply") if isinstance(group, Mapping) else None
+        for entry in applied if isinstance(applied, list) else (None,):
+            location = entry.get("location") if isinstance(entry, Mapping) else None
+            if location not in _OF_WEIGHTS:
+                found = f"{place}.config_groups.{name}.apply.location"
+                raise bad_field(where, found, location, f"one of {', '.join(_OF_WEIGHTS)}")
 
 
 def _pattern(target: object, where: str) -> str:

@@ -1,6 +1,8 @@
 """Which safetensors files hold the weights of a model directory.
 
-One file, shards with an index, or shards without one, whose tensors are those of their headers.
+One file, shards with an index, or shards without one, whose tensors are those of their headers. An
+index counts before a single file, as its other readers do, unless a shard of it is missing; a
+tensor is where the index says, whatever else a shard holds.
 Links are followed wherever they lead: hub caches and folders of links are made of them. A name in
 an index is a name, not a path.
 """
@@ -10,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -78,8 +80,7 @@ def find_weights(directory: Path) -> WeightFiles:
     Raises:
         SpecError: there are none, some of them are missing, or those of several models.
     """
-    if (directory / SINGLE_FILE).exists():
-        return WeightFiles(directory=directory, names=(SINGLE_FILE,), index=None, file_of={})
+    is_single = (directory / SINGLE_FILE).exists()
     index = directory / INDEX_FILE
     if index.exists():
         file_of = _read_weight_map(index)
@@ -87,8 +88,10 @@ def find_weights(directory: Path) -> WeightFiles:
         for name in names:
             if PurePosixPath(name).name != name or "\\" in name or name in {"", ".", ".."}:
                 raise bad_field(str(index), "weight_map", name, "a file of this directory")
-        return WeightFiles(directory=directory, names=names, index=index, file_of=file_of)
-    return WeightFiles(directory=directory, names=_without_index(directory), index=None, file_of={})
+        if not is_single or all((directory / name).exists() for name in names):
+            return WeightFiles(directory=directory, names=names, index=index, file_of=file_of)
+    names = (SINGLE_FILE,) if is_single else _without_index(directory)
+    return WeightFiles(directory=directory, names=names, index=None, file_of={})
 
 
 def read_headers(files: WeightFiles) -> dict[str, Header]:
@@ -100,17 +103,21 @@ def read_headers(files: WeightFiles) -> dict[str, Header]:
     return {name: _read(files.directory / name) for name in files.names}
 
 
-def weights_dtype(headers: Iterable[Header]) -> str | None:
+def weights_dtype(headers: Mapping[str, Header], file_of: Mapping[str, str]) -> str | None:
     """Return torch's name of the dtype of most weights, by bytes, without scales of codes.
+
+    Args:
+        headers: of all files, by name.
+        file_of: file of every tensor of the model; shards may hold others.
 
     Returns:
         ``None`` if no tensor holds floating-point numbers.
     """
     stored: Counter[str] = Counter()
-    for header in headers:
-        for name, entry in header.entries.items():
-            if entry.dtype in FLOATING and not name.endswith(_OF_CODES):
-                stored[FLOATING[entry.dtype]] += entry.end - entry.begin
+    for name, file in file_of.items():
+        entry = headers[file].entries[name]
+        if entry.dtype in FLOATING and not name.endswith(_OF_CODES):
+            stored[FLOATING[entry.dtype]] += entry.end - entry.begin
     return stored.most_common(1)[0][0] if stored else None
 
 

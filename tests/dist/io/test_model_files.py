@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 from helpers.tiny_models import write_tokenizer
@@ -11,6 +13,7 @@ from transformers import LlamaConfig
 from llmpq.dist.io.model_files import eos_token_ids, load_tokenizer
 from llmpq.errors import SpecError
 
+DEMO = Path(__file__).parents[3] / "models" / "demo"
 WORDS = ["<unk>", "</s>", "one", "two", "three"]
 
 
@@ -20,6 +23,24 @@ def test_text_to_tokens_and_back(tmp_path):
     assert tokenizer is not None
     assert tokenizer.encode("two three one") == [3, 4, 2]
     assert tokenizer.decode([3, 4, 2, 1]) == "two three one"
+
+
+@pytest.mark.parametrize("extra", [[], ["<extra>"], {}, {"image_token": "<extra>"}])
+def test_extra_special_tokens_are_a_list_or_an_object(tmp_path, extra):
+    write_tokenizer(tmp_path, WORDS)
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"extra_special_tokens": extra}))
+    assert load_tokenizer(tmp_path).encode("two three one") == [3, 4, 2]
+
+
+def test_no_space_of_an_answer_is_cleaned_up(tmp_path):
+    # Llama 3's published configuration asks for it, which is meant for WordPiece.
+    shutil.copy(DEMO / "tokenizer.json", tmp_path)
+    config = json.loads((DEMO / "tokenizer_config.json").read_text())
+    config["clean_up_tokenization_spaces"] = True
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.decode(tokenizer.encode("x != y , do n't")) == "x != y , do n't"
 
 
 def test_a_directory_without_tokenizer_has_none(tmp_path):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from helpers.draft_plans import with_draft
@@ -22,7 +24,7 @@ from llmpq.dist.launch.launcher import (
     ranks_of_node,
     write_error_record,
 )
-from llmpq.dist.launch.process_environment import cpu_environment
+from llmpq.dist.launch.process_environment import cpu_environment, pin
 from llmpq.errors import CapacityError, LlmpqError, SpecError, StageError
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 
@@ -123,6 +125,20 @@ def test_workers_are_pinned_unless_asked_not_to_be(pins, tmp_path, monkeypatch):
     assert pinned == ([(4321, {min(os.sched_getaffinity(0))})] if pins else [])
 
 
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [(errno.EPERM, "not permitted"), (errno.EINVAL, "Invalid"), (errno.ESRCH, None)],
+)
+def test_a_host_that_pins_nothing_ends_no_run(number, message, monkeypatch, caplog):
+    def refuse(pid, cores):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    pin(4321, {0})
+    assert (message or "") in caplog.text
+    assert bool(caplog.records) == (message is not None)
+
+
 def _ended(*codes: str) -> dict[int, subprocess.Popen[bytes]]:
     """Processes that end as Python code says."""
     workers = {
@@ -163,6 +179,25 @@ def test_a_rank_that_left_no_note_is_quoted(tmp_path):
     (tmp_path / "rank-1.log").write_text("Traceback: something\n")
     found = _cause(_plan(), _ended("os._exit(0)", "os._exit(7)"), tmp_path)
     assert "status 7: Traceback: something" in str(found)
+
+
+def test_a_rank_that_cannot_write_its_reason_names_the_folder(tmp_path, monkeypatch):
+    (tmp_path / "rank-0.log").touch()
+
+    def is_full(path, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(Path, "write_bytes", is_full)
+    found = _cause(_plan(), _ended("os._exit(1)"), tmp_path)
+    assert f"{tmp_path}: cannot be written: No space left on device" in str(found)
+    assert found.is_permanent
+
+
+def test_a_silent_rank_with_space_is_not_blamed_on_the_disk(tmp_path):
+    (tmp_path / "rank-0.log").touch()
+    found = _cause(_plan(), _ended("os._exit(1)"), tmp_path)
+    assert str(found).endswith("exited with status 1: ")
+    assert [file.name for file in tmp_path.iterdir()] == ["rank-0.log"]
 
 
 def test_the_launching_process_stays_without_torch():

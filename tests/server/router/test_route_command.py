@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from helpers.served import Served, make_service, serving
 from llmpq.cli.commands.route import main
 from llmpq.server.router.backend import report_of_load
 
+NO_PROXY = "http://127.0.0.1:9"  # where nothing listens
+
 
 @pytest.fixture(scope="module")
 def replicas() -> Iterator[list[Served]]:
@@ -38,6 +41,8 @@ def routing(replicas: list[Served], port: int = 0) -> Iterator[tuple[subprocess.
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A proxy of the host is for other sites: replicas are asked directly.
+        env=os.environ | dict.fromkeys(("HTTP_PROXY", "http_proxy", "ALL_PROXY"), NO_PROXY),
     )
     with process:
         assert process.stdout is not None
