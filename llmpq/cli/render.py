@@ -15,7 +15,7 @@ from llmpq.spec.cluster import BF16_SETS, host_text, limited_set
 from llmpq.spec.codec import to_json
 from llmpq.spec.devices.formats import offered_kernels
 from llmpq.spec.model import ModelSpec
-from llmpq.spec.plan import Plan, StageAssignment, StageEstimate
+from llmpq.spec.plan import Plan, Search, StageAssignment, StageEstimate
 from llmpq.spec.precision import Phase
 from llmpq.spec.tables import LatencyTable
 from llmpq.units import GIB, MIB, format_bytes, format_seconds
@@ -23,9 +23,11 @@ from llmpq.units import GIB, MIB, format_bytes, format_seconds
 BAR_WIDTH = 12
 SLOW = ("reference",)
 FROM_GIB = 4 * GIB
+"""Sizes from here on are shown in GiB, smaller ones in MiB."""
 MOST_PLACES = 4
 """Places of a draft model that are named."""
-"""Sizes from here on are shown in GiB, smaller ones in MiB."""
+MANY_ORDERS = 10**6
+"""Orders from here on are shown with one digit."""
 
 
 def plan_record(plan: Plan, path: str | None) -> dict[str, Any]:
@@ -271,7 +273,7 @@ def _totals(plan: Plan) -> list[str]:
         proof = "proven optimal" if search.status == "optimal" else "not proven optimal"
         lines.append(
             f"bound          {search.bound_s:.4g} s, gap {max(0.0, search.gap):.2%} ({proof} over "
-            f"{search.orders} device orders: candidates solved {search.pairs_searched}, "
+            f"{_orders_text(search)}: candidates solved {search.pairs_searched}, "
             f"ruled out by their bound {search.pairs_pruned})"
         )
     lines.append(
@@ -279,6 +281,21 @@ def _totals(plan: Plan) -> list[str]:
         + (f", solver {search.solver}" if search.solver else "")
     )
     return lines
+
+
+def _orders_text(search: Search) -> str:
+    """Return over which orders of the devices a proof is, in words."""
+    number = f"{search.orders:,}" if search.orders < MANY_ORDERS else f"{search.orders:.1g}"
+    if search.order_set is None:
+        return f"{number} device orders"
+    if search.orders == 1:
+        return "the given order" if search.order_set == "given" else "the only order of devices"
+    return {
+        "all": f"all {number} orders of devices",
+        "types": f"the {number} orders that keep equal devices of a node adjacent; --orders all "
+        "searches every order",
+        "leading": f"{number} orders: each kind of device first, the others as in the cluster file",
+    }[search.order_set]
 
 
 _COMPARED = (
@@ -399,8 +416,18 @@ def explanation_text(plan: Plan, found: Explanation) -> Iterator[str]:
         yield f"binds          {stage.rank} {plan.device_of(stage).label}: {binding_text(item)}"
     for answer in found.forced:
         yield f"if used        {_named(answer.devices)}: {_cost_text(plan, answer)}"
-    for answer in found.more:
+    yield from more_text(plan, found.more)
+
+
+def more_text(plan: Plan, more: Sequence[Alternative]) -> Iterator[str]:
+    """Yield what one more device of each kind brings."""
+    for answer in more:
         yield f"one more       {answer.devices[0]}: {_gain_text(plan, answer)}"
+
+
+def more_record(plan: Plan, more: Sequence[Alternative]) -> list[dict[str, Any]]:
+    """Return the JSON objects of one more device of each kind."""
+    return [{"device": answer.devices[0], **_answer_record(plan, answer)} for answer in more]
 
 
 def explanation_record(plan: Plan, found: Explanation) -> dict[str, Any]:
@@ -429,9 +456,7 @@ def explanation_record(plan: Plan, found: Explanation) -> dict[str, Any]:
         ],
     }
     if found.more:
-        record["one_more"] = [
-            {"device": answer.devices[0], **_answer_record(plan, answer)} for answer in found.more
-        ]
+        record["one_more"] = more_record(plan, found.more)
     return record
 
 
