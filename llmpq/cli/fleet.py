@@ -17,7 +17,13 @@ from llmpq.assigner.request import PlanRequest, Progress
 from llmpq.assigner.verify import TOLERANCE, verify_plan
 from llmpq.cli.common import print_json
 from llmpq.cli.options import with_described
-from llmpq.cli.render import aligned, compact_bits, rate_text
+from llmpq.cli.render import (
+    aligned,
+    compact_bits,
+    rate_text,
+    requests_record,
+    requests_text,
+)
 from llmpq.errors import CapacityError, SpecError
 from llmpq.spec.fields import read_json
 from llmpq.spec.fleet import Fleet, FleetMember, read_fleet, write_fleet
@@ -94,10 +100,11 @@ def run_fleet(options: argparse.Namespace, request: PlanRequest, output: Path, s
         for entry, reasons in zip(record["replicas"], without, strict=True):
             entry["without_one"] = reasons
         found_by = {"gap": found.gap, "searches": found.searches, "limits": asdict(found.limits)}
-        print_json({**record, **found_by})
+        print_json({**record, **found_by, **requests_record(plans, options.requests)})
     else:
         print(fleet_table(fleet, plans))
-        for line in (*_reasons(found), *_limits(found)):
+        asked = requests_text(plans, options.requests)
+        for line in (*_reasons(found), *_limits(found), *asked):
             print(line)
         print(f"written        {output} and {len(paths)} strategy files")
     if options.plot is not None:
@@ -159,9 +166,11 @@ def check_fleet(options: argparse.Namespace) -> int:
     if options.json:
         record = fleet_record(fleet, plans, path)
         record |= {"fits": not excess, "excess_bytes": excess, "warnings": warnings}
-        print_json(record)
+        print_json({**record, **requests_record(plans, options.requests)})
     else:
         print(fleet_table(fleet, plans))
+        for line in requests_text(plans, options.requests):
+            print(line)
         words = f"{len(warnings)} warnings" if warnings else "every stored figure is confirmed"
         fits = f"does NOT fit: {format_bytes(excess)} too much" if excess else "valid and fits"
         print(f"checked        {fits}; {words}")

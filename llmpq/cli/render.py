@@ -14,11 +14,12 @@ from llmpq.spec import catalog
 from llmpq.spec.cluster import BF16_SETS, host_text, limited_set
 from llmpq.spec.codec import to_json
 from llmpq.spec.devices.formats import offered_kernels
+from llmpq.spec.fleet import seconds_of_requests
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import Plan, Search, StageAssignment, StageEstimate
 from llmpq.spec.precision import Phase
 from llmpq.spec.tables import LatencyTable
-from llmpq.units import GIB, MIB, format_bytes, format_seconds
+from llmpq.units import GIB, MIB, format_bytes, format_duration, format_seconds
 
 BAR_WIDTH = 12
 SLOW = ("reference",)
@@ -428,6 +429,21 @@ def more_text(plan: Plan, more: Sequence[Alternative]) -> Iterator[str]:
 def more_record(plan: Plan, more: Sequence[Alternative]) -> list[dict[str, Any]]:
     """Return the JSON objects of one more device of each kind."""
     return [{"device": answer.devices[0], **_answer_record(plan, answer)} for answer in more]
+
+
+def requests_text(plans: Sequence[Plan], number: int | None) -> list[str]:
+    """Return a line about the time of so many requests, none without a number."""
+    if number is None:
+        return []
+    seconds = seconds_of_requests(plans, number)
+    return [f"requests       {number:,} take {format_duration(seconds)}, in full batches"]
+
+
+def requests_record(plans: Sequence[Plan], number: int | None) -> dict[str, Any]:
+    """Return the entry of the time of so many requests in a JSON object, none without a number."""
+    if number is None:
+        return {}
+    return {"requests": {"number": number, "seconds": seconds_of_requests(plans, number)}}
 
 
 def explanation_record(plan: Plan, found: Explanation) -> dict[str, Any]:
