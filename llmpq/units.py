@@ -42,6 +42,20 @@ def format_seconds(seconds: float) -> str:
     return "0 s" if seconds == 0 else f"{seconds / US:.3g} us"
 
 
+def format_duration(seconds: float) -> str:
+    """Return a long duration as text, such as ``6 h 51 min`` or ``3 d 4 h``; a short one precisely.
+
+    Below two minutes it is that of ``format_seconds``.
+    """
+    if seconds < 120:
+        return format_seconds(seconds)
+    minutes = round(seconds / 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes} min" if hours else f"{minutes} min"
+    return f"{hours // 24} d {hours % 24} h"
+
+
 def _three_digits(value: float) -> str:
     if abs(value) >= 100:
         return f"{value:.0f}"

@@ -1,26 +1,22 @@
-"""The outer loop of LLM-PQ (Algorithm 1): device orders, micro-batch pairs, and their costs."""
+"""Micro-batch pairs of the outer loop of LLM-PQ (Algorithm 1), and the costs of each."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from itertools import permutations, product
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any
 
 import numpy as np
 
 from llmpq.assigner.problem import FloatArray, IntArray, PairCosts
 from llmpq.costmodel import ClusterCosts
-from llmpq.errors import SpecError
 from llmpq.spec.cluster import Cluster, Device
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import Phase
 from llmpq.spec.runtime_constants import PROMPT_CHUNK_TOKENS
 from llmpq.spec.workload import Workload
 
-OrderMode = Literal["types", "all"]
-
-MAX_ORDERS = 5040
 MAX_SIZES = 32
 """Micro-batch sizes tried a phase; a batch of 256 still has every distinct one."""
 
@@ -51,45 +47,6 @@ def micro_batch_pairs(batch: int) -> tuple[MicroBatching, ...]:
     """Return every pair of a prefill and a decode size."""
     sizes = micro_batch_sizes(batch)
     return tuple(MicroBatching(prefill=eta, decode=xi) for eta, xi in product(sizes, sizes))
-
-
-def device_orders(counts: Sequence[int], mode: OrderMode) -> tuple[tuple[int, ...], ...]:
-    """Return the orders of device groups, of ``counts`` devices each, kept together or interleaved.
-
-    Raises:
-        SpecError: more than ``MAX_ORDERS``.
-    """
-    number = num_orders(counts, mode)
-    if number > MAX_ORDERS:
-        hint = "use --orders types" if mode == "all" else "merge nodes of one device type"
-        raise SpecError(
-            f"device orders: found {number} of mode '{mode}' for groups of {list(counts)} devices, "
-            f"expected at most {MAX_ORDERS}; {hint}"
-        )
-    if mode == "all":
-        return tuple(_interleavings(list(counts), ()))
-    return tuple(
-        tuple(group for group in blocks for _ in range(counts[group]))
-        for blocks in permutations(range(len(counts)))
-    )
-
-
-def num_orders(counts: Sequence[int], mode: OrderMode) -> int:
-    """Return the number of orders of all devices."""
-    if mode == "types":
-        return math.factorial(len(counts))
-    return math.factorial(sum(counts)) // math.prod(math.factorial(count) for count in counts)
-
-
-def _interleavings(left: list[int], prefix: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    if not any(left):
-        yield prefix
-        return
-    for group, count in enumerate(left):
-        if count:
-            left[group] -= 1
-            yield from _interleavings(left, (*prefix, group))
-            left[group] += 1
 
 
 def layers_that_fit(costs: PairCosts, counts: IntArray) -> IntArray:

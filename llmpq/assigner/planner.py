@@ -269,6 +269,7 @@ def plan_of(
             gap=gap,
             planning_s=planning_s,
             orders=solution.orders,
+            order_set=solution.order_set,
             pairs_searched=solution.pairs_searched,
             pairs_pruned=solution.pairs_pruned,
         ),

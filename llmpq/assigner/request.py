@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -13,11 +14,10 @@ from llmpq.assigner.constraints.deadline import NEVER, Deadline
 from llmpq.assigner.constraints.limits import Limits
 from llmpq.assigner.constraints.overrides import NO_OVERRIDES, Overrides
 from llmpq.assigner.constraints.resolve import resolve
+from llmpq.assigner.device_orders import GroupTables, OrderMode, device_orders, listed_orders
 from llmpq.assigner.enumeration import (
-    OrderMode,
     build_pairs,
     device_groups,
-    device_orders,
     layers_that_fit,
     micro_batch_pairs,
 )
@@ -36,7 +36,7 @@ from llmpq.costmodel import ClusterCosts, LatencySource, build_costs
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec.cluster import Cluster
 from llmpq.spec.model import ModelSpec
-from llmpq.spec.plan import Formula, Status
+from llmpq.spec.plan import Formula, OrderSet, Status
 from llmpq.spec.precision import BITS, Dtype
 from llmpq.spec.sensitivity import SensitivityTable
 from llmpq.spec.workload import Workload
@@ -107,7 +107,7 @@ class PlanRequest:
     gap: float = 0.0
     time_limit_s: float | None = None
     deadline: Deadline = NEVER
-    orders: OrderMode = "types"
+    orders: OrderMode = "auto"
     layer_group: int = 1
     profile_dir: Path | None = None
     latency: LatencySource = "table"
@@ -172,7 +172,7 @@ class PlanRequest:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PlanningTask:
     """A request with its arrays.
 
@@ -217,11 +217,18 @@ class PlanningTask:
         """Whether the user fixed layers, bits, use or order, which most heuristics ignore."""
         return self.limits is not None or self.fixed_order is not None
 
-    def orders(self) -> tuple[tuple[int, ...], ...]:
-        """Return the orders of groups to try; see ``device_orders``."""
+    @cached_property
+    def twins(self) -> tuple[int, ...]:
+        """For every group its first twin; see ``device_orders``."""
+        return GroupTables(self.space).twins()
+
+    def orders(self) -> tuple[OrderSet, tuple[tuple[int, ...], ...]]:
+        """Return the orders of groups that integer programs try, and which these are."""
         if self.fixed_order is not None:
-            return (self.fixed_order,)
-        return device_orders(self.group_counts.tolist(), self.request.orders)
+            return "given", (self.fixed_order,)
+        counts = self.group_counts.tolist()
+        found = listed_orders(counts, self.request.orders, self.twins)
+        return found, device_orders(counts, found, self.twins)
 
     @property
     def space(self) -> SearchSpace:
@@ -255,7 +262,8 @@ class Solution:
         solver: solver's name, empty without one.
         status: ``optimal`` when proven within the requested gap.
         bound_s: proven lower bound over the method's search space, ``None`` without one.
-        orders: device orders considered.
+        orders: device orders considered, up to symmetry.
+        order_set: which these are, ``None`` where nothing is proven.
         pairs_searched, pairs_pruned: (order, micro-batch pair) combinations solved and skipped.
     """
 
@@ -266,6 +274,7 @@ class Solution:
     status: Status
     bound_s: float | None
     orders: int
+    order_set: OrderSet | None = None
     pairs_searched: int
     pairs_pruned: int
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from llmpq.assigner import PlanRequest
+from llmpq.assigner.explain.explanation import Alternative, one_more
 from llmpq.assigner.explain.fit import FitAnswer, fit_answers
 from llmpq.cli.common import print_json
 from llmpq.cli.options import add_reserve_option, with_described, with_reserve
@@ -14,7 +16,10 @@ from llmpq.cli.render import (
     aligned,
     format_text,
     memory_pair,
+    more_record,
+    more_text,
     plan_record,
+    requests_record,
     speed_cells,
     speed_heads,
 )
@@ -22,8 +27,10 @@ from llmpq.errors import InfeasibleError, SpecError
 from llmpq.profiler.device import host_cpu, with_host_cpu
 from llmpq.spec import catalog
 from llmpq.spec.cluster import cluster_of_lists, load_cluster
+from llmpq.spec.fleet import seconds_of_requests
 from llmpq.spec.precision import DTYPE_BYTES, Dtype
 from llmpq.spec.workload import Workload
+from llmpq.units import format_duration
 
 
 def add_fit_options(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +49,11 @@ def add_fit_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--global_bz", type=int, default=1, metavar="B", help="sequences (1)")
     group.add_argument("--s", type=int, default=512, metavar="TOKENS", help="prompt length (512)")
     group.add_argument("--n", type=int, default=128, metavar="TOKENS", help="new tokens (128)")
+    group.add_argument(
+        "--what_if",
+        action="store_true",
+        help="also plan with one more device of each kind, at the most bits that fit",
+    )
 
 
 def run_fit(options: argparse.Namespace) -> int:
@@ -53,18 +65,23 @@ def run_fit(options: argparse.Namespace) -> int:
     request = _request(options)
     answers = fit_answers(request)
     best = next((one.plan for one in answers if one.plan is not None), None)
+    more: tuple[Alternative, ...] = ()
+    if options.what_if and best is not None:
+        own = replace(request, bits=(best.bits[0],), theta_s=0.0)
+        more = one_more(own, best)
     if options.json:
-        print_json(
-            {
-                "model": request.model.name,
-                "cluster": request.cluster.name,
-                "fits": best is not None,
-                "answers": [_record(one) for one in answers],
-            }
-        )
+        record = {
+            "model": request.model.name,
+            "cluster": request.cluster.name,
+            "fits": best is not None,
+            "answers": [_record(one, options.requests) for one in answers],
+        }
+        if best is not None and options.what_if:
+            record["one_more"] = more_record(best, more)
+        print_json(record)
     else:
-        print(_text(request, answers))
-        for line in () if best is None else format_text(best):
+        print(_text(request, answers, options.requests))
+        for line in () if best is None else (*more_text(best, more), *format_text(best)):
             print(line)
     if best is None:
         last = answers[-1]
@@ -97,31 +114,38 @@ def _request(options: argparse.Namespace) -> PlanRequest:
     )
 
 
-def _record(answer: FitAnswer) -> dict[str, Any]:
+def _record(answer: FitAnswer, requests: int | None) -> dict[str, Any]:
     plan = answer.plan
     found: dict[str, Any] = {"bits": answer.bits, "fits": plan is not None, "reason": answer.reason}
-    return found if plan is None else {**found, **plan_record(plan, None)}
+    if plan is None:
+        return found
+    return {**found, **plan_record(plan, None), **requests_record([plan], requests)}
 
 
-def _text(request: PlanRequest, answers: Sequence[FitAnswer]) -> str:
+def _text(request: PlanRequest, answers: Sequence[FitAnswer], requests: int | None) -> str:
     work = request.workload
     speeds = speed_heads(work)
-    rows: list[tuple[str, ...]] = [("bits", "runs", "memory", *speeds, "devices")]
+    asked = () if requests is None else (f"{requests:,} requests",)
+    rows: list[tuple[str, ...]] = [("bits", "runs", "memory", *speeds, *asked, "devices")]
     reasons = []
     for answer in answers:
         plan = answer.plan
         if plan is None:
-            rows.append((str(answer.bits), "no", *[""] * (len(speeds) + 2)))
+            rows.append((str(answer.bits), "no", *[""] * (len(rows[0]) - 2)))
             reasons.append(f"{f'{answer.bits} bits':<9}{answer.short}")
             continue
         stages = plan.estimate.stages
         needed = sum(one.memory.total for one in stages)
+        taken = (
+            () if requests is None else (format_duration(seconds_of_requests([plan], requests)),)
+        )
         rows.append(
             (
                 str(answer.bits),
                 "yes",
                 memory_pair(needed, sum(one.capacity_bytes for one in stages)),
                 *speed_cells(plan),
+                *taken,
                 ", ".join(plan.device_of(stage).label for stage in plan.stages),
             )
         )

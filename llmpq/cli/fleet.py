@@ -7,7 +7,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,21 @@ from llmpq.assigner.request import PlanRequest, Progress
 from llmpq.assigner.verify import TOLERANCE, verify_plan
 from llmpq.cli.common import print_json
 from llmpq.cli.options import with_described
-from llmpq.cli.render import aligned, compact_bits, rate_text
+from llmpq.cli.render import (
+    aligned,
+    compact_bits,
+    rate_text,
+    requests_record,
+    requests_text,
+)
 from llmpq.errors import CapacityError, SpecError
 from llmpq.spec.fields import read_json
 from llmpq.spec.fleet import Fleet, FleetMember, read_fleet, write_fleet
 from llmpq.spec.plan import Plan, write_plan
 from llmpq.units import format_bytes, format_seconds
+
+MORE_TIME = 4
+"""How many times as long a time limit is proposed where the time was up."""
 
 Show = Callable[[Callable[[Progress], FleetPlan]], FleetPlan]
 
@@ -90,10 +99,12 @@ def run_fleet(options: argparse.Namespace, request: PlanRequest, output: Path, s
         record = fleet_record(fleet, plans, str(output))
         for entry, reasons in zip(record["replicas"], without, strict=True):
             entry["without_one"] = reasons
-        print_json({**record, "gap": found.gap, "searches": found.searches})
+        found_by = {"gap": found.gap, "searches": found.searches, "limits": asdict(found.limits)}
+        print_json({**record, **found_by, **requests_record(plans, options.requests)})
     else:
         print(fleet_table(fleet, plans))
-        for line in _reasons(found):
+        asked = requests_text(plans, options.requests)
+        for line in (*_reasons(found), *_limits(found), *asked):
             print(line)
         print(f"written        {output} and {len(paths)} strategy files")
     if options.plot is not None:
@@ -154,9 +165,12 @@ def check_fleet(options: argparse.Namespace) -> int:
     warnings += _ttft_difference(fleet, plans)
     if options.json:
         record = fleet_record(fleet, plans, path)
-        print_json({**record, "fits": not excess, "excess_bytes": excess, "warnings": warnings})
+        record |= {"fits": not excess, "excess_bytes": excess, "warnings": warnings}
+        print_json({**record, **requests_record(plans, options.requests)})
     else:
         print(fleet_table(fleet, plans))
+        for line in requests_text(plans, options.requests):
+            print(line)
         words = f"{len(warnings)} warnings" if warnings else "every stored figure is confirmed"
         fits = f"does NOT fit: {format_bytes(excess)} too much" if excess else "valid and fits"
         print(f"checked        {fits}; {words}")
@@ -320,3 +334,29 @@ def _reasons(found: FleetPlan) -> Iterator[str]:
         for device, rate in replica.without:
             lost = "does not fit" if not rate else f"{rate:.4g} requests/s"
             yield f"replica {number:<6} without one {device}: {lost}"
+
+
+def _limits(found: FleetPlan) -> Iterator[str]:
+    """Yield what keeps a fleet from being better, and what would lift it."""
+    limits, budget = found.limits, found.quality_budget
+    if limits.time_limit_s is not None:
+        more_s = MORE_TIME * limits.time_limit_s
+        yield (
+            f"time limit     {limits.planned:,} of {limits.candidates:,} parts with a batch were "
+            f"planned in {limits.time_limit_s:g} s; --time_limit {more_s:g} plans more"
+        )
+    if limits.budget is not None and budget is not None:
+        yield (
+            f"quality limit  no layer may have fewer bits within {budget:.3g}; --quality_budget "
+            f"{limits.budget:g} allows {limits.bits} bits in every layer"
+        )
+    if not limits.is_complete:
+        yield (
+            f"parts          of this many devices not all parts are considered, but "
+            f"{limits.candidates:,} with a batch"
+        )
+    if not limits.has_all_orders:
+        yield (
+            "orders         equal devices of a node are adjacent in every replica; --orders all "
+            "searches every order"
+        )

@@ -100,6 +100,13 @@ def prediction_of(options: argparse.Namespace) -> Prediction:
     return Prediction(predictor=options.predictor, error=options.predictor_error)
 
 
+def add_requests_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add the number of requests to forecast."""
+    parser.add_argument(
+        "--requests", type=int, metavar="N", help="also print how long N requests take"
+    )
+
+
 def add_devices_option(group: argparse._ActionsContainer) -> None:
     """Add ``--devices``."""
     group.add_argument(

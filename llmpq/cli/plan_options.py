@@ -166,9 +166,10 @@ def _add_search_options(parser: argparse.ArgumentParser) -> None:
     )
     search.add_argument(
         "--orders",
-        choices=("types", "all"),
-        default="types",
-        help="device orders to search: types keeps equal devices adjacent, all is every order",
+        choices=("auto", "types", "all"),
+        default="auto",
+        help="device orders to search: types keeps equal devices of a node adjacent, all is every "
+        "order, auto (default) is all where that takes under about a second, else types",
     )
     search.add_argument(
         "--formula",

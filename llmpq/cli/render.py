@@ -14,19 +14,22 @@ from llmpq.spec import catalog
 from llmpq.spec.cluster import BF16_SETS, host_text, limited_set
 from llmpq.spec.codec import to_json
 from llmpq.spec.devices.formats import offered_kernels
+from llmpq.spec.fleet import seconds_of_requests
 from llmpq.spec.model import ModelSpec
-from llmpq.spec.plan import Plan, StageAssignment, StageEstimate
+from llmpq.spec.plan import Plan, Search, StageAssignment, StageEstimate
 from llmpq.spec.precision import Phase
 from llmpq.spec.tables import LatencyTable
 from llmpq.spec.workload import Workload
-from llmpq.units import GIB, MIB, format_bytes, format_number, format_seconds
+from llmpq.units import GIB, MIB, format_bytes, format_duration, format_number, format_seconds
 
 BAR_WIDTH = 12
 SLOW = ("reference",)
 FROM_GIB = 4 * GIB
+"""Sizes from here on are shown in GiB, smaller ones in MiB."""
 MOST_PLACES = 4
 """Places of a draft model that are named."""
-"""Sizes from here on are shown in GiB, smaller ones in MiB."""
+MANY_ORDERS = 10**6
+"""Orders from here on are shown with one digit."""
 
 
 def plan_record(plan: Plan, path: str | None) -> dict[str, Any]:
@@ -309,14 +312,29 @@ def _totals(plan: Plan) -> list[str]:
         proof = "proven optimal" if search.status == "optimal" else "not proven optimal"
         lines.append(
             f"bound          {long_seconds(search.bound_s)}, gap {max(0.0, search.gap):.2%} "
-            f"({proof} over {search.orders} device orders: candidates solved "
-            f"{search.pairs_searched}, ruled out by their bound {search.pairs_pruned})"
+            f"({proof} over {_orders_text(search)}: candidates solved {search.pairs_searched}, "
+            f"ruled out by their bound {search.pairs_pruned})"
         )
     lines.append(
         f"planning       {format_seconds(search.planning_s)}, method {search.method}"
         + (f", solver {search.solver}" if search.solver else "")
     )
     return lines
+
+
+def _orders_text(search: Search) -> str:
+    """Return over which orders of the devices a proof is, in words."""
+    number = f"{search.orders:,}" if search.orders < MANY_ORDERS else f"{search.orders:.1g}"
+    if search.order_set is None:
+        return f"{number} device orders"
+    if search.orders == 1:
+        return "the given order" if search.order_set == "given" else "the only order of devices"
+    return {
+        "all": f"all {number} orders of devices",
+        "types": f"the {number} orders that keep equal devices of a node adjacent; --orders all "
+        "searches every order",
+        "leading": f"{number} orders: each kind of device first, the others as in the cluster file",
+    }[search.order_set]
 
 
 def _nats_text(nats: float | None) -> str:
@@ -439,8 +457,33 @@ def explanation_text(plan: Plan, found: Explanation) -> Iterator[str]:
         yield f"binds          {stage.rank} {plan.device_of(stage).label}: {binding_text(item)}"
     for answer in found.forced:
         yield f"if used        {_named(answer.devices)}: {_cost_text(plan, answer)}"
-    for answer in found.more:
+    yield from more_text(plan, found.more)
+
+
+def more_text(plan: Plan, more: Sequence[Alternative]) -> Iterator[str]:
+    """Yield what one more device of each kind brings."""
+    for answer in more:
         yield f"one more       {answer.devices[0]}: {_gain_text(plan, answer)}"
+
+
+def more_record(plan: Plan, more: Sequence[Alternative]) -> list[dict[str, Any]]:
+    """Return the JSON objects of one more device of each kind."""
+    return [{"device": answer.devices[0], **_answer_record(plan, answer)} for answer in more]
+
+
+def requests_text(plans: Sequence[Plan], number: int | None) -> list[str]:
+    """Return a line about the time of so many requests, none without a number."""
+    if number is None:
+        return []
+    seconds = seconds_of_requests(plans, number)
+    return [f"requests       {number:,} take {format_duration(seconds)}, in full batches"]
+
+
+def requests_record(plans: Sequence[Plan], number: int | None) -> dict[str, Any]:
+    """Return the entry of the time of so many requests in a JSON object, none without a number."""
+    if number is None:
+        return {}
+    return {"requests": {"number": number, "seconds": seconds_of_requests(plans, number)}}
 
 
 def explanation_record(plan: Plan, found: Explanation) -> dict[str, Any]:
@@ -469,9 +512,7 @@ def explanation_record(plan: Plan, found: Explanation) -> dict[str, Any]:
         ],
     }
     if found.more:
-        record["one_more"] = [
-            {"device": answer.devices[0], **_answer_record(plan, answer)} for answer in found.more
-        ]
+        record["one_more"] = more_record(plan, found.more)
     return record
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -121,6 +123,31 @@ class Fleet:
                 )
             found.append(plan)
         return tuple(found)
+
+
+def seconds_of_requests(plans: Sequence[Plan], number: int) -> float:
+    """Return the predicted seconds in which replicas answer so many requests.
+
+    Each takes a full batch of its plan whenever it has answered one.
+    """
+    each = [(plan.estimate.latency_s, plan.workload.batch) for plan in plans]
+    rate = sum(batch / latency_s for latency_s, batch in each)
+    # All batches that end well before the last one, and the rest in the order in which they end.
+    early_s = number / rate - 2 * max(latency_s for latency_s, _ in each)
+    done = [max(0, int(early_s / latency_s)) for latency_s, _ in each]
+    left = number - sum(count * batch for count, (_, batch) in zip(done, each, strict=True))
+    ends = [
+        ((count + 1) * latency_s, place)
+        for place, (count, (latency_s, _)) in enumerate(zip(done, each, strict=True))
+    ]
+    heapq.heapify(ends)
+    while True:
+        end_s, place = ends[0]
+        latency_s, batch = each[place]
+        left -= batch
+        if left <= 0:
+            return end_s
+        heapq.heapreplace(ends, (end_s + latency_s, place))
 
 
 def read_fleet(path: str | Path) -> Fleet:

@@ -22,6 +22,9 @@ from llmpq.spec.workload import Workload
 from llmpq.units import format_bytes, format_number, format_seconds
 
 Status = Literal["optimal", "feasible"]
+OrderSet = Literal["all", "types", "leading", "given"]
+"""Orders of devices that a proof covers: all; those that keep equal devices of a node together;
+each kind of device first and the others in file order; the one that the user gave."""
 Formula = Literal["steady", "paper"]
 QUALITY_UNIT = "quality_unit"
 """Input of a plan: what a loss of 1 is, such as ``0.018 nats``, if the table measured that."""
@@ -177,7 +180,9 @@ class Search:
         status: ``optimal`` when proven within ``gap`` over everything searched.
         bound_s: proven lower bound of the objective, ``None`` when the method proves nothing.
         gap: ``(objective - bound) / objective``, ``None`` likewise.
-        orders, pairs_searched, pairs_pruned: size of the outer loop.
+        orders, pairs_searched, pairs_pruned: size of the outer loop; orders up to symmetry.
+        order_set: which orders these are; ``None`` where nothing is proven, and in plans of earlier
+            versions.
     """
 
     method: str
@@ -190,6 +195,7 @@ class Search:
     gap: Annotated[float | None, Rule(minimum=-1, null=True)] = None
     planning_s: float = 0.0
     orders: int = 0
+    order_set: OrderSet | None = None
     pairs_searched: int = 0
     pairs_pruned: int = 0
 

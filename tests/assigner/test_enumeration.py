@@ -10,13 +10,11 @@ from llmpq.assigner.enumeration import (
     MAX_SIZES,
     build_pairs,
     device_groups,
-    device_orders,
     layers_that_fit,
     micro_batch_pairs,
     micro_batch_sizes,
 )
 from llmpq.costmodel import build_costs
-from llmpq.errors import SpecError
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import Phase
 from llmpq.spec.workload import Workload
@@ -39,22 +37,6 @@ def test_a_huge_batch_is_thinned_but_keeps_its_ends() -> None:
     sizes = micro_batch_sizes(100_000)
     assert len(sizes) <= MAX_SIZES
     assert (sizes[0], sizes[-1]) == (1, 100_000)
-
-
-def test_type_orders_keep_equal_devices_together() -> None:
-    assert set(device_orders([2, 1], "types")) == {(0, 0, 1), (1, 0, 0)}
-    assert len(device_orders([3, 2, 4], "types")) == 6
-
-
-def test_all_orders_are_the_distinct_interleavings() -> None:
-    orders = device_orders([2, 2], "all")
-    assert len(orders) == len(set(orders)) == 6
-    assert (0, 1, 0, 1) in orders
-
-
-def test_too_many_orders_name_the_alternative() -> None:
-    with pytest.raises(SpecError, match="--orders types"):
-        device_orders([8, 8], "all")
 
 
 def test_layers_that_fit_counts_whole_layers_by_device_and_first_group() -> None:

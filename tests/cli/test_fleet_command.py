@@ -49,6 +49,31 @@ def test_table_has_the_replicas_the_other_cuts_and_the_reasons(capsys, tmp_path)
     assert f"{tmp_path / 'one.json'} and 1 strategy files" in text
 
 
+def test_the_time_of_many_requests_is_that_of_all_replicas_together(made, capsys):
+    assert check.main([str(made), "--json", "--requests", "50000"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["requests"]["seconds"] == pytest.approx(
+        50_000 / record["requests_per_s"], rel=0.01
+    )
+    assert check.main([str(made), "--requests", "50000"]) == 0
+    assert "requests       50,000 take " in capsys.readouterr().out
+    assert check.main([str(made), "--requests", "0"]) == 2
+    assert "--requests: found 0, expected at least 1" in capsys.readouterr().err
+
+
+def test_what_limits_a_fleet_is_named_with_what_would_lift_it(capsys, tmp_path):
+    options = [*MODEL, *DEVICES, "--replicas", "auto", "--quality_budget", "0"]
+    options += ["--orders", "types", "--output", str(tmp_path / "fleet.json")]
+    assert algo.main(options) == 0
+    text = capsys.readouterr().out
+    assert "--quality_budget 0.0035 allows 8 bits in every layer" in text
+    assert "--orders all searches every order" in text
+    assert algo.main([*options, "--json"]) == 0
+    limits = json.loads(capsys.readouterr().out)["limits"]
+    assert (limits["budget"], limits["bits"], limits["has_all_orders"]) == (0.0035, 8, False)
+    assert limits["time_limit_s"] is None
+
+
 def test_check_confirms_a_fleet(made, capsys):
     assert check.main([str(made), "--json"]) == 0
     record = json.loads(capsys.readouterr().out)

@@ -6,7 +6,7 @@ import numpy as np
 from helpers.brute_force import brute_force
 from helpers.builders import cluster_of, model_spec, plan_request, sensitivity
 
-from llmpq.assigner.enumeration import device_orders
+from llmpq.assigner.device_orders import device_orders
 from llmpq.assigner.request import PlanningTask, PlanRequest
 from llmpq.spec.cluster import LinkSpec
 from llmpq.spec.workload import Workload
@@ -59,9 +59,10 @@ def tiny_request(seed: int) -> PlanRequest:
 
 def optimum_s(task: PlanningTask) -> float:
     """Return the least objective over all orders, pairs and assignments, infinite without one."""
+    mode = "types" if task.request.orders == "types" else "all"
     found = [
         brute_force(task.problem(pair, order))
         for pair in task.pairs
-        for order in device_orders(task.group_counts.tolist(), task.request.orders)
+        for order in device_orders(task.group_counts.tolist(), mode)
     ]
     return min((item[1].objective_s for item in found if item is not None), default=float("inf"))

@@ -139,6 +139,7 @@ PLAN = {
         "gap": None,
         "planning_s": 0.1,
         "orders": 1,
+        "order_set": "all",
         "pairs_searched": 1,
         "pairs_pruned": 0,
     },

@@ -3,27 +3,35 @@
 A node stands for one *used* device, identified by all that determines the rest of a plan: how many
 devices of each group are used, the group of this device (links differ), and the cost of the return
 link to the master. Two exact reductions keep the graph small: masters with equal return links from
-every last device share their nodes, and of interchangeable groups (equal devices and links) a later
-one is only entered after the earlier ones.
+every last device share their nodes, and of twins (``device_orders``) a later one is only entered
+after the earlier ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-
+from llmpq.assigner.device_orders import (
+    GroupTables,
+    OrderMode,
+    leading_orders,
+    num_orders,
+    only_blocks,
+)
 from llmpq.assigner.exact import native
 from llmpq.assigner.exact.native import NotCoveredError
-from llmpq.assigner.problem import FloatArray, SearchSpace
+from llmpq.assigner.problem import SearchSpace
+from llmpq.spec.plan import OrderSet
 
-Orders = Literal["types", "all"] | tuple[int, ...]
-"""Blocks of groups, every interleaving, or one fixed order (its first device is the master)."""
+Orders = OrderMode | tuple[int, ...]
+"""Which orders to search, or one fixed order (its first device is the master)."""
 
 MAX_CELLS = 4_000_000
 """Largest number of nodes times layers: some 0.5 GB of tables."""
+QUICK_CELLS = 16_000
+"""Nodes times layers up to which all orders are searched by default: under a second of planning."""
 
 
 class State(NamedTuple):
@@ -40,27 +48,67 @@ class State(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OrderLattice:
-    """Device orders as paths in a graph, with the arrays of the C core; group -1 is the start."""
+    """Device orders as paths in a graph, with the arrays of the C core; group -1 is the start.
+
+    ``orders`` and ``number`` say which orders they are, and how many up to symmetry.
+    """
 
     graph: native.Lattice
     node_group: tuple[int, ...]
     held: list[native.AnyArray]
+    orders: OrderSet
+    number: int
 
 
 def build_lattice(space: SearchSpace, orders: Orders) -> OrderLattice:
-    """Build the graph of ``orders``; raises ``NotCoveredError`` if it would be too large."""
-    tables = _GroupTables(space)
+    """Build the graph of ``orders``.
+
+    By default, of all distinct orders where they are few; else of those in groups; where there are
+    too many groups for that, each leads once, the others in file order behind it.
+
+    Raises:
+        NotCoveredError: the graph would be too large.
+    """
+    tables = GroupTables(space)
     needed = () if space.limits is None else space.limits.used
-    found: _GroupOrders | _FixedOrder
-    if isinstance(orders, str):
-        found = _GroupOrders(tables, needed, in_blocks=orders == "types")
-    else:
-        found = _FixedOrder(space.num_groups, tuple(int(group) for group in orders), needed)
-    states = _explore(found, MAX_CELLS // (space.num_layers + 1))
-    return _pack(space, found, states, price_inner=tables.inner_links_matter())
+    most = MAX_CELLS // (space.num_layers + 1)
+    if not isinstance(orders, str):
+        given = _ListedOrders(space.num_groups, [tuple(int(group) for group in orders)], needed)
+        return _pack(space, given, _explore(given, most), tables, "given")
+    counts, twins = tables.counts, tables.twins()
+    if orders == "all" or (orders == "auto" and not only_blocks(counts)):
+        few = most if orders == "all" else min(most, QUICK_CELLS // (space.num_layers + 1))
+        every = _GroupOrders(tables, needed, in_blocks=False)
+        try:
+            return _pack(space, every, _explore(every, few), tables, "all")
+        except NotCoveredError:
+            if orders == "all":
+                raise
+    blocks = _GroupOrders(tables, needed, in_blocks=True)
+    try:
+        states = _explore(blocks, most)
+    except NotCoveredError:
+        leading = _ListedOrders(space.num_groups, leading_orders(counts, twins), needed)
+        return _pack(space, leading, _explore(leading, most), tables, "leading")
+    return _pack(space, blocks, states, tables, "all" if only_blocks(counts) else "types")
 
 
-def _explore(orders: _GroupOrders | _FixedOrder, limit: int) -> list[State | None]:
+def has_few_orders(space: SearchSpace, orders: OrderMode, most_cells: int) -> bool:
+    """Whether all distinct orders are wanted, or by default take at most so many cells."""
+    if orders != "auto":
+        return orders == "all"
+    tables = GroupTables(space)
+    if only_blocks(tables.counts):
+        return True
+    try:
+        every = _GroupOrders(tables, (), in_blocks=False)
+        _explore(every, most_cells // (space.num_layers + 1))
+    except NotCoveredError:
+        return False
+    return True
+
+
+def _explore(orders: _GroupOrders | _ListedOrders, limit: int) -> list[State | None]:
     """Return every state in topological order, the start first."""
     found: set[State] = set()
     waiting: list[State | None] = [None]
@@ -78,12 +126,12 @@ def _explore(orders: _GroupOrders | _FixedOrder, limit: int) -> list[State | Non
 
 def _pack(
     space: SearchSpace,
-    orders: _GroupOrders | _FixedOrder,
+    orders: _GroupOrders | _ListedOrders,
     states: list[State | None],
-    *,
-    price_inner: bool,
+    tables: GroupTables,
+    kind: OrderSet,
 ) -> OrderLattice:
-    size = space.num_groups
+    size, price_inner = space.num_groups, tables.inner_links_matter()
     number = {state: node for node, state in enumerate(states)}
     starts, targets, links = [0], [], []
     for state in states:
@@ -120,7 +168,13 @@ def _pack(
         price_inner_links=int(price_inner),
     )
     groups = tuple(-1 if state is None else state.group for state in states)
-    return OrderLattice(graph=graph, node_group=groups, held=held)
+    return OrderLattice(
+        graph=graph,
+        node_group=groups,
+        held=held,
+        orders=kind,
+        number=num_orders(tables.counts, kind, tables.twins()),
+    )
 
 
 class _GroupOrders:
@@ -129,9 +183,13 @@ class _GroupOrders:
     Progress: devices of every group that are used or, in blocks, were left behind.
     """
 
-    def __init__(self, tables: _GroupTables, needed: tuple[int, ...], *, in_blocks: bool) -> None:
+    def __init__(self, tables: GroupTables, needed: tuple[int, ...], *, in_blocks: bool) -> None:
         self.counts = tables.counts
-        self.earlier = tables.earlier_interchangeable()
+        twins = tables.twins()
+        self.earlier = [
+            [one for one in range(group) if twins[one] == twins[group]]
+            for group in range(len(twins))
+        ]
         self.masters = tables.master_classes(skip_own=in_blocks)
         self.needed = needed
         self.in_blocks = in_blocks
@@ -192,126 +250,50 @@ class _GroupOrders:
         return (0,) * len(self.counts) if state is None else state.progress
 
 
-class _FixedOrder:
-    """One order, from which devices may be dropped. Progress: position in it."""
+class _ListedOrders:
+    """A list of orders, from which any device but the first may be dropped.
 
-    def __init__(self, num_groups: int, order: tuple[int, ...], needed: tuple[int, ...]) -> None:
+    Progress: which order, and the position in it. The last device determines neither, so orders
+    share no nodes.
+    """
+
+    def __init__(
+        self, num_groups: int, orders: Sequence[tuple[int, ...]], needed: tuple[int, ...]
+    ) -> None:
         self.num_groups = num_groups
-        self.order = order
+        self.orders = orders
         self.needed = needed
 
     def successors(self, state: State | None) -> Iterator[State]:
         if state is None:
-            yield State((0,), self.order[0], self.order[0])
+            for number, order in enumerate(self.orders):
+                yield State((number, 0), order[0], order[0])
             return
-        for position in range(state.progress[0] + 1, len(self.order)):
-            yield State((position,), self.order[position], state.master)
-            if self.order[position] in self.needed:
+        number, last = state.progress
+        order = self.orders[number]
+        for position in range(last + 1, len(order)):
+            yield State((number, position), order[position], state.master)
+            if order[position] in self.needed:
                 return
 
     def rank(self, state: State) -> tuple[int, ...]:
-        return state.progress
+        return state.progress[1:]
 
     def is_first(self, state: State) -> bool:
-        return state.progress == (0,)
+        return state.progress[1] == 0
 
     def is_final(self, state: State) -> bool:
-        return not set(self.order[state.progress[0] + 1 :]) & set(self.needed)
+        return not set(self._later(state)) & set(self.needed)
 
     def master_of(self, state: State) -> int:
         return state.master
 
     def devices_left(self, state: State | None) -> list[int]:
-        later = self.order if state is None else self.order[state.progress[0] + 1 :]
+        later = self.orders[0] if state is None else self._later(state)
         return [later.count(group) for group in range(self.num_groups)]
 
     arrivals_left = devices_left
 
-
-_VECTORS = (
-    "prefill_s",
-    "decode_s",
-    "layer_bytes",
-    "capacity_bytes",
-    "first_capacity_bytes",
-    "master_prefill_s",
-    "master_decode_s",
-)
-_MATRICES = ("send_prefill_s", "send_decode_s", "return_prefill_s", "return_decode_s")
-
-
-class _GroupTables:
-    """All costs of groups over all pairs: ``own`` is ``[T, F]``, those of links ``[T, T, F]``."""
-
-    def __init__(self, space: SearchSpace) -> None:
-        self.counts = space.group_counts
-        size = space.num_groups
-
-        def stacked(names: tuple[str, ...], shape: tuple[int, ...]) -> FloatArray:
-            tables = [
-                np.asarray(getattr(pair, name), dtype=np.float64).reshape(*shape, -1)
-                for name in names
-                for pair in space.pairs
-            ]
-            return np.concatenate(tables, axis=-1)
-
-        used = set() if space.limits is None else set(space.limits.used)
-        self.own = np.concatenate(
-            [
-                stacked(_VECTORS, (size,)),
-                space.allowed.reshape(size, -1),
-                np.array([[group in used] for group in range(size)]),
-            ],
-            axis=-1,
-        )
-        self.links = stacked(_MATRICES, (size, size))
-        self.sends = stacked(_MATRICES[:2], (size, size))
-        self.returns = stacked(_MATRICES[2:], (size, size))
-
-    def earlier_interchangeable(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(
-            tuple(other for other in range(group) if self._are_interchangeable(other, group))
-            for group in range(len(self.counts))
-        )
-
-    def _are_interchangeable(self, one: int, other: int) -> bool:
-        """Whether exchanging two groups changes no cost."""
-        if self.counts[one] != self.counts[other]:
-            return False
-        if not (self.own[one] == self.own[other]).all():
-            return False
-        swapped = list(range(len(self.counts)))
-        swapped[one], swapped[other] = other, one
-        return bool((self.links[np.ix_(swapped, swapped)] == self.links).all())
-
-    def master_classes(self, *, skip_own: bool) -> tuple[int, ...]:
-        """Return for every group the first one with equal return links from every last group.
-
-        ``skip_own`` ignores those from the groups themselves, as where groups stand together.
-        """
-        returns, size = self.returns, len(self.counts)
-        members: dict[int, list[int]] = {}
-
-        def is_member(group: int, others: list[int]) -> bool:
-            return all(
-                (returns[last, group] == returns[last, other]).all()
-                for last in range(size)
-                for other in others
-                if not (skip_own and last in (group, other))
-            )
-
-        names = []
-        for group in range(size):
-            name = next((key for key, others in members.items() if is_member(group, others)), group)
-            members.setdefault(name, []).append(group)
-            names.append(name)
-        return tuple(names)
-
-    def inner_links_matter(self) -> bool:
-        """Whether a link inside a group of several devices is slower than all other links."""
-        several = [group for group, count in enumerate(self.counts) if count > 1]
-        inner = self.sends[several, several]
-        outer = self.sends[~np.eye(len(self.counts), dtype=bool)]
-        if not several:
-            return False
-        return not outer.size or bool((inner.max(axis=0) > outer.max(axis=0)).any())
+    def _later(self, state: State) -> tuple[int, ...]:
+        number, last = state.progress
+        return self.orders[number][last + 1 :]

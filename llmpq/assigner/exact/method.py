@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from llmpq.assigner.enumeration import num_orders
 from llmpq.assigner.exact.native import NotCoveredError
 from llmpq.assigner.exact.search import solve_exact
 from llmpq.assigner.explain.infeasible import explain_budget, memory_error
@@ -21,9 +20,12 @@ from llmpq.assigner.request import (
 from llmpq.errors import InfeasibleError
 
 
-def find_exact(task: PlanningTask, progress: Progress) -> Solution:
-    """Find the best plan; by integer programs where the exact search does not support a task."""
-    request, counts = task.request, task.group_counts.tolist()
+def find_exact(task: PlanningTask, progress: Progress, *, explains: bool = True) -> Solution:
+    """Find the best plan; by integer programs where the exact search does not support a task.
+
+    Without ``explains``, the error does not say why there is no plan, which takes programs.
+    """
+    request = task.request
     try:
         result = solve_exact(
             task.space,
@@ -42,9 +44,11 @@ def find_exact(task: PlanningTask, progress: Progress) -> Solution:
             raise
         return fallback
     except InfeasibleError as error:
+        if not explains:
+            raise
         if request.quality_budget is None:
             raise memory_error(request) from error
-        raise InfeasibleError(explain_budget(task, task.orders())) from error
+        raise InfeasibleError(explain_budget(task)) from error
     searched = result.stats.searched
     solution = Solution(
         problem=result.problem,
@@ -53,7 +57,8 @@ def find_exact(task: PlanningTask, progress: Progress) -> Solution:
         solver="exact",
         status="optimal" if result.gap <= request.gap + GAP_ROUNDING else "feasible",
         bound_s=result.bound_s,
-        orders=1 if task.fixed_order else num_orders(counts, request.orders),
+        orders=result.num_orders,
+        order_set=result.orders,
         pairs_searched=searched,
         pairs_pruned=task.num_pairs - searched,
     )

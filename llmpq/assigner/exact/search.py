@@ -36,7 +36,7 @@ from llmpq.assigner.objective import Evaluation, evaluate, is_feasible, relative
 from llmpq.assigner.problem import Assignment, AssignmentProblem, FloatArray, SearchSpace
 from llmpq.assigner.request import OutOfTimeError, Progress, silent
 from llmpq.errors import InfeasibleError, SolverError
-from llmpq.spec.plan import MicroBatching
+from llmpq.spec.plan import MicroBatching, OrderSet
 
 MAX_COLUMNS = 2_000_000
 MAX_LABELS = 4_000_000
@@ -101,8 +101,9 @@ class SearchStats:
 class ExactResult:
     """A plan and its certificate.
 
-    The problem's order names the used devices only. No plan of the whole space costs less than
-    ``bound_s``; ``proofs`` has one entry a pair, in the order of the space.
+    The problem's order names the used devices only. No plan of the whole space under any of the
+    ``orders`` costs less than ``bound_s``; ``proofs`` has one entry a pair, in the order of the
+    space. ``num_orders`` are those of all devices up to symmetry.
     """
 
     problem: AssignmentProblem
@@ -111,6 +112,8 @@ class ExactResult:
     bound_s: float
     proofs: tuple[PairProof, ...]
     stats: SearchStats
+    orders: OrderSet
+    num_orders: int
 
     @property
     def value_s(self) -> float:
@@ -152,7 +155,7 @@ def solve_exact(
     deadline: Deadline = NEVER,
     progress: Progress = silent,
 ) -> ExactResult:
-    """Minimise latency plus priced degradation over all pairs, orders, placements and bitwidths.
+    """Minimise latency plus priced degradation over pairs, orders, placements and bitwidths.
 
     Stops at the relative optimality ``gap``. After the deadline the core is not compiled, pairs are
     bounded in fewer steps, and the best or the first plan is returned with its bound.
@@ -225,6 +228,8 @@ class _Search:
             bound_s=min(self.best_s, *(proof.bound_s for proof in proofs)),
             proofs=proofs,
             stats=self.stats,
+            orders=self.lattice.orders,
+            num_orders=self.lattice.number,
         )
 
     def _bound_without_contiguity(self) -> None:

@@ -131,7 +131,11 @@ def forced_use(
 def one_more(
     request: PlanRequest, plan: Plan, progress: Progress = silent
 ) -> tuple[Alternative, ...]:
-    """Return for every kind of device the fastest plan with one more, without more degradation."""
+    """Return for every kind of device the fastest plan with one more, without more degradation.
+
+    It is no slower than ``plan``, which may leave the device out: fewer orders of devices may be
+    searched with one more.
+    """
     names = [
         f"{node.name}/{group.type}" for node in request.cluster.nodes for group in node.devices
     ]
@@ -147,7 +151,12 @@ def one_more(
         )
         for index, name in enumerate(names)
     ]
-    return _answers(questions, plan, progress)
+    return tuple(
+        replace(answer, plan=plan, proven=False)
+        if answer.plan is not None and answer.plan.estimate.latency_s > plan.estimate.latency_s
+        else answer
+        for answer in _answers(questions, plan, progress)
+    )
 
 
 def _answers(

@@ -12,15 +12,16 @@ from dataclasses import replace
 import numpy as np
 
 from llmpq.assigner.constraints.resolve import with_counts
-from llmpq.assigner.enumeration import build_pairs, device_groups, device_orders, layers_that_fit
+from llmpq.assigner.device_orders import MAX_ORDERS, device_orders, leading_orders, num_orders
+from llmpq.assigner.enumeration import build_pairs, device_groups, layers_that_fit
 from llmpq.assigner.explain.binding import allowed_bits
 from llmpq.assigner.milp.ilp import IlpOptions, solve_ilp
 from llmpq.assigner.problem import IntArray, PairCosts
 from llmpq.assigner.request import PlanningTask, PlanRequest, costs_of
 from llmpq.costmodel import ClusterCosts
-from llmpq.errors import InfeasibleError, SpecError
+from llmpq.errors import InfeasibleError
 from llmpq.spec.cluster import Cluster
-from llmpq.spec.plan import MicroBatching, Plan
+from llmpq.spec.plan import MicroBatching, OrderSet, Plan
 from llmpq.spec.precision import BITS, Phase
 from llmpq.spec.runtime_constants import PROMPT_CHUNK_TOKENS
 from llmpq.units import format_bytes, format_seconds
@@ -107,9 +108,11 @@ def _reserve_text(costs: ClusterCosts) -> str:
     return f" (another {format_bytes(kept)} is reserved)" if kept else ""
 
 
-def explain_budget(task: PlanningTask, orders: tuple[tuple[int, ...], ...]) -> str:
+def explain_budget(task: PlanningTask) -> str:
     """Return the least degradation that memory allows when the budget cannot be met."""
     request = task.request
+    orders = leading_orders(task.group_counts.tolist(), task.twins)
+    orders = orders if task.fixed_order is None else (task.fixed_order,)
     # Only memory counts: the pair of least temporary memory, one order for every first group.
     pair = min(task.pairs, key=lambda item: int(item.temporary_bytes.sum()))
     fields = [name for name in PairCosts.__dataclass_fields__ if name.endswith("_s")]
@@ -119,7 +122,7 @@ def explain_budget(task: PlanningTask, orders: tuple[tuple[int, ...], ...]) -> s
             replace(task.problem(timeless, order), theta_s=1.0, quality_budget=None),
             IlpOptions(solver=request.program_solver),
         ).evaluation
-        for order in {item[0]: item for item in orders}.values()
+        for order in orders
     ]
     qualities = [evaluation.quality for evaluation in found if evaluation is not None]
     if not qualities:
@@ -137,11 +140,11 @@ def held_layers(request: PlanRequest) -> int:
     pair, _ = _smallest_pair(request)
     counts = np.array([len(members) for members in device_groups(request.cluster)])
     if len(request.model.layer_types) > 1:
-        try:
-            orders = device_orders(counts.tolist(), request.orders)
-            return max(_held_by_order(pair, order, request.model.layer_kinds) for order in orders)
-        except SpecError:  # too many orders: count as if layers had one kind
-            pass
+        modes: tuple[OrderSet, ...] = ("types",) if request.orders == "types" else ("all", "types")
+        for mode in modes:  # where there are too many orders, count as if layers had one kind
+            if num_orders(counts.tolist(), mode) <= MAX_ORDERS:
+                orders = device_orders(counts.tolist(), mode)
+                return max(_held_by_order(pair, one, request.model.layer_kinds) for one in orders)
     return int(layers_that_fit(pair, counts).max())
 
 

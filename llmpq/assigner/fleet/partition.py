@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import combinations, islice, product
 from math import prod
 
 from llmpq.spec.cluster import Cluster
@@ -16,7 +16,11 @@ from llmpq.spec.codec import to_json
 from llmpq.spec.fields import digest_of
 
 MAX_PARTS = 1024
-"""Parts that are enumerated; of larger clusters, those with the fewest devices."""
+"""Parts that are considered; of clusters with more, some."""
+MAX_OF_TYPES = 256
+"""Parts of a large cluster without some device types that are all considered."""
+MAX_TYPES = 5
+"""Device types of which each combination is considered by itself."""
 
 Counts = tuple[int, ...]
 """Devices of a part, by pool."""
@@ -47,23 +51,37 @@ class Pools:
         return cls(cluster, tuple(count for count, _ in found), tuple(place for _, place in found))
 
     def parts(self) -> tuple[tuple[Counts, ...], bool]:
-        """Return the parts with at least one device, and whether these are all."""
-        if prod(count + 1 for count in self.counts) - 1 <= MAX_PARTS:
-            every = product(*(range(count + 1) for count in self.counts))
-            return tuple(counts for counts in every if any(counts)), True
-        found: list[Counts] = []
-        for size in range(1, sum(self.counts) + 1):
-            own = list(_of_size(self.counts, size))
-            if len(found) + len(own) > MAX_PARTS:
-                break
-            found += own
-        # Single pools of any size, and the whole.
+        """Return the parts with at least one device, and whether these are all.
+
+        Of large clusters: whole pools and all their combinations, halves and quarters, all parts
+        of what is left without some device types, single pools of any size, and then the parts of
+        fewest devices.
+        """
+        every = prod(count + 1 for count in self.counts) - 1
+        if every <= MAX_PARTS:
+            found = product(*(range(count + 1) for count in self.counts))
+            return tuple(counts for counts in found if any(counts)), True
+        kept: dict[Counts, None] = {self.counts: None}
+        for shares in (1, 2, 4):
+            sizes = [sorted({count * n // shares for n in range(shares + 1)})
+                     for count in self.counts]  # fmt: skip
+            if prod(map(len, sizes)) <= MAX_PARTS // 2:
+                kept |= dict.fromkeys(counts for counts in product(*sizes) if any(counts))
+        for counts in self.without_types()[::-1]:
+            if prod(count + 1 for count in counts) <= MAX_OF_TYPES:
+                every_of = product(*(range(count + 1) for count in counts))
+                kept |= dict.fromkeys(part for part in every_of if any(part))
         for pool, count in enumerate(self.counts):
-            found += [
+            kept |= dict.fromkeys(
                 tuple(size if place == pool else 0 for place in range(len(self.counts)))
                 for size in range(1, count + 1)
-            ]
-        return tuple(dict.fromkeys([*found, self.counts])), False
+            )
+        for size in range(1, sum(self.counts) + 1):
+            own = list(islice(_of_size(self.counts, size), MAX_PARTS + 1))
+            if len(kept) + len(own) > MAX_PARTS:
+                break
+            kept |= dict.fromkeys(own)
+        return tuple(kept), False
 
     def cluster_of(self, counts: Counts) -> Cluster:
         """Return the part as a cluster of its own."""
@@ -86,10 +104,14 @@ class Pools:
     def key(self, counts: Counts) -> str:
         """Return a digest that is the same for parts that are equal up to symmetry."""
         part = self.cluster_of(counts)
-        linked = {name for link in part.links for name in link.between}
-        nodes = [node if node.name in linked else replace(node, name="node") for node in part.nodes]
-        texts = sorted(digest_of(to_json(node)) for node in nodes)
-        return digest_of([*texts, [to_json(link) for link in part.links]])
+        return digest_of([*sorted(_texts(part).values()), [to_json(link) for link in part.links]])
+
+    def in_order(self, counts: Counts) -> list[int]:
+        """Return the pools of a part; those of equal parts match one by one."""
+        texts = _texts(self.cluster_of(counts))
+        names = [self.cluster.nodes[place].name for place in self.nodes]
+        pools = [pool for pool, count in enumerate(counts) if count]
+        return sorted(pools, key=lambda pool: (texts[names[pool]], self.nodes[pool], pool))
 
     def names(self) -> list[str]:
         """Return node and device type of each pool."""
@@ -113,6 +135,21 @@ class Pools:
             for _ in range(count)
         ]
 
+    def without_types(self) -> list[Counts]:
+        """Return the clusters that are left without some device types, the largest first."""
+        types = [group.type for node in self.cluster.nodes for group in node.devices]
+        names = list(dict.fromkeys(types))
+        if len(names) > MAX_TYPES:
+            return []
+        found = [
+            tuple(
+                count if own in kept else 0 for own, count in zip(types, self.counts, strict=True)
+            )
+            for size in range(1, len(names))
+            for kept in combinations(names, size)
+        ]
+        return sorted(found, key=sum, reverse=True)
+
     def members(self) -> list[list[int]]:
         """Return the devices of each pool, indices into the cluster's."""
         first, found = 0, []
@@ -128,6 +165,15 @@ class Pools:
             )
             for label in dict.fromkeys(labels)
         ]
+
+
+def _texts(part: Cluster) -> dict[str, str]:
+    """Return a digest of every node, by name; of a node with links, the name is part of it."""
+    linked = {name for link in part.links for name in link.between}
+    return {
+        node.name: digest_of(to_json(node if node.name in linked else replace(node, name="node")))
+        for node in part.nodes
+    }
 
 
 def _of_size(counts: Counts, size: int) -> Iterator[Counts]:

@@ -7,15 +7,34 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from llmpq.assigner.constraints.overrides import Overrides
+from llmpq.assigner.device_orders import OrderMode
+from llmpq.assigner.exact.lattice import has_few_orders
 from llmpq.assigner.fleet.rate_search import RateSearch
-from llmpq.assigner.fleet.search import FleetPlan, FleetSearch
+from llmpq.assigner.fleet.search import FleetLimits, FleetPlan, FleetSearch
 from llmpq.assigner.planner import make_plan
-from llmpq.assigner.request import OutOfTimeError, PlanRequest, Progress, silent
+from llmpq.assigner.problem import FloatArray
+from llmpq.assigner.request import (
+    OutOfTimeError,
+    PlanRequest,
+    Progress,
+    build_task,
+    head_loss,
+    omega_of,
+    silent,
+)
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec.plan import Plan
 
 TIME_LIMIT_S = 20.0
 """Seconds after which the best fleet so far is returned, where the request sets no limit."""
+MOST_CELLS = 2_000
+"""Cells of the order graph up to which all orders are searched by default: parts are many."""
+ONE_SHARE = 0.25
+"""Part of the time limit in which one pipeline is planned, for the default quality budget."""
+BUDGET_TOLERANCE = 1.1
+LEAST_BUDGET = 0.01
+"""The default budget: what one pipeline loses with a tenth more, to two digits, and at least a
+hundredth of what 4 bits lose. Below, a difference costs less latency than 1 % by default."""
 
 
 def plan_fleet(
@@ -31,7 +50,7 @@ def plan_fleet(
 
     Args:
         request: what to plan; its batch is the most sequences of all replicas together. Without a
-            quality budget, it is the degradation of one pipeline's plan over the whole cluster.
+            quality budget, it is ``default_budget``.
         number: number of replicas, ``None`` for the best.
         rate: requests that arrive in a second, at random, for the least mean time to first token
             (TTFT); ``None`` for the most requests a second.
@@ -49,20 +68,23 @@ def plan_fleet(
         request = replace(request, time_limit_s=TIME_LIMIT_S)
     request = request.with_deadline()
     budget = request.quality_budget
-    one = make_plan(request) if budget is None or same_bits else None
+    one = _one_pipeline(request) if budget is None or same_bits else None
     if budget is None and one is not None:
-        budget = one.estimate.quality
-    request = replace(request, quality_budget=budget, theta_s=0.0)
+        budget = default_budget(one.estimate.quality)
+    request = replace(
+        request, quality_budget=budget, theta_s=0.0, orders=_orders_of_all_parts(request)
+    )
+
+    def search(own: PlanRequest) -> FleetSearch:
+        if rate is None:
+            return FleetSearch(own, number, progress)
+        return RateSearch(own, number, rate, progress)
+
     requests = [request] if one is None or not same_bits else _with_same_bits(request, one)
-    searches = [
-        FleetSearch(own, number, progress)
-        if rate is None
-        else RateSearch(own, number, rate, progress)
-        for own in requests
-    ]
-    for search in searches:
-        search.run()
-    found = [search for search in searches if search.fleet]
+    searches = [search(own) for own in requests]
+    for own in searches:
+        own.run()
+    found = [own for own in searches if own.fleet]
     if not found:
         if request.deadline.has_passed:
             raise OutOfTimeError(f"found no fleet within {request.time_limit_s:g} s")
@@ -71,9 +93,72 @@ def plan_fleet(
             f"{request.cluster.name} with a degradation of at most {budget:.4g} each"
             + _at_rate(searches, rate)
         )
-    best = max(found, key=lambda search: search.value)
-    bound = max(search.bound for search in searches)
-    return best.result(bound, command)
+    best = max(found, key=lambda own: own.value)
+    bound = max(own.bound for own in searches)
+    result = best.result(bound, command)
+    return replace(result, limits=_limits(request, result))
+
+
+def default_budget(quality: float) -> float:
+    """Return the quality budget of every replica where one pipeline loses ``quality``."""
+    wanted = BUDGET_TOLERANCE * quality
+    return max(LEAST_BUDGET, rounded_up(wanted))
+
+
+def rounded_up(value: float) -> float:
+    """Return a value rounded up to two digits."""
+    if not value:
+        return 0.0
+    unit = 10.0 ** (math.floor(math.log10(value)) - 1)
+    return float(f"{math.ceil(value / unit - 1e-9) * unit:.6g}")
+
+
+def _one_pipeline(request: PlanRequest) -> Plan:
+    """Return the plan of one pipeline over the whole cluster, in a part of the time limit."""
+    assert request.time_limit_s is not None
+    deadline = request.deadline.within(ONE_SHARE * request.time_limit_s)
+    return make_plan(replace(request, deadline=deadline))
+
+
+def _orders_of_all_parts(request: PlanRequest) -> OrderMode:
+    """Return orders of devices that are searched in the whole cluster as in all of its parts.
+
+    A part then has no order that a larger one does not have, so more devices never make less.
+    """
+    task = build_task(request)
+    if not task.pairs:
+        return request.orders
+    is_all = has_few_orders(task.space, request.orders, MOST_CELLS)
+    return "all" if is_all else "types"
+
+
+def _limits(request: PlanRequest, found: FleetPlan) -> FleetLimits:
+    """Return what keeps a fleet from being better, with the quality budget."""
+    limits = found.limits
+    if found.status == "optimal":
+        limits = replace(limits, time_limit_s=None)
+    budget = request.quality_budget
+    if budget is None or request.overrides.layer_bits:
+        return limits
+    bits = sorted(request.bits, reverse=True)
+    omega = omega_of(replace(request, bits=tuple(bits)))
+    if any(_may_narrow(replica.plan, omega, bits, budget) for replica in found.replicas):
+        return limits
+    lost = omega.sum(axis=0) + head_loss(request)
+    for width, quality in zip(bits, lost.tolist(), strict=True):
+        if quality > budget:
+            return replace(limits, budget=rounded_up(quality), bits=width)
+    return limits
+
+
+def _may_narrow(plan: Plan, omega: FloatArray, bits: Sequence[int], budget: float) -> bool:
+    """Whether the budget leaves some layer of a plan the next fewer bits."""
+    places = [bits.index(width) for width in plan.bits]
+    return any(
+        plan.estimate.quality + omega[layer, place + 1] - omega[layer, place] <= budget
+        for layer, place in enumerate(places)
+        if place + 1 < len(bits)
+    )
 
 
 def _at_rate(searches: Sequence[FleetSearch], rate: float | None) -> str:

@@ -6,21 +6,28 @@ the fleet. A replica's batch is the workload's, its half, its quarter and so on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from llmpq.assigner.constraints.deadline import NEVER
+from llmpq.assigner.exact.method import find_exact
+from llmpq.assigner.explain.infeasible import SMALLEST
 from llmpq.assigner.fleet.partition import Counts, Pools
-from llmpq.assigner.planner import plan_of, solve_task
-from llmpq.assigner.problem import FloatArray, IntArray
+from llmpq.assigner.milp.search import find_plan
+from llmpq.assigner.objective import evaluate, relative_gap
+from llmpq.assigner.planner import FIRST_PLAN_GAP, plan_of, solve_task
+from llmpq.assigner.problem import Assignment, FloatArray, IntArray
 from llmpq.assigner.request import (
+    GAP_ROUNDING,
     OutOfTimeError,
     PlanningTask,
     PlanRequest,
     Solution,
     build_task,
+    silent,
 )
 from llmpq.errors import InfeasibleError
 from llmpq.spec.plan import Plan
@@ -39,36 +46,56 @@ class Price:
     Attributes:
         requests_per_s: batch over latency; 0 where no plan exists.
         used: devices that its plan uses, by pool.
-        proven: whether the search was finished.
+        bound: no plan makes more.
+        is_final: whether the search was finished, so that another one would find the same.
+        share: part of the time limit that it was given.
     """
 
     requests_per_s: float
     used: Counts
-    proven: bool = True
+    bound: float
+    is_final: bool = True
+    share: float = 1.0
+
+    @property
+    def proven(self) -> bool:
+        """Whether no plan makes more."""
+        return relative_gap(self.bound, self.requests_per_s) <= GAP_ROUNDING
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A solution of a part, by pools instead of groups, so that it serves equal parts too.
+
+    Attributes:
+        counts: the part, or what its plan uses of a larger one.
+        pools: of the devices in use, in order.
+    """
+
+    counts: Counts
+    pools: tuple[int, ...]
+    solution: Solution
 
 
 class Pricer:
-    """Prices the parts of a request's cluster, each once.
+    """Prices the parts of a request's cluster.
 
     Args:
         request: with the quality budget of every replica.
         pools: of its cluster.
-        share: part of the time limit that one search may take.
 
     Attributes:
         searches: how many exact searches were made.
     """
 
-    def __init__(self, request: PlanRequest, pools: Pools, share: float) -> None:
+    def __init__(self, request: PlanRequest, pools: Pools) -> None:
         self._request = request
         self._pools = pools
-        self._share = share
         self._known: dict[tuple[str, int], Price] = {}
-        self._solved: dict[Key, tuple[PlanningTask, Solution]] = {}
-        self._equal: dict[tuple[str, int], Key] = {}
+        self._placed: dict[tuple[str, int], _Placed] = {}
         self._plans: dict[tuple[Key, str], Plan] = {}
         self._rates = {
-            batch: device_rates(self._of(pools.counts, batch))
+            batch: device_rates(_uncrowded(self._of(pools.counts, batch)))
             for batch in batches(request.workload.batch)
         }
         self.searches = 0
@@ -91,31 +118,40 @@ class Pricer:
                 seconds.append(float(layer_s) / pair.micro_batching.prefill)
         return min(seconds, default=0.0)
 
-    def price(self, counts: Counts, batch: int) -> Price:
-        """Return the price of a part and a batch, by the exact search."""
-        key = self._pools.key(counts), batch
-        if key not in self._known:
-            self._known[key] = self._search(counts, batch)
-            return self._known[key]
-        # Of a part that is equal up to symmetry: which of its devices are used is not known.
-        return replace(self._known[key], used=counts)
+    def price(self, counts: Counts, batch: int, share: float = 1.0) -> Price:
+        """Return the price of a part and a batch, by the exact search.
 
-    def solved(self, counts: Counts, batch: int) -> Key | None:
-        """Return a part that is equal up to symmetry and was searched; ``None`` if none was."""
-        return self._equal.get((self._pools.key(counts), batch))
+        Args:
+            counts: the part.
+            batch: its sequences.
+            share: part of the time limit that the search may take; one that was ended is made
+                again where it may take more.
+        """
+        key = self._pools.key(counts), batch
+        known = self._known.get(key)
+        if known is not None and (known.is_final or share <= known.share):
+            # Of a part that is equal up to symmetry: which of its devices are used is not known.
+            return replace(known, used=counts)
+        found = replace(self._search(counts, batch, share), share=share)
+        if known is not None:
+            found = replace(
+                found,
+                requests_per_s=max(found.requests_per_s, known.requests_per_s),
+                bound=min(found.bound, known.bound),
+            )
+        self._known[key] = found
+        return found
 
     def plan(self, counts: Counts, batch: int, command: str) -> Plan:
-        """Return the plan of a part."""
+        """Return the best plan that was found for a part."""
         key = counts, batch
-        if key not in self._solved:
-            # Priced by a part that is equal up to symmetry, or has more devices.
-            request = replace(self._of(counts, batch), time_limit_s=None, deadline=NEVER)
-            task = build_task(request)
-            self._solved[key] = task, solve_task(task, "llmpq")
         if (key, command) not in self._plans:
-            task, found = self._solved[key]
+            placed = self._placed[self._pools.key(counts), batch]
+            own, others = (self._pools.in_order(part) for part in (counts, placed.counts))
+            task = build_task(self._of(counts, batch))
+            moved = _moved(task, placed, dict(zip(others, own, strict=True)), sorted(own))
             self._plans[key, command] = plan_of(
-                task, found, method="llmpq", command=command, planning_s=0.0
+                task, moved, method="llmpq", command=command, planning_s=0.0
             )
         return self._plans[key, command]
 
@@ -126,41 +162,91 @@ class Pricer:
             workload=replace(self._request.workload, batch=batch),
         )
 
-    def _search(self, counts: Counts, batch: int) -> Price:
+    def _search(self, counts: Counts, batch: int, share: float) -> Price:
         request = self._of(counts, batch)
-        limit_s = request.time_limit_s
-        if limit_s is not None:
-            deadline = request.deadline.within(limit_s * self._share)
+        if request.time_limit_s is not None:
+            deadline = request.deadline.within(request.time_limit_s * share)
             request = replace(request, deadline=deadline)
         task = build_task(request)
-        if not holds_model(task):
-            return Price(0.0, counts)
+        if not holds_model(task) or not _has_plan(task):
+            return Price(0.0, counts, 0.0)
         self.searches += 1
         found = _solution(task)
         if found is None:
-            return Price(0.0, counts, proven=not request.deadline.has_passed)
-        self._solved[counts, batch] = task, found
-        self._equal[self._pools.key(counts), batch] = counts, batch
-        groups = [found.problem.order[place] for place in found.assignment.used_positions()]
-        rate = batch / found.evaluation.latency_s
-        return Price(
-            rate,
-            self._used(counts, groups),
-            proven=found.status == "optimal" and found.bound_s is not None,
-        )
-
-    def _used(self, counts: Counts, groups: Sequence[int]) -> Counts:
+            late = request.deadline.has_passed
+            return Price(0.0, counts, math.inf if late else 0.0, is_final=not late)
         pools = [pool for pool, count in enumerate(counts) if count]
-        used = [0] * len(counts)
-        for group in groups:
-            used[pools[group]] += 1
-        return tuple(used)
+        order = [found.problem.order[place] for place in found.assignment.used_positions()]
+        used = tuple(pools[group] for group in order)
+        counted = tuple(used.count(pool) for pool in range(len(counts)))
+        rate = batch / found.evaluation.latency_s
+        # A search of fewer orders than those of a smaller part bounds only its own.
+        is_bound = found.bound_s is not None and found.order_set != "leading"
+        bound = batch / found.bound_s if is_bound and found.bound_s else math.inf
+        self._keep(_Placed(counts, used, found), batch, rate)
+        self._keep(_Placed(counted, used, found), batch, rate)
+        return Price(rate, counted, bound, is_final=not request.deadline.has_passed)
+
+    def _keep(self, placed: _Placed, batch: int, rate: float) -> None:
+        """Keep the best solution of a part."""
+        key = self._pools.key(placed.counts), batch
+        known = self._placed.get(key)
+        if known is None or batch / known.solution.evaluation.latency_s < rate:
+            self._placed[key] = placed
+
+
+def _moved(
+    task: PlanningTask, placed: _Placed, own: Mapping[int, int], pools: Sequence[int]
+) -> Solution:
+    """Return a solution of an equal part as one of a task.
+
+    Args:
+        task: of the part.
+        placed: the solution.
+        own: for each pool of the equal part the one of this part.
+        pools: of this part, in file order.
+    """
+    found = placed.solution
+    micro_batching = found.problem.costs.micro_batching
+    pair = next(one for one in task.pairs if one.micro_batching == micro_batching)
+    problem = task.problem(pair, tuple(pools.index(own[pool]) for pool in placed.pools))
+    places = {position: rank for rank, position in enumerate(found.assignment.used_positions())}
+    positions = tuple(places[position] for position in found.assignment.positions)
+    assignment = Assignment(positions, found.assignment.widths)
+    evaluation = evaluate(problem, assignment)
+    return replace(found, problem=problem, assignment=assignment, evaluation=evaluation)
+
+
+def _uncrowded(request: PlanRequest) -> PlanRequest:
+    """Return a request in which workers of a host do not slow each other down."""
+    cluster = request.cluster
+    nodes = tuple(replace(node, cores=None) for node in cluster.nodes)
+    return replace(request, cluster=replace(cluster, nodes=nodes))
+
+
+def _has_plan(task: PlanningTask) -> bool:
+    """Whether any plan keeps memory and the quality budget, as far as there is time to know.
+
+    Micro-batches of one sequence take the least memory: what does not fit with these, never does.
+    """
+    if task.request.solver != "exact":
+        return True
+    smallest = tuple(pair for pair in task.pairs if pair.micro_batching == SMALLEST)
+    request = replace(task.request, gap=FIRST_PLAN_GAP)
+    try:
+        find_exact(replace(task, request=request, pairs=smallest), silent, explains=False)
+    except OutOfTimeError:
+        return True
+    except InfeasibleError:
+        return False
+    return True
 
 
 def _solution(task: PlanningTask) -> Solution | None:
     """Return the exact search's solution, or a heuristic's when time was over before it had any."""
+    is_exact = task.request.solver == "exact"
     try:
-        return solve_task(task, "llmpq")
+        return find_exact(task, silent, explains=False) if is_exact else find_plan(task, silent)
     except OutOfTimeError:
         task = replace(task, request=replace(task.request, deadline=NEVER))
     except InfeasibleError:

@@ -9,18 +9,22 @@ tangents, its fleet gets its best shares, and tangents are added there, until bo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from llmpq.assigner.fleet.partition import Counts
 from llmpq.assigner.fleet.response_time import ReplicaSpeed, mean_ttft_s, split_arrivals
-from llmpq.assigner.fleet.search import FleetPlan, FleetSearch
+from llmpq.assigner.fleet.search import TYPES_UNTIL, FleetPlan, FleetSearch
 from llmpq.assigner.milp.solvers import solve
 from llmpq.assigner.objective import relative_gap
 from llmpq.assigner.request import GAP_ROUNDING, PlanRequest, Progress
 from llmpq.spec.fleet import OtherCut
+
+if TYPE_CHECKING:
+    import pulp
 
 USES = (0.0, 0.3, 0.6, 0.8, 0.9, 0.95, 1.0)
 """Tangents of the first program, as shares of the most arrivals."""
@@ -62,20 +66,28 @@ class RateSearch(FleetSearch):
         self._arrivals = rate
         self._most_requests = self.bound
         self._speeds: dict[int, ReplicaSpeed] = {}
+        self._speeds_of_equal: dict[tuple[str, int], ReplicaSpeed] = {}
         self._shares: Shares | None = None
 
     def run(self) -> None:
         """Plan all parts, or as many as there is time for, and choose the best fleet."""
         self.price_first()
-        if self._is_complete:
-            for place in range(len(self._columns)):
-                self._price(place)
+        places = list(range(len(self._columns)))
+        if not self._is_complete:
+            self._improve(TYPES_UNTIL)
+            parts = dict.fromkeys(part for part, _ in self._columns)
+            places = self._near_share(sorted(parts, key=sum))
+        for place in places:
+            self._price(place)
+            self._price(place)  # where the first search was ended
         self._shares = found = self._best()
         fastest_s = self._pricer.fastest_prompt_s()
         if self._is_proven():
             self.bound = 0.0 if found is None else 1 / found.bound_s
         else:
             self.bound = 1 / fastest_s if fastest_s else 0.0
+        # The search for the most requests a second left its own.
+        self.fleet, self.value = (), 0.0
         if found is not None:
             self.fleet = tuple(self._columns[place] for place in found.columns)
             self.value = 1 / found.ttft_s
@@ -84,30 +96,22 @@ class RateSearch(FleetSearch):
         """Whether the columns are all there are, each with its best plan."""
         if not self._is_complete:
             return False
-        left = np.flatnonzero(self._upper > 0).tolist()
-        return (
-            bool(self._is_priced[left].all())
-            and all(place in self._speeds for place in left if self._lower[place] > 0)
-            and all(self._pricer.price(*self._columns[place]).proven for place in left)
-        )
+        return bool(((self._is_priced & self._is_known()) | (self._upper <= 0)).all())
 
     def _speed(self, place: int) -> ReplicaSpeed:
         """Return the speed of a column that holds the model."""
         if place not in self._speeds:
             part, size = self._columns[place]
-            solved = self._pricer.solved(part, size) or (part, size)
-            self._speeds[place] = ReplicaSpeed.of(self._pricer.plan(*solved, command=""))
+            key = self._pools.key(part), size
+            if key not in self._speeds_of_equal:
+                plan = self._pricer.plan(part, size, command="")
+                self._speeds_of_equal[key] = ReplicaSpeed.of(plan)
+            self._speeds[place] = self._speeds_of_equal[key]
         return self._speeds[place]
 
     def _known(self) -> list[int]:
-        """Return the columns that hold the model and whose speed is known, or can be in time."""
-        found = []
-        for place in np.flatnonzero(self._lower > 0).tolist():
-            is_known = place in self._speeds or self._pricer.solved(*self._columns[place])
-            if is_known or not self._request.deadline.has_passed:
-                self._speed(place)
-                found.append(place)
-        return found
+        """Return the columns that have a plan."""
+        return [int(place) for place in np.flatnonzero(self._lower > 0)]
 
     def _best(self, parts: Sequence[Counts] | None = None) -> Shares | None:
         """Return the best fleet of these parts; ``None`` where none answers all arrivals."""
@@ -189,6 +193,29 @@ class RateSearch(FleetSearch):
             for most in (self._speed(place).most_requests_per_s,)
         ]
         return chosen, asked, found.bound / self._arrivals
+
+    def _limit(
+        self, program: pulp.LpProblem, taken: Mapping[int, pulp.LpVariable], *, has_number: bool
+    ) -> None:
+        """Limit how often columns are taken: by devices, sequences and the number of replicas."""
+        import pulp
+
+        for pool, count in enumerate(self._pools.counts):
+            program += (
+                pulp.lpSum(int(self._counts[place, pool]) * one for place, one in taken.items())
+                <= count
+            )
+        program += (
+            pulp.lpSum(self._columns[place][1] * one for place, one in taken.items())
+            <= self._batches[0]
+        )
+        if self._number is not None and has_number:
+            program += pulp.lpSum(taken.values()) == self._number
+
+    def _most(self, place: int) -> int:
+        part, size = self._columns[place]
+        each = [whole // own for whole, own in zip(self._pools.counts, part, strict=True) if own]
+        return min([*each, self._batches[0] // size])
 
     def _undominated(self, places: Sequence[int]) -> list[int]:
         """Leave out columns that have more devices than another one and are no faster."""

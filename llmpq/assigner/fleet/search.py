@@ -3,33 +3,38 @@
 A set packing problem over parts with a batch each; the batches of all replicas together are at most
 the workload's. Pricing a part is an exact search of its own, so parts are priced when needed: an
 integer program over all parts takes bounds for those that are not priced, and those that it chooses
-are priced next. Once it chooses priced parts only, its fleet is optimal. Of very large clusters not
-all parts are enumerated; the bound then is the sum of the devices' own bounds.
+are priced next. Once it chooses priced parts only, its fleet is optimal. The obvious ways to cut
+the cluster are priced first, and bound their own parts. Where time is short, the clusters without
+some device types are searched by themselves, so that devices of little use do not take the time of
+the others. Of very large clusters not all parts are considered; the bound then is the sum of the
+devices' own bounds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from llmpq.assigner.constraints.limits import BoolArray
+from llmpq.assigner.fleet.packing import Packed, Packing
 from llmpq.assigner.fleet.partition import Counts, Pools
 from llmpq.assigner.fleet.pricing import Key, Pricer, batches
-from llmpq.assigner.milp.solvers import solve
 from llmpq.assigner.objective import relative_gap
 from llmpq.assigner.problem import FloatArray, IntArray
 from llmpq.assigner.request import GAP_ROUNDING, PlanRequest, Progress
 from llmpq.spec.fleet import OtherCut
 from llmpq.spec.plan import Plan, Status
 
-if TYPE_CHECKING:
-    import pulp
-
-SEARCH_SHARE = 0.05
-"""Part of the time limit that one search may take where not all parts are enumerated."""
+LEAST_PACKING_S = 0.2
+"""Seconds of an integer program where the time is up."""
+FIRST_SHARE, LAST_SHARE = 0.05, 0.25
+"""Parts of the time limit that a first and a second search of a part may take."""
+CUTS_UNTIL, WHOLE_UNTIL, TYPES_UNTIL, REST_UNTIL = 0.25, 0.5, 0.75, 0.85
+"""Shares of the time limit: to price the obvious cuts, to search the whole cluster, the clusters
+without some device types, and the whole cluster again. In the rest, searches of the fleet's own
+parts that were ended are made again, and then those of the other cuts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +58,28 @@ class PlannedReplica:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FleetLimits:
+    """What keeps a fleet from being better, or from being proven the best.
+
+    Attributes:
+        time_limit_s: the time limit, where it ended the search.
+        planned, candidates: parts with a batch that were planned, and that were considered.
+        is_complete: whether all parts were considered.
+        has_all_orders: whether all distinct orders of devices were, in every part.
+        budget, bits: where the quality budget leaves no layer fewer bits, the least budget that
+            allows all layers at the next fewer bits, and these.
+    """
+
+    time_limit_s: float | None
+    planned: int
+    candidates: int
+    is_complete: bool
+    has_all_orders: bool
+    budget: float | None = None
+    bits: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FleetPlan:
     """Replicas of a model on one cluster.
 
@@ -65,6 +92,7 @@ class FleetPlan:
         status: ``optimal`` when proven.
         others: other ways to cut the cluster, with the same budget.
         searches: parts of the cluster that were planned.
+        limits: what keeps the fleet from being better, or from being proven the best.
         ttft_s: mean time to first token, which the fleet was chosen for; ``None``: it was chosen
             for its requests a second.
         ttft_bound_s: no fleet has less.
@@ -78,6 +106,7 @@ class FleetPlan:
     status: Status
     others: tuple[OtherCut, ...]
     searches: int
+    limits: FleetLimits
     ttft_s: float | None = None
     ttft_bound_s: float | None = None
 
@@ -106,15 +135,19 @@ class FleetSearch:
         self._progress = progress
         self._pools = Pools.of(request.cluster)
         parts, self._is_complete = self._pools.parts()
-        share = 1.0 if self._is_complete else SEARCH_SHARE
-        self._pricer = Pricer(request, self._pools, share)
+        self._pricer = Pricer(request, self._pools)
         self._batches = tuple(batches(request.workload.batch))
+        self._has_shared_cores = any(node.cores is not None for node in request.cluster.nodes)
         self._columns: list[Key] = []
         self._index: dict[Key, int] = {}
+        self._keys: dict[Counts, str] = {}
+        self._equal_parts: dict[str, list[Counts]] = {}
         self._counts: IntArray = np.zeros((0, len(self._pools.counts)), dtype=np.int64)
+        self._sizes: IntArray = np.zeros(0, dtype=np.int64)
         self._upper: FloatArray = np.zeros(0)
         self._lower: FloatArray = np.zeros(0)
         self._is_priced: BoolArray = np.zeros(0, dtype=np.bool_)
+        self._is_final: BoolArray = np.zeros(0, dtype=np.bool_)
         self._add(parts)
         whole = np.array([self._pools.counts])
         self.bound = max(float(self._pricer.bounds(whole, size)[0]) for size in self._batches)
@@ -122,138 +155,232 @@ class FleetSearch:
     def run(self) -> None:
         """Price columns until the best fleet is known, or time is over."""
         self.price_first()
+        if self._is_complete:
+            self._improve(WHOLE_UNTIL)
+        if not self.is_proven:
+            kept = self._pools.without_types()
+            for number, counts in enumerate(kept, start=1):
+                share = WHOLE_UNTIL + (TYPES_UNTIL - WHOLE_UNTIL) * number / len(kept)
+                self._improve(share, self._is_inside(counts))
+            self._improve(REST_UNTIL)
+        self._finish()
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether no fleet makes more."""
+        return bool(self.value) and relative_gap(self.bound, self.value) <= GAP_ROUNDING
+
+    def price_first(self) -> None:
+        """Price the obvious ways to cut the cluster: nodes, types, devices, types left out."""
+        cuts = [part for parts in self._cuts().values() for part in parts]
+        parts = list(dict.fromkeys([*cuts, *self._pools.without_types()]))
+        self._add([part for part in parts if (part, 1) not in self._index])
+        # The smallest of a kind first: they are planned in a moment.
+        ordered = sorted(parts, key=sum)
+        near = self._near_share(ordered)
+        # The others bound what their parts make; the largest bound the most.
+        rest = [self._index[part, size] for part in ordered[::-1] for size in self._batches]
+        for place in (*near, *rest):
+            if self._is_late(CUTS_UNTIL):
+                break
+            self._price(place)
         self._keep()
-        while self._is_complete:
-            chosen, bound = self._pack(self._upper)
-            self.bound = min(self.bound, bound)
-            unknown = [place for place in chosen if not self._is_priced[place]]
-            if not unknown or self._request.deadline.has_passed:
+
+    def _near_share(self, parts: Sequence[Counts]) -> list[int]:
+        """Return the columns of parts with batches near their share of all devices' speed."""
+        rates = self._pricer.bounds(np.array(parts), self._batches[0])
+        shares = self._batches[0] * rates / self.bound if self.bound else rates
+        return [
+            self._index[part, size]
+            for part, wanted in zip(parts, shares, strict=True)
+            for size in self._batches
+            if size / 2 <= wanted <= 2 * size
+        ]
+
+    def _improve(
+        self, until: float, inside: BoolArray | None = None, *, has_number: bool = True
+    ) -> None:
+        """Price what the best fleet by bounds takes, until its prices are final.
+
+        Args:
+            until: share of the time limit at which to stop.
+            inside: ``[C]`` the only columns that may be taken, ``None`` for all.
+            has_number: whether it has the number of replicas that is wanted.
+        """
+        while not self._is_late(until):
+            values = np.where(self._is_final, self._lower, self._upper)
+            chosen, bound = self._promising(values, inside, has_number=has_number)
+            if inside is None and self._is_complete:
+                is_open = (self._is_final & ~self._is_known()).any()
+                self.bound = min(self.bound, self._pack(self._upper)[1] if is_open else bound)
+            unknown = [place for place in chosen if not self._is_final[place]]
+            if not unknown:
                 break
             for place in dict.fromkeys(unknown):
                 self._price(place)
             self._keep()
 
-    def price_first(self) -> None:
-        """Price other ways to cut the cluster; of large clusters, as many parts as time allows."""
-        cuts = [part for parts in self._cuts().values() for part in parts]
-        self._add([part for part in dict.fromkeys(cuts) if (part, 1) not in self._index])
-        if self._is_complete:
-            for part in dict.fromkeys(cuts):
-                for size in self._batches:
-                    self._price(self._index[part, size])
-        else:
-            # The smallest of a kind first: they are planned in a moment.
-            self._scan(sorted(dict.fromkeys(cuts), key=sum))
-            parts = dict.fromkeys(part for part, _ in self._columns)
-            self._scan(sorted(parts, key=lambda part: (sum(part), np.count_nonzero(part))))
+    def _promising(
+        self, values: FloatArray, inside: BoolArray | None, *, has_number: bool
+    ) -> tuple[list[int], float]:
+        """Return columns that the best fleet may take by these values, and a bound of its sum.
 
-    def _scan(self, parts: Sequence[Counts]) -> None:
-        """Price parts in order, with batches near their share of all devices' speed."""
-        rates = self._pricer.bounds(np.array(parts), self._batches[0])
-        for part, wanted in zip(parts, self._batches[0] * rates / self.bound, strict=True):
-            for size in self._batches:
-                if size / 2 <= wanted <= 2 * size:
-                    self._price(self._index[part, size])
+        These are what a fleet takes that may take parts of columns, which is a matter of
+        milliseconds; once all of them are final, what a fleet of whole columns takes.
+        """
+        places = self._positive(values, inside)
+        found = self._packed(values, places, has_number=has_number, is_whole=False)
+        chosen = places[found.taken > 0]
+        if not self._is_final[chosen].all() or not (self._is_complete or inside is not None):
+            return chosen.tolist(), found.bound
+        # Columns with which the bound falls below the best fleet cannot be of a better one.
+        least = self.value if has_number else 0.0
+        kept = places[found.bound - found.costs >= least * (1 - GAP_ROUNDING)]
+        whole = self._packed(values, kept, has_number=has_number, is_whole=True)
+        return kept[whole.taken > 0].tolist(), max(least, min(found.bound, whole.bound))
+
+    def _finish(self) -> None:
+        """Price the fleet's own columns again, then those of the other cuts, while time is left.
+
+        With better prices another fleet may be the best, so it is chosen again.
+        """
+        while not self._request.deadline.has_passed:
+            places = [self._index[key] for key in dict.fromkeys(self.fleet)]
+            unknown = [place for place in places if not self._is_final[place]]
+            if not unknown:
+                break
+            for place in unknown:
+                self._price(place)
+            self._keep()
+        for parts in self._cuts().values():
+            self._improve(1.0, self._is_of(parts), has_number=False)
+
+    def _is_late(self, share: float) -> bool:
+        """Whether this share of the time limit is over."""
+        limit_s = self._request.time_limit_s or 0.0
+        return self._request.deadline.left_s <= (1 - share) * limit_s
+
+    def _is_of(self, parts: Sequence[Counts]) -> BoolArray:
+        """Return ``[C]`` which columns are of these parts."""
+        return np.array([part in parts for part, _ in self._columns])
 
     def _add(self, parts: Sequence[Counts]) -> None:
         """Add the columns of parts, with every batch."""
         if not parts:
             return
         rows = np.array(parts, dtype=np.int64)
+        for part in parts:
+            self._keys[part] = self._pools.key(part)
+            self._equal_parts.setdefault(self._keys[part], []).append(part)
         for size in self._batches:
             first = len(self._columns)
             own = [(part, size) for part in parts]
             self._columns += own
             self._index |= {key: first + place for place, key in enumerate(own)}
             self._counts = np.vstack([self._counts, rows])
+            self._sizes = np.append(self._sizes, np.full(len(parts), size))
             self._upper = np.append(self._upper, self._pricer.bounds(rows, size))
         more = len(self._columns) - len(self._lower)
         self._lower = np.append(self._lower, np.zeros(more))
         self._is_priced = np.append(self._is_priced, np.zeros(more, dtype=np.bool_))
+        self._is_final = np.append(self._is_final, np.zeros(more, dtype=np.bool_))
 
     def _price(self, place: int) -> None:
+        """Plan a column; the second time with more time, where the first search was ended."""
         no_time = self._request.deadline.has_passed
-        if self._is_priced[place] or not self._upper[place] or no_time:
+        if self._is_final[place] or not self._upper[place] or no_time:
             return
         part, size = self._columns[place]
-        found = self._pricer.price(part, size)
-        self._set(place, found.requests_per_s)
-        if found.proven:
-            # Fewer devices make no more with the same batch.
-            sizes = np.array([batch for _, batch in self._columns])
-            inside = (self._counts <= self._counts[place]).all(axis=1) & (sizes == size)
-            self._upper[inside] = np.minimum(self._upper[inside], found.requests_per_s)
-        if found.requests_per_s and found.used != part and (found.used, size) in self._index:
-            self._set(self._index[found.used, size], found.requests_per_s)
+        is_last = bool(self._is_priced[place])
+        found = self._pricer.price(part, size, LAST_SHARE if is_last else FIRST_SHARE)
+        is_final = is_last or found.is_final or found.proven
+        for equal in self._equal_to(place):
+            self._set(equal, found.requests_per_s, is_final=is_final)
+            self._limit_upper(equal, found.bound)
+        used = self._index.get((found.used, size))
+        if found.requests_per_s and used is not None and used != place:
+            is_final = found.proven and not self._has_shared_cores
+            for equal in self._equal_to(used):
+                self._set(equal, found.requests_per_s, is_final=is_final)
         best = 1 / self.value if self.value else None
         self._progress(int(self._is_priced.sum()), len(self._columns), best)
 
-    def _set(self, place: int, rate: float) -> None:
-        self._lower[place] = rate
+    def _equal_to(self, place: int) -> list[int]:
+        """Return the columns of equal parts with the same batch, itself among them."""
+        part, size = self._columns[place]
+        return [self._index[other, size] for other in self._equal_parts[self._keys[part]]]
+
+    def _limit_upper(self, place: int, bound: float) -> None:
+        """Lower the bounds of a column and of what makes no more: fewer devices, same batch.
+
+        What does not hold the model with a batch, does not with a larger one.
+        """
+        part, size = self._columns[place]
+        # Where workers share a host's cores, fewer workers may make more.
+        smaller = self._is_of([part]) if self._has_shared_cores else self._is_inside(part)
+        inside = smaller & (self._sizes == size if bound else self._sizes >= size)
+        self._upper[inside] = np.minimum(self._upper[inside], bound)
+
+    def _is_known(self) -> BoolArray:
+        """Return ``[C]`` which columns are proven to make no more."""
+        found: BoolArray = self._upper <= self._lower * (1 + GAP_ROUNDING)
+        return found
+
+    def _is_inside(self, counts: Counts) -> BoolArray:
+        """Return ``[C]`` which columns have no other devices."""
+        found: BoolArray = np.all(self._counts <= np.array(counts), axis=1)
+        return found
+
+    def _set(self, place: int, rate: float, *, is_final: bool) -> None:
+        self._lower[place] = max(self._lower[place], rate)
         self._is_priced[place] = True
+        self._is_final[place] |= is_final
 
     def _keep(self) -> None:
         """Keep the best fleet of priced columns."""
         chosen, _ = self._pack(self._lower)
         value = float(self._lower[chosen].sum())
         if value > self.value * (1 + GAP_ROUNDING):
-            self.value = value
             self.fleet = tuple(self._columns[place] for place in chosen)
+        self.value = sum(map(self._rate, self.fleet))
 
     def _pack(
-        self, values: FloatArray, parts: Sequence[Counts] | None = None
+        self, values: FloatArray, inside: BoolArray | None = None, *, has_number: bool = True
     ) -> tuple[list[int], float]:
         """Return the columns of the best fleet by these values, each as often as it is taken.
 
         Args:
             values: ``[C]`` requests a second.
-            parts: the only parts that may be taken.
+            inside: ``[C]`` the only columns that may be taken, ``None`` for all.
+            has_number: whether it has the number of replicas that is wanted.
 
         Returns:
             The columns, and an upper bound of their sum.
         """
-        import pulp
+        places = self._positive(values, inside)
+        found = self._packed(values, places, has_number=has_number, is_whole=True)
+        taken = np.round(found.taken).astype(np.int64)
+        return np.repeat(places, taken).tolist(), found.bound
 
-        places = [int(place) for place in np.flatnonzero(values > 0)]
-        if parts is not None:
-            places = [place for place in places if self._columns[place][0] in parts]
-        if not places:
-            return [], 0.0
-        program = pulp.LpProblem("fleet")
-        taken = {
-            place: program.add_variable(f"x{place}", 0, self._most(place), cat="Integer")
-            for place in places
-        }
-        program += pulp.lpSum(-float(values[place]) * taken[place] for place in places)
-        self._limit(program, taken, has_number=parts is None)
-        found = solve(program, "highs", gap=0.0, time_limit_s=None)
-        chosen = [
-            place for place in places for _ in range(round(found.values.get(f"x{place}", 0.0)))
-        ]
-        return chosen, 0.0 if found.status == "infeasible" else -found.bound
+    def _positive(self, values: FloatArray, inside: BoolArray | None) -> IntArray:
+        """Return the columns with a value, inside of others where these are given."""
+        return np.flatnonzero(values > 0 if inside is None else (values > 0) & inside)
 
-    def _limit(
-        self, program: pulp.LpProblem, taken: Mapping[int, pulp.LpVariable], *, has_number: bool
-    ) -> None:
-        """Limit how often columns are taken: by devices, sequences and the number of replicas."""
-        import pulp
-
-        for pool, count in enumerate(self._pools.counts):
-            program += (
-                pulp.lpSum(int(self._counts[place, pool]) * one for place, one in taken.items())
-                <= count
-            )
-        program += (
-            pulp.lpSum(self._columns[place][1] * one for place, one in taken.items())
-            <= self._batches[0]
+    def _packed(
+        self, values: FloatArray, places: IntArray, *, has_number: bool, is_whole: bool
+    ) -> Packed:
+        """Return the best packing of columns."""
+        if not len(places):
+            return Packed(taken=np.zeros(0), bound=0.0, costs=np.zeros(0))
+        packing = Packing(
+            counts=self._counts[places],
+            sizes=self._sizes[places],
+            devices=np.array(self._pools.counts),
+            sequences=self._batches[0],
+            number=self._number if has_number else None,
         )
-        if self._number is not None and has_number:
-            program += pulp.lpSum(taken.values()) == self._number
-
-    def _most(self, place: int) -> int:
-        part, size = self._columns[place]
-        each = [whole // own for whole, own in zip(self._pools.counts, part, strict=True) if own]
-        return min([*each, self._batches[0] // size])
+        left_s = max(LEAST_PACKING_S, self._request.deadline.left_s)
+        return packing.best(values[places], is_whole=is_whole, time_limit_s=left_s)
 
     def _cuts(self) -> dict[str, list[Counts]]:
         """Return other ways to cut the cluster."""
@@ -283,6 +410,8 @@ class FleetSearch:
         value = sum(map(self._rate, self.fleet))
         bound = max(bound, value)
         gap = relative_gap(bound, value)
+        # A part whose search was ended is one, too.
+        is_late = self._is_late(REST_UNTIL) or (self._is_final & ~self._is_known()).any()
         return FleetPlan(
             replicas=tuple(replicas),
             idle=tuple(sorted(device for group in free for device in group)),
@@ -292,6 +421,13 @@ class FleetSearch:
             status="optimal" if gap <= GAP_ROUNDING else "feasible",
             others=tuple(self._other(*item) for item in self._cuts().items()),
             searches=self._pricer.searches,
+            limits=FleetLimits(
+                time_limit_s=self._request.time_limit_s if is_late else None,
+                planned=int(self._is_priced.sum()),
+                candidates=len(self._columns),
+                is_complete=self._is_complete,
+                has_all_orders=self._request.orders == "all",
+            ),
         )
 
     def ordered(self) -> list[Key]:
@@ -314,8 +450,9 @@ class FleetSearch:
         return float(self._lower[self._index[key]])
 
     def _other(self, name: str, parts: list[Counts]) -> OtherCut:
-        chosen, _ = self._pack(self._lower, parts)
+        inside = self._is_of(parts)
+        chosen, _ = self._pack(self._lower, inside, has_number=False)
         # A bound that is left says that nothing was proven.
-        left = any(self._upper[self._index[part, size]] for part in parts for size in self._batches)
-        value = float(self._lower[chosen].sum()) if chosen or not left else None
+        is_known = bool(chosen) or not self._upper[inside].any()
+        value = float(self._lower[chosen].sum()) if is_known else None
         return OtherCut(name=name, replicas=len(chosen), requests_per_s=value)

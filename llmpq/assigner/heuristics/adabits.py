@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from llmpq.assigner.device_orders import leading_orders
 from llmpq.assigner.heuristics.additive import AdditiveProblem, additive_problem, least_cost
 from llmpq.assigner.heuristics.pair_table import (
     Choice,
@@ -15,7 +16,6 @@ from llmpq.assigner.heuristics.pair_table import (
     better,
     budget_text,
     file_order,
-    leading_orders,
     solution_of,
 )
 from llmpq.assigner.heuristics.proportional import proportional_split
@@ -39,7 +39,8 @@ def find_adabits(task: PlanningTask, progress: Progress) -> Solution:
 def best_adabits(table: PairTable, progress: Progress) -> Choice | None:
     """Return the choice of ``find_adabits``, ``None`` when it fits with no pair."""
     task = table.task
-    classes = [(order, pairs) for order in leading_orders(task) for pairs in _classes(table, order)]
+    orders = leading_orders(task.group_counts.tolist())
+    classes = [(order, pairs) for order in orders for pairs in _classes(table, order)]
     best: Choice | None = None
     before: tuple[AssignmentProblem, Assignment] | None = None
     for number, (order, pairs) in enumerate(classes):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmpq.assigner.enumeration import device_orders, num_orders
+from llmpq.assigner.device_orders import device_orders, leading_orders, num_orders
 from llmpq.assigner.objective import evaluate, is_feasible, within_budget
 from llmpq.assigner.problem import Assignment, FloatArray, IntArray
 from llmpq.assigner.request import PlanningTask, Solution
@@ -160,18 +160,9 @@ def file_order(task: PlanningTask) -> tuple[int, ...]:
     return tuple(group for group, members in enumerate(task.groups) for _ in members)
 
 
-def leading_orders(task: PlanningTask) -> tuple[tuple[int, ...], ...]:
-    """Return one order for each group as the master's, the others in file order behind it."""
-    order = file_order(task)
-    return tuple(
-        (*(group for group in order if group == first), *(g for g in order if g != first))
-        for first in range(len(task.groups))
-    )
-
-
 def block_orders(task: PlanningTask) -> tuple[tuple[int, ...], ...]:
     """Return the orders that keep groups together: all, or the leading ones beyond a limit."""
     counts = task.group_counts.tolist()
     if num_orders(counts, "types") > MAX_FULL_ORDERS:
-        return leading_orders(task)
+        return leading_orders(counts)
     return device_orders(counts, "types")

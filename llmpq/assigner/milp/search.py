@@ -39,8 +39,8 @@ class _Candidate:
 
 
 def find_plan(task: PlanningTask, progress: Progress) -> Solution:
-    """Minimise the objective over all orders, pairs, placements and bitwidths; some pair fits."""
-    request, orders = task.request, task.orders()
+    """Minimise the objective over orders, pairs, placements and bitwidths; some pair fits."""
+    request, (order_set, orders) = task.request, task.orders()
     search = _Search(task, progress, _candidates(task, orders))
     search.run()
     if search.best is None:
@@ -52,7 +52,7 @@ def find_plan(task: PlanningTask, progress: Progress) -> Solution:
             )
         if request.quality_budget is None:
             raise memory_error(request)
-        raise InfeasibleError(explain_budget(task, orders))
+        raise InfeasibleError(explain_budget(task))
     problem, assignment, evaluation = search.best
     bound_s = min(evaluation.objective_s, search.proven_s)
     gap = relative_gap(evaluation.objective_s, bound_s)
@@ -64,6 +64,7 @@ def find_plan(task: PlanningTask, progress: Progress) -> Solution:
         status="optimal" if gap <= request.gap + GAP_ROUNDING else "feasible",
         bound_s=bound_s,
         orders=len(orders),
+        order_set=order_set,
         pairs_searched=search.searched,
         pairs_pruned=len(orders) * task.num_pairs - search.searched,
     )

@@ -33,6 +33,7 @@ from llmpq.cli.common import (
     run_command,
 )
 from llmpq.cli.fleet import add_fleet_options, run_fleet
+from llmpq.cli.options import add_requests_option
 from llmpq.cli.plan_options import add_plan_options, request_of, scheduled
 from llmpq.cli.trust import plan_trust, trust_record, trust_text
 from llmpq.costmodel import build_costs
@@ -77,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument(
         "--plot", metavar="FILE.png", help="draw the plan, or the plans of --pareto"
     )
+    add_requests_option(report)
     report.add_argument(
         "--what_if", action="store_true", help="also plan with one more device of each kind"
     )
@@ -162,10 +164,12 @@ def _run(options: argparse.Namespace, started_s: float) -> int:
         }
         record["stored"] = [str(precision) for precision in request.model.stored]
         record["draft_places"] = [asdict(place) for place in places]
+        record |= render.requests_record([plan], options.requests)
         print_json({**record, "trust": trust_record(trust), "hurried": []})
     else:
         print(render.plan_table(plan, found.dropped))
         more = (
+            *render.requests_text([plan], options.requests),
             *render.explanation_text(plan, found),
             *render.format_text(plan),
             *render.stored_text(request.model),
@@ -187,6 +191,10 @@ def _check_options(options: argparse.Namespace) -> None:
         if getattr(options, name) not in (None, False) and options.replicas is None:
             raise SpecError(f"--{name}: found without --replicas, expected both")
     _check_draft(options)
+    if options.requests is not None:
+        check_least(options, 1, "requests")
+        if options.method == "all" or options.pareto is not None:
+            raise SpecError("--requests: found with --method all or --pareto, expected one plan")
     if options.export is None:
         return
     if options.output is None:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from llmpq.assigner.explain.explanation import explain_costs
 from llmpq.assigner.verify import Verification, verify_plan
-from llmpq.cli.common import make_parser, print_json, run_command
+from llmpq.cli.common import check_least, make_parser, print_json, run_command
 from llmpq.cli.fit import add_fit_options, run_fit
 from llmpq.cli.fleet import check_fleet, is_fleet
-from llmpq.cli.options import add_devices_option, with_described
+from llmpq.cli.options import add_devices_option, add_requests_option, with_described
 from llmpq.cli.render import (
     draft_text,
     explanation_record,
@@ -21,6 +21,8 @@ from llmpq.cli.render import (
     format_text,
     plan_record,
     plan_table,
+    requests_record,
+    requests_text,
 )
 from llmpq.cli.trust import plan_trust, trust_record, trust_text
 from llmpq.errors import CapacityError, SpecError
@@ -45,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
         "--omega_file", metavar="FILE.json", help="sensitivity table that the plan was made with"
     )
     add_devices_option(parser)
+    add_requests_option(parser)
     parser.add_argument("--profile", metavar="DIR", help="folder of measured latency tables")
     parser.add_argument("--plot", metavar="FILE.png", help="draw layers, memory and timeline")
     add_fit_options(parser)
@@ -52,10 +55,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
+    check_least(options, 1, "requests")
     if (options.strategy is None) == (options.model is None):
         raise SpecError("expected either a strategy FILE, or --model with devices")
     if options.strategy is None:
         return run_fit(options)
+    if options.what_if:
+        raise SpecError("--what_if: found with a FILE, expected --model; llmpq-algo plans again")
     if is_fleet(options.strategy):
         return check_fleet(options)
     plan = read_plan(options.strategy)
@@ -88,12 +94,14 @@ def _run(options: argparse.Namespace) -> int:
                 "repriced": now and {"latency_s": now.latency_s, "stages": repriced},
                 "explanation": explanation and explanation_record(plan, explanation),
                 "trust": trust_record(trust),
+                **requests_record([plan], options.requests),
             }
         )
     else:
         print(plan_table(plan, {} if explanation is None else explanation.dropped))
         lines = () if explanation is None else explanation_text(plan, explanation)
         for line in (
+            *requests_text([plan], options.requests),
             *lines,
             *format_text(plan),
             *draft_text(plan),

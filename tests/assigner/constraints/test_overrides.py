@@ -102,7 +102,8 @@ def test_the_whole_search_under_limits_equals_brute_force() -> None:
     )
     task = build_task(request)
     oracles = [
-        brute_force(task.problem(pair, order)) for pair, order in product(task.pairs, task.orders())
+        brute_force(task.problem(pair, order))
+        for pair, order in product(task.pairs, task.orders()[1])
     ]
     best_s = min(oracle[1].objective_s for oracle in oracles if oracle is not None)
     plan = make_plan(request)

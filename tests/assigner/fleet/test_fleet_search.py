@@ -16,10 +16,11 @@ from llmpq.assigner import PlanRequest, make_plan
 from llmpq.assigner.constraints.deadline import Deadline
 from llmpq.assigner.constraints.overrides import Overrides
 from llmpq.assigner.fleet import plan_fleet
-from llmpq.assigner.fleet.partition import Pools
-from llmpq.assigner.fleet.pricing import batches
+from llmpq.assigner.fleet.partition import MAX_PARTS, Pools
+from llmpq.assigner.fleet.planner import default_budget
+from llmpq.assigner.fleet.pricing import Pricer, batches
 from llmpq.errors import InfeasibleError, SpecError
-from llmpq.spec.cluster import Device, LinkSpec
+from llmpq.spec.cluster import Cluster, Device, DeviceGroup, LinkSpec, Node
 from llmpq.spec.workload import Workload
 
 TOLERANCE = 1e-9
@@ -52,7 +53,7 @@ def random_request(seed: int) -> PlanRequest:
 def budget_of(request: PlanRequest) -> float:
     if request.quality_budget is not None:
         return request.quality_budget
-    return make_plan(request).estimate.quality
+    return default_budget(make_plan(request).estimate.quality)
 
 
 def best_by_brute_force(request: PlanRequest, number: int | None) -> float:
@@ -148,12 +149,38 @@ def test_replicas_with_the_same_bits_have_them_in_every_layer():
     )
 
 
-def test_without_a_budget_no_replica_loses_more_than_one_pipeline():
+def test_without_a_budget_no_replica_loses_much_more_than_one_pipeline():
     request = two_types()
-    quality = make_plan(request).estimate.quality
+    budget = default_budget(make_plan(request).estimate.quality)
     found = plan_fleet(request)
-    assert found.quality_budget == quality
-    assert all(replica.plan.estimate.quality <= quality + 1e-12 for replica in found.replicas)
+    assert found.quality_budget == budget
+    assert all(replica.plan.estimate.quality <= budget + 1e-12 for replica in found.replicas)
+
+
+ALL_AT_8_BITS = (15 / 255) ** 2
+"""What all layers at 8 bits lose by default: 0.00346."""
+
+
+@pytest.mark.parametrize("quality", [0.0, 0.00303, 0.0034, ALL_AT_8_BITS, 0.009])
+def test_the_default_budget_does_not_turn_on_a_fourth_decimal(quality):
+    """One pipeline lost 0.00303, so that no replica might have all layers at 8 bits."""
+    assert default_budget(quality) == 0.01
+
+
+@pytest.mark.parametrize(
+    ("quality", "budget"), [(0.0095, 0.011), (0.1, 0.11), (0.303, 0.34), (0.96, 1.1), (4.59, 5.1)]
+)
+def test_the_default_budget_is_a_tenth_more_rounded_up(quality, budget):
+    assert default_budget(quality) == budget
+
+
+def test_the_default_budget_is_never_less_than_one_pipeline_loses():
+    values = np.geomspace(1e-6, 10, 1000)
+    budgets = [default_budget(float(value)) for value in values]
+    assert budgets == sorted(budgets)
+    assert all(
+        value * 1.1 <= budget * (1 + 1e-9) for value, budget in zip(values, budgets, strict=True)
+    )
 
 
 def test_a_larger_fleet_than_fits_is_infeasible():
@@ -182,6 +209,139 @@ def test_parts_on_equal_nodes_are_priced_once():
     slow = LinkSpec(between=("node0", "node1"), bytes_per_s=1e8, latency_s=1e-4)
     linked = Pools.of(cluster_of(("T4-16G", 2, 100), ("T4-16G", 2, 90), links=(slow,)))
     assert linked.key((1, 0)) != linked.key((0, 1))
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_fleets_on_shared_cores_equal_brute_force(threads):
+    """With fewer workers beside it, a worker is faster, so a smaller part may make more."""
+    group = DeviceGroup(type="cpu", count=3, threads=threads, memory_bytes=6 * 10**8)
+    cluster = Cluster(name="host", nodes=(Node(name="host", devices=(group,), cores=4),))
+    request = plan_request(
+        model=model_spec(layers=4),
+        cluster=cluster,
+        workload=Workload(batch=4, prompt_tokens=64, new_tokens=16),
+        quality_budget=1.0,
+        theta_s=0.0,
+    )
+    want = best_by_brute_force(request, None)
+    assert want > 0
+    found = plan_fleet(request)
+    assert found.status == "optimal"
+    assert found.requests_per_s == pytest.approx(want, rel=TOLERANCE)
+
+
+def test_a_part_has_the_plan_of_an_equal_part_that_was_searched():
+    """Equal parts list their pools in other orders, as the cluster file does."""
+    cluster = cluster_of(("T4-16G", 2, 90), ("V100-32G", 1, 120), ("T4-16G", 2, 90))
+    request = plan_request(cluster=cluster, quality_budget=1.0, theta_s=0.0)
+    pools = Pools.of(cluster)
+    pricer = Pricer(request, pools)
+    one, other = (2, 1, 0), (0, 1, 2)
+    assert pools.key(one) == pools.key(other)
+    assert pools.in_order(one) != pools.in_order(other)
+    price = pricer.price(one, 4)
+    plan = pricer.plan(other, 4, command="")
+    assert pricer.searches == 1
+    assert 4 / plan.estimate.latency_s == pytest.approx(price.requests_per_s, rel=1e-12)
+    certify_plan(replace(request, cluster=pools.cluster_of(other)), plan)
+
+
+def test_a_part_has_the_plan_of_a_larger_one_that_leaves_devices_out():
+    slow = LinkSpec(between=("node0", "node1"), bytes_per_s=1e5, latency_s=0.1)
+    cluster = cluster_of(("A100-40G", 1, 900), ("P100-12G", 2, 900), links=(slow,))
+    request = plan_request(cluster=cluster, quality_budget=1.0, theta_s=0.0)
+    pricer = Pricer(request, Pools.of(cluster))
+    price = pricer.price((1, 2), 4)
+    assert price.used == (1, 0)
+    plan = pricer.plan((1, 0), 4, command="")
+    assert pricer.searches == 1
+    assert 4 / plan.estimate.latency_s == pytest.approx(price.requests_per_s, rel=1e-12)
+    assert len(plan.cluster.devices) == 1
+
+
+def test_a_search_that_was_ended_bounds_the_part_and_is_made_again():
+    request = hurried(replace(two_types(quality_budget=1.0), theta_s=0.0), 1e6)
+    pools = Pools.of(request.cluster)
+    pricer = Pricer(request, pools)
+    first = pricer.price(pools.counts, 8, share=1e-6)
+    assert not first.is_final
+    assert pricer.price(pools.counts, 8, share=1e-6) == replace(first, used=pools.counts)
+    exact = pricer.price(pools.counts, 8, share=0.5)
+    assert exact.proven
+    assert first.requests_per_s <= exact.requests_per_s <= first.bound * (1 + TOLERANCE)
+
+
+def test_parts_of_large_clusters_are_whole_pools_first():
+    counts = (16, 16, 16)
+    parts, is_complete = Pools.of(
+        cluster_of(*((name, 16, 200) for name in ("A100-40G", "T4-16G", "L4")))
+    ).parts()
+    assert not is_complete
+    assert len(parts) == len(set(parts)) <= MAX_PARTS
+    wanted = {(a, b, c) for a in (0, 8, 16) for b in (0, 8, 16) for c in (0, 8, 16)} - {(0, 0, 0)}
+    assert wanted <= set(parts)
+    assert all(
+        all(0 <= own <= most for own, most in zip(part, counts, strict=True)) for part in parts
+    )
+
+
+def hurried(request: PlanRequest, seconds: float) -> PlanRequest:
+    """Return a request whose time limit is so many readings of the clock."""
+    return replace(request, time_limit_s=seconds, deadline=Deadline(seconds, CountingClock()))
+
+
+def lab(*, t4s: int, **options) -> PlanRequest:
+    """A request on two A100s, and two nodes of so many T4s."""
+    nodes = [("A100-40G", 2, 300), ("T4-16G", t4s, 120), ("T4-16G", t4s, 120)]
+    values = {
+        "model": model_spec(layers=8),
+        "cluster": cluster_of(*(node for node in nodes if node[1])),
+        "workload": Workload(batch=32, prompt_tokens=64, new_tokens=16),
+        "quality_budget": 1.0,
+    }
+    return plan_request(**(values | options))
+
+
+def test_the_obvious_cuts_are_planned_when_time_is_short():
+    found = plan_fleet(hurried(lab(t4s=4), 400.0))
+    assert all(other.requests_per_s is not None for other in found.others)
+    assert all(
+        other.requests_per_s <= found.requests_per_s * (1 + TOLERANCE) for other in found.others
+    )
+
+
+@pytest.mark.parametrize("seconds", [200.0, 400.0, 800.0])
+def test_more_devices_never_make_less(seconds):
+    few, many = (plan_fleet(hurried(lab(t4s=n), seconds)) for n in (0, 6))
+    assert many.requests_per_s >= few.requests_per_s * (1 - TOLERANCE)
+
+
+@pytest.mark.parametrize("seconds", [200.0, 400.0, 800.0])
+def test_a_larger_budget_never_makes_less(seconds):
+    rates = [
+        plan_fleet(hurried(lab(t4s=4, quality_budget=budget), seconds)).requests_per_s
+        for budget in (0.0, 0.0035, 1.0, 5.0)
+    ]
+    assert rates == sorted(rates)
+
+
+def test_a_budget_that_binds_is_named_with_what_would_lift_it():
+    found = plan_fleet(two_types(quality_budget=0.0))
+    assert (found.limits.budget, found.limits.bits) == (0.0035, 8)
+    assert found.limits.time_limit_s is None
+    lifted = plan_fleet(two_types(quality_budget=0.0035))
+    assert lifted.requests_per_s >= found.requests_per_s
+    assert lifted.quality_budget >= ALL_AT_8_BITS
+    most = plan_fleet(two_types(quality_budget=5.0))
+    assert (most.limits.budget, most.limits.bits) == (None, None)
+
+
+def test_a_time_limit_that_ends_the_search_is_named():
+    found = plan_fleet(hurried(lab(t4s=6), 150.0))
+    assert found.status == "feasible"
+    assert found.limits.time_limit_s == 150.0
+    assert found.limits.planned < found.limits.candidates
+    assert plan_fleet(two_types(quality_budget=1.0)).limits.time_limit_s is None
 
 
 def test_large_clusters_end_in_time_with_a_valid_bound():

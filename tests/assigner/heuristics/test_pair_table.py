@@ -7,13 +7,12 @@ import pytest
 from helpers.builders import cluster_of, plan_request
 from helpers.small_clusters import TYPES, small_request
 
-from llmpq.assigner.enumeration import device_orders
+from llmpq.assigner.device_orders import device_orders, leading_orders
 from llmpq.assigner.heuristics.pair_table import (
     MAX_FULL_ORDERS,
     PairTable,
     block_orders,
     file_order,
-    leading_orders,
 )
 from llmpq.assigner.objective import evaluate, is_feasible
 from llmpq.assigner.problem import Assignment
@@ -49,15 +48,16 @@ def test_baselines_use_orders_of_the_search(number: int) -> None:
     groups = [(name, 1 + index % 2, 500) for index, name in enumerate(TYPES[:number])]
     task = build_task(plan_request(cluster=cluster_of(*groups)))
     types = device_orders(task.group_counts.tolist(), "types")
+    leading = leading_orders(task.group_counts.tolist())
     assert block_orders(task) == types
-    assert set(leading_orders(task)) <= set(types)
-    assert [order[0] for order in leading_orders(task)] == list(range(number))
+    assert set(leading) <= set(types)
+    assert [order[0] for order in leading] == list(range(number))
     assert file_order(task) == tuple(device.group for device in task.request.cluster.devices)
-    assert file_order(task) == leading_orders(task)[0]
+    assert file_order(task) == leading[0]
 
 
 def test_many_types_lead_once_each() -> None:
     groups = [(name, 1, 500) for name in (*TYPES, "L4")]
     task = build_task(plan_request(cluster=cluster_of(*groups)))
     assert len(device_orders(task.group_counts.tolist(), "types")) > MAX_FULL_ORDERS
-    assert block_orders(task) == leading_orders(task)
+    assert block_orders(task) == leading_orders(task.group_counts.tolist())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -87,7 +88,7 @@ def test_the_papers_own_command_line(capsys) -> None:
     assert main([*argv, "--output", "plan.json", "--theta", "1", "--method", "llmpq"]) == 0
     text = capsys.readouterr().out
     assert "facebook/opt-30b on t4-16gx3-v100-32gx1" in text
-    assert "proven optimal over 2 device orders" in text
+    assert "proven optimal over all 4 orders of devices" in text
     plan = read_plan("plan.json")
     assert plan.search.theta_s == 1.0
     assert len(plan.bits) == 48
@@ -368,3 +369,14 @@ def test_the_head_has_the_bits_that_are_fixed_or_those_of_the_best_plan(capsys) 
     ):
         assert main([*SMALL, *ONE, *wrong]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_the_time_of_many_requests_is_printed(capsys) -> None:
+    assert main([*MIXED, "--no_explain", "--requests", "1000", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    batches = math.ceil(1000 / read_plan(found["strategy"]).workload.batch)
+    assert found["requests"]["seconds"] == pytest.approx(batches * found["latency_s"])
+    assert main([*MIXED, "--no_explain", "--requests", "1000"]) == 0
+    assert "requests       1,000 take " in capsys.readouterr().out
+    assert main([*MIXED, "--pareto", "2", "--requests", "1000"]) == 2
+    assert "--requests: found with --method all or --pareto" in capsys.readouterr().err

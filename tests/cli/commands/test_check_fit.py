@@ -123,3 +123,30 @@ def test_the_table_agrees_with_the_planner(device, name) -> None:
     )  # fmt: skip
     planned = [one.bits for one in fit_answers(request) if one.plan is not None]
     assert most_bits(costs, WORK) == max(planned, default=None)
+
+
+def test_what_if_names_what_one_more_device_brings(capsys) -> None:
+    argv = ["--model", "Qwen/Qwen3-14B", "--device_names", "RTX3090", "T4-16G", *ARGV, "--what_if"]
+    assert main([*argv, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["device"] for one in found["one_more"]] == ["node0/RTX3090", "node1/T4-16G"]
+    assert all(one["throughput_gain"] >= 0 for one in found["one_more"])
+    assert found["one_more"][0]["throughput_gain"] > 0.01
+    assert main(argv) == 0
+    assert "one more       node0/RTX3090: " in capsys.readouterr().out
+
+
+def test_the_time_of_many_requests_is_a_column(capsys) -> None:
+    argv = ["--model", "Qwen/Qwen3-8B", "--device_names", "RTX3090", *ARGV, "--global_bz", "4"]
+    argv += ["--requests", "50000"]
+    assert main([*argv, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    fits = [one for one in found["answers"] if one["fits"]]
+    assert all(
+        one["requests"] == {"number": 50000, "seconds": pytest.approx(12_500 * one["latency_s"])}
+        for one in fits
+    )
+    assert main(argv) == 0
+    text = capsys.readouterr().out
+    assert "50,000 requests" in text
+    assert " h " in text
