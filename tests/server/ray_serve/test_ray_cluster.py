@@ -174,7 +174,7 @@ def actors(name):
 
 
 @pytest.mark.parametrize("balancer", BALANCERS)
-def test_decisions_equal_those_of_llmpq_route_on_the_same_trace(nodes, balancer, monkeypatch):
+def test_decisions_equal_those_of_llmpq_route_on_the_same_trace(nodes, balancer):
     """The trace is what Ray's router had: requests, their ends, and statistics that change."""
     options = options_of(balancer=balancer, seed=3, max_num_queued_reqs=None)
     serve.run(
@@ -202,13 +202,12 @@ def test_decisions_equal_those_of_llmpq_route_on_the_same_trace(nodes, balancer,
     assert len(decisions) == len(bodies)
     assert len(set(decisions)) == 2
     assert len({json.dumps(event["stats"]) for event in events if "order" in event}) > 5
-    assert replayed(events, balancer, options.seed, monkeypatch) == decisions
+    assert replayed(events, balancer, options.seed) == decisions
 
 
-def replayed(events, balancer, seed, monkeypatch):
+def replayed(events, balancer, seed):
     """Decisions of llmpq-route's router on a trace of Ray's."""
     clock = Clock()
-    monkeypatch.setattr("llmpq.server.router.backend.time", clock)
     names = sorted(next(event["stats"] for event in events if "order" in event))
 
     async def scenario():
@@ -230,7 +229,10 @@ class Replay:
 
     def __init__(self, names, balancer, clock):
         self.session, self.names, self.balancer, self.clock = FakeSession(), names, balancer, clock
-        self.backends = [Backend(n, f"http://{name}", self.session) for n, name in enumerate(names)]
+        self.backends = [
+            Backend(n, f"http://{name}", self.session, clock=clock.monotonic)
+            for n, name in enumerate(names)
+        ]
         metrics = RouterMetrics(self.backends)
         self.router = Router(self.backends, balancer, self.session, metrics)
         self.sent, self.early, self.found = {}, set(), []
@@ -272,7 +274,7 @@ class Replay:
 
 
 class Clock:
-    """Stands for the module ``time``."""
+    """Stands for the clock of a router."""
 
     now_s = 0.0
 
