@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -30,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from load import events
+from load import events, request
 from servers import OFFLINE, Running, answers, free_port, llmpq_serve, make_plan, running, stop
 from workbench import NATIVE, PASSIVE, ROOT, keep_run, run_of, text_of, unset_threading
 
@@ -72,29 +71,6 @@ def attacks() -> dict[str, tuple[str, list[Any], float]]:
         "tokenize": (TOKENIZE, [{"prompt": "a b " * 1_750_000}] * 6, limit),
         "template": (CHAT, [{"messages": [{"role": "user", "content": "a"}]}] * 4, limit),
     }
-
-
-async def request(port: int, path: str, body: Any, limit_s: float) -> int:
-    """Send a body and read the answer; return its status, 0 where the client hung up."""
-    data = json.dumps(body).encode() if body is not None else b""
-    verb = "POST" if data else "GET"
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    try:
-        async with asyncio.timeout(limit_s):
-            writer.write(
-                f"{verb} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-                f"Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode()
-                + data
-            )
-            words = (await reader.readline()).split()
-            await reader.read()
-            return int(words[1]) if len(words) > 1 else -1
-    except TimeoutError:
-        return 0
-    except OSError:  # an answer before the body was read
-        return -1
-    finally:
-        writer.close()
 
 
 class Neighbour:

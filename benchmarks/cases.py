@@ -28,7 +28,6 @@ from case_inputs import (
     ANSWERED,
     CHAT,
     CPU,
-    DEMO,
     SMALL,
     answers,
     ask,
@@ -68,6 +67,14 @@ def probe(*cases: str) -> Callable[[Probe], Probe]:
 
 
 # ---- Cases at b162ab4
+
+
+def add_shards(folder: Path, made: Path) -> None:
+    """Put the weights of a model beside its file once more, in shards with an index."""
+    shards = folder / "shards"
+    AutoModelForCausalLM.from_pretrained(made).save_pretrained(shards, max_shard_size="250KB")
+    for file in shards.glob("*.safetensors*"):
+        file.rename(made / file.name)
 
 
 @probe("01-longrope-length")
@@ -177,13 +184,9 @@ def _windows_by_layer_types(folder: Path) -> str:
 def _shards_without_an_index(folder: Path) -> str:
     made = model(folder)
     expected = reference(made, [5, 17, 33], 8)
-    AutoModelForCausalLM.from_pretrained(made).save_pretrained(
-        folder / "shards", max_shard_size="250KB"
-    )
-    (folder / "shards" / "model.safetensors.index.json").unlink()
+    add_shards(folder, made)
+    (made / "model.safetensors.index.json").unlink()
     (made / "model.safetensors").unlink()
-    for file in (folder / "shards").glob("*.safetensors"):
-        file.rename(made / file.name)
     return equal(answers(folder, [[5, 17, 33]], 8), [expected])
 
 
@@ -452,11 +455,7 @@ def _template_of_the_processor(folder: Path) -> str:
 def _single_file_beside_shards(folder: Path) -> str:
     made = model(folder)
     expected = reference(made, [5, 17, 33], 8)
-    AutoModelForCausalLM.from_pretrained(made).save_pretrained(
-        folder / "shards", max_shard_size="250KB"
-    )
-    for file in (folder / "shards").glob("*.safetensors*"):
-        file.rename(made / file.name)
+    add_shards(folder, made)
     torch.manual_seed(1)
     config = CONFIG_MAPPING["llama"](**SMALL)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "other")
@@ -468,12 +467,8 @@ def _single_file_beside_shards(folder: Path) -> str:
 @probe("1CatAI/1Cat-vLLM#407")
 def _superseded_tensors(folder: Path) -> str:
     made = model(folder)
-    AutoModelForCausalLM.from_pretrained(made).save_pretrained(
-        folder / "shards", max_shard_size="250KB"
-    )
+    add_shards(folder, made)
     (made / "model.safetensors").unlink()
-    for file in (folder / "shards").glob("*.safetensors*"):
-        file.rename(made / file.name)
     file = sorted(made.glob("*.safetensors"))[0]
     old = {"model.old.weight": torch.zeros(1 << 20, dtype=torch.half)}
     save_file(load_file(file) | old, file, metadata={"format": "pt"})
@@ -503,12 +498,8 @@ def _layers_for_drafts(folder: Path) -> str:
 @probe("sgl-project/sglang#32279")
 def _missing_shard(folder: Path) -> str:
     made = model(folder)
-    AutoModelForCausalLM.from_pretrained(made).save_pretrained(
-        folder / "shards", max_shard_size="250KB"
-    )
+    add_shards(folder, made)
     (made / "model.safetensors").unlink()
-    for file in (folder / "shards").glob("*.safetensors*"):
-        file.rename(made / file.name)
     sorted(made.glob("*.safetensors"))[-1].unlink()
     return str(answers(folder, [[5, 17, 33]], 8))
 
@@ -769,19 +760,10 @@ def _projector_beside_a_model(folder: Path) -> str:
 
 @probe("chrishayuk/larql#365")
 def _forms_of_gguf(folder: Path) -> str:
-    from helpers.gguf_writer import write_gguf  # noqa: PLC0415  needs the extra gguf
+    from helpers.gguf_writer import demo_tokenizer, write_gguf  # noqa: PLC0415  needs gguf
 
-    stored = json.loads((DEMO / "tokenizer.json").read_text())["model"]
-    vocabulary = sorted(stored["vocab"], key=stored["vocab"].get)
-    merges = [one if isinstance(one, str) else " ".join(one) for one in stored["merges"]]
-    extra = [
-        lambda writer: writer.add_tokenizer_model("gpt2"),
-        lambda writer: writer.add_tokenizer_pre("qwen2"),
-        lambda writer: writer.add_token_list(vocabulary),
-        lambda writer: writer.add_token_types([1] * len(vocabulary)),
-        lambda writer: writer.add_token_merges(merges),
-    ]
-    made = model(folder, vocab_size=len(vocabulary))
+    vocabulary, extra = demo_tokenizer()
+    made = model(folder, vocab_size=vocabulary)
     plan(folder, "--model", write_gguf(made, folder / "m.gguf", extra=extra))
     with server(folder) as client:
         form = {"choice": ["yes", "never"]}

@@ -110,6 +110,39 @@ async def events(port: int, path: str, body: dict[str, Any]) -> AsyncIterator[di
     raise EOFError("the stream ended without [DONE]")
 
 
+async def request(port: int, path: str, body: Any, limit_s: float) -> int:
+    """Send a body and read the answer; return its status.
+
+    Args:
+        port: on 127.0.0.1.
+        path: of the request.
+        body: bytes, or what becomes JSON; ``None`` asks for the path.
+        limit_s: after which the client hangs up.
+
+    Returns:
+        The status; 0 where the client hung up, -1 where the server did.
+    """
+    data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        async with asyncio.timeout(limit_s):
+            writer.write(
+                f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+                "Content-Type: application/json\r\n"
+                f"Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode()
+                + data
+            )
+            words = (await reader.readline()).split()
+            await reader.read()
+            return int(words[1]) if len(words) > 1 else -1
+    except TimeoutError:
+        return 0
+    except OSError:  # an answer before the body was read
+        return -1
+    finally:
+        writer.close()
+
+
 async def _parts(reader: asyncio.StreamReader, is_chunked: bool) -> AsyncIterator[bytes]:
     """Yield the body as it arrives."""
     while is_chunked:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from load import HttpError, events
+from load import HttpError, events, request
 from servers import Running, llmpq_serve, make_plan
 from transformers import AutoModelForCausalLM
 from workbench import ROOT
@@ -166,9 +166,9 @@ class Stress:
             for _ in range(self.chance.randrange(1, 4)):
                 text[self.chance.randrange(len(text))] = self.chance.randrange(256)
             body = bytes(text)
-        status = await post(self.port, body)
+        status = await request(self.port, "/v1/completions", body, 120)
         self.counts[f"bad body {status}"] += 1
-        if status >= 500 and status != 503:
+        if status <= 0 or (status >= 500 and status != 503):
             self.problem(f"status {status} for {body[:200]!r}")
 
     async def kill_ranks(self, pid: int, every_s: float, end_s: float) -> None:
@@ -181,22 +181,6 @@ class Stress:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(ranks[rank], signal.SIGKILL)
                 self.counts["kills"] += 1
-
-
-async def post(port: int, body: bytes) -> int:
-    """Send a body; return the status."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    try:
-        writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
-            + f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode()
-            + body
-        )
-        words = (await asyncio.wait_for(reader.readline(), 120)).split()
-        await reader.read()
-        return int(words[1]) if len(words) > 1 else 0
-    finally:
-        writer.close()
 
 
 def prompt_of(number: int) -> list[int]:

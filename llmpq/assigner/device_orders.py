@@ -38,7 +38,8 @@ def device_orders(
     Args:
         counts: devices of each group.
         mode: a set of orders.
-        twins: for every group its first twin, as of ``GroupTables.twins``; without, none has any.
+        twins: the first twin of each group, as ``GroupTables.twins`` returns them; by default no
+            group has a twin.
 
     Raises:
         SpecError: more than ``MAX_ORDERS``.

@@ -18,10 +18,10 @@ from llmpq.errors import SpecError
 from llmpq.routing import BALANCERS, load_balancer
 from llmpq.sim.engine_costs import PlanEngineCosts
 from llmpq.sim.engine_report import capacity
-from llmpq.sim.fleet import POLL_S, FleetReplica, FleetReport, simulate_fleet
+from llmpq.sim.fleet import FleetReplica, FleetReport, simulate_fleet
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec.plan import Plan
-from llmpq.spec.runtime_constants import PROMPT_CHUNK_TOKENS
+from llmpq.spec.runtime_constants import POLL_S, PROMPT_CHUNK_TOKENS
 from llmpq.spec.trace import (
     ARRIVALS,
     TraceRequest,

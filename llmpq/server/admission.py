@@ -13,8 +13,8 @@ from llmpq.errors import SpecError
 from llmpq.logging import get_logger
 from llmpq.server.errors import ApiError
 from llmpq.spec.plan import Plan
+from llmpq.spec.runtime_constants import MAX_CHOICES
 
-DEFAULT_MAX_CHOICES = 2048
 CORRECTION = 0.1
 """Share of a measured time to the first token in the limit that is computed from it."""
 LARGEST_CORRECTION = 4.0
@@ -41,7 +41,7 @@ class AdmissionLimits:
 
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
-    max_num_choices: int = DEFAULT_MAX_CHOICES
+    max_num_choices: int = MAX_CHOICES
     ttft_bound_s: float | None = None
     prefill_tokens_per_s: float | None = None
     decode_step_s: float | None = None

@@ -144,6 +144,7 @@ class CompletionFormat:
         tokenizer = answers.model.tokenizer
         as_ids = bool(body.return_tokens_as_token_ids)
         self._name = TokenText(tokenizer, as_ids=as_ids)
+        self._prompt_offsets: dict[int, list[int]] = {}  # of each prompt, for all its answers
 
     def opening(self, _index: int, /) -> Json | None:
         """Return nothing: the first piece opens a completion."""
@@ -162,7 +163,10 @@ class CompletionFormat:
         if is_first and state.prompt.echo is not None:
             text = echo + text
             if self._body.logprobs is not None:
-                offsets = [*self._offsets_of(state.prompt), *offsets]
+                number = index // self._answers.work.n
+                if number not in self._prompt_offsets:
+                    self._prompt_offsets[number] = self._offsets_of(state.prompt)
+                offsets = [*self._prompt_offsets[number], *offsets]
             token_ids = [*state.prompt.token_ids, *token_ids]
             logprobs = [*(piece.prompt_logprobs or ()), *logprobs]
         choice: Json = {

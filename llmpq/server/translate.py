@@ -10,7 +10,6 @@ from typing import Any
 
 from llmpq.dist.io.sampling_params import SamplingParams, StructuredOutputsParams
 from llmpq.errors import SpecError
-from llmpq.server.admission import DEFAULT_MAX_CHOICES
 from llmpq.server.errors import ApiError, bad_request
 from llmpq.server.protocol import (
     ChatBody,
@@ -26,6 +25,7 @@ from llmpq.spec.facts.end_tokens import GENERATION_FILE
 from llmpq.spec.fields import read_json
 from llmpq.spec.gguf.header import find_gguf
 from llmpq.spec.gguf.tokenizer import missing_tokenizer
+from llmpq.spec.runtime_constants import MAX_CHOICES
 
 MAX_SHARED_IDS = 1 << 18
 """Most entries of the lists of a request times its answers: each answer carries all of them."""
@@ -63,7 +63,7 @@ class ServedModel:
     vocab_size: int
     created_s: int = 0
     default_sampling: Mapping[str, float] = field(default_factory=lambda: DEFAULT_SAMPLING)
-    max_choices: int = DEFAULT_MAX_CHOICES
+    max_choices: int = MAX_CHOICES
 
     @property
     def name(self) -> str:

@@ -19,10 +19,8 @@ from llmpq.routing import (
 from llmpq.sim.engine import SimulatedEngine, random_acceptance, relative_draft_s
 from llmpq.sim.engine_costs import EngineCosts, StepShape
 from llmpq.sim.engine_report import EngineReport, merged
+from llmpq.spec.runtime_constants import POLL_S
 from llmpq.spec.trace import TraceRequest
-
-POLL_S = 0.1
-"""The paper's routers read the statistics of each replica ten times a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

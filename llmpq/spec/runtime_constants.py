@@ -43,6 +43,13 @@ PROMPT_CHUNK_TOKENS: Final = 1024
 """Most tokens of a sequence that layers compute at a time; a longer prompt takes several passes.
 Also the tokens of a step of the engine that serves, where no other number is given."""
 
+MAX_CHOICES: Final = 2048
+"""Most answers of a request to a server, unless told otherwise: its prompts times ``n``."""
+POLL_S: Final = 0.1
+"""Seconds between two readings of the statistics of replicas: ten a second, as in SAL's paper."""
+FIRST_BYTE_S: Final = 60.0
+"""Seconds to the first byte of a streamed answer, after which another replica is tried."""
+
 
 def kept_blocks(
     tokens: int,

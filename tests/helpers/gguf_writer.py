@@ -24,6 +24,23 @@ ARCHITECTURES = {
 F32 = gguf.GGMLQuantizationType.F32
 
 
+DEMO = Path(__file__).parents[2] / "models" / "demo"
+
+
+def demo_tokenizer():
+    """Return how many tokens the shipped model has, and ``extra`` that writes its tokenizer."""
+    stored = json.loads((DEMO / "tokenizer.json").read_text())["model"]
+    vocabulary = sorted(stored["vocab"], key=stored["vocab"].get)
+    merges = [one if isinstance(one, str) else " ".join(one) for one in stored["merges"]]
+    return len(vocabulary), [
+        lambda writer: writer.add_tokenizer_model("gpt2"),
+        lambda writer: writer.add_tokenizer_pre("qwen2"),
+        lambda writer: writer.add_token_list(vocabulary),
+        lambda writer: writer.add_token_types([1] * len(vocabulary)),
+        lambda writer: writer.add_token_merges(merges),
+    ]
+
+
 def write_gguf(model_dir: Path, output: Path, kind: str = "F32", extra=()) -> Path:
     """Write a model directory as GGUF; matrices in the number format ``kind``.
 

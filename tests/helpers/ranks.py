@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from helpers.clocks import PATIENCE_S
 from helpers.in_process_ring import in_process_ring
+from helpers.scripted_channel import Script
 
 from llmpq.batching.speculation import SpeculativeConfig
+from llmpq.dist.engine.policy import engine_limits, max_model_len
 from llmpq.dist.io.job import EngineOptions, Job
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.results import FinishReason
@@ -22,6 +24,7 @@ from llmpq.dist.launch.draft_runner import run_draft_model
 from llmpq.dist.launch.rank import (
     RankContext,
     frame_limits,
+    master_rank,
     ring_errors,
     run_master,
     run_stage,
@@ -189,6 +192,25 @@ def run_draft_rank(context: RankContext) -> None:
         assert context.communicator is not None
         device = torch.device("cpu")
         run_draft_model(context.job, context.plan, device, context.communicator, context.progress)
+
+
+def serve_script(plan: Plan, model_dir: Path, script: Script, engine: EngineOptions) -> None:
+    """Serve what a script adds: the stages of a plan in threads, the master in this one."""
+    longest = max_model_len(plan, engine, None)
+    limits = frame_limits(plan, model_dir, engine_limits(plan, engine), longest)
+    ring = in_process_ring(len(plan.stages), limits) if len(plan.stages) > 1 else []
+    contexts = rank_contexts(plan, model_dir, ring, task="online", engine=engine)
+    threads = [threading.Thread(target=run_stage, args=(one,)) for one in contexts[1:]]
+    for thread in threads:
+        thread.start()
+    try:
+        with master_rank(contexts[0]) as master:
+            master.serve_online(script)
+            master.finish()
+    finally:
+        for thread in threads:
+            thread.join(PATIENCE_S)
+            assert not thread.is_alive()
 
 
 def run_threads(

@@ -1,9 +1,7 @@
 """GGUF files written by the gguf package load as the models that they were made from."""
 
 import importlib.util
-import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ if importlib.util.find_spec("gguf") is None:
 
 import gguf
 import numpy as np
-from helpers.gguf_writer import write_gguf
+from helpers.gguf_writer import DEMO, demo_tokenizer, write_gguf
 from helpers.tiny_models import load_reference
 
 from llmpq.assigner.even_plan import even_plan
@@ -225,22 +223,9 @@ def test_split_files_are_one_model(model_of, tmp_path):
         Checkpoint(tmp_path / "parts")
 
 
-DEMO = Path(__file__).parents[2] / "models" / "demo"
-
-
 def with_tokenizer_of_the_demo(model_dir, output):
     """Write a model as a GGUF file with the tokenizer of the shipped model in it."""
-    stored = json.loads((DEMO / "tokenizer.json").read_text())["model"]
-    vocabulary = sorted(stored["vocab"], key=stored["vocab"].get)
-    merges = [one if isinstance(one, str) else " ".join(one) for one in stored["merges"]]
-    extra = [
-        lambda writer: writer.add_tokenizer_model("gpt2"),
-        lambda writer: writer.add_tokenizer_pre("qwen2"),
-        lambda writer: writer.add_token_list(vocabulary),
-        lambda writer: writer.add_token_types([1] * len(vocabulary)),
-        lambda writer: writer.add_token_merges(merges),
-        lambda writer: writer.add_eos_token_id(0),
-    ]
+    extra = [*demo_tokenizer()[1], lambda writer: writer.add_eos_token_id(0)]
     return write_gguf(model_dir, output, extra=extra)
 
 

@@ -20,9 +20,8 @@ from llmpq.cli.server_options import (
 )
 from llmpq.errors import SpecError
 from llmpq.routing import BALANCERS, load_balancer
+from llmpq.spec.runtime_constants import FIRST_BYTE_S, POLL_S
 
-POLL_S = 0.1
-FIRST_BYTE_S = 60.0
 SERVER_PACKAGES = ("aiohttp", "fastapi", "uvicorn", "httptools", "prometheus_client")
 
 

@@ -30,6 +30,7 @@ from llmpq.errors import SpecError
 from llmpq.routing import BALANCERS, load_balancer
 from llmpq.spec.fleet import read_fleet
 from llmpq.spec.plan import Plan, read_plan
+from llmpq.spec.runtime_constants import MAX_CHOICES, POLL_S
 
 if TYPE_CHECKING:
     from llmpq.dist.async_engine import AsyncEngine
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
 
 SERVER_PACKAGES = ("fastapi", "uvicorn", "httptools", "prometheus_client", "jinja2", "tokenizers")
 DEFAULT_BALANCER = "sal_seconds"
-POLL_S = 0.1
-DEFAULT_MAX_CHOICES = 2048
 FLEET_PACKAGES = ("torch", "transformers", "aiohttp", "fastapi", "uvicorn", "httptools")
 
 
@@ -94,10 +93,10 @@ def _add_limit_options(parser: argparse.ArgumentParser) -> None:
     limits.add_argument(
         "--max_num_choices",
         type=int,
-        default=DEFAULT_MAX_CHOICES,
+        default=MAX_CHOICES,
         metavar="N",
         help="answers of one request, its prompts times n; more are answered with 400 (default "
-        f"{DEFAULT_MAX_CHOICES})",
+        f"{MAX_CHOICES})",
     )
     tokens = limits.add_mutually_exclusive_group()
     tokens.add_argument(

@@ -12,8 +12,9 @@ from llmpq.routing import LoadBalancer
 from llmpq.server.lifecycle import Life, ListenOptions, Served, run_app
 from llmpq.server.router.backend import Backend
 from llmpq.server.router.metrics import RouterMetrics
-from llmpq.server.router.proxy import DEFAULT_FIRST_BYTE_S, Router
+from llmpq.server.router.proxy import Router
 from llmpq.server.transport import Gate
+from llmpq.spec.runtime_constants import FIRST_BYTE_S
 
 CONNECT_TIMEOUT_S = 2.0
 KEEP_ALIVE_S = 3.0
@@ -27,7 +28,7 @@ def run_router(
     balancer: LoadBalancer,
     poll_s: float,
     on_ready: Callable[[str], None],
-    first_byte_s: float = DEFAULT_FIRST_BYTE_S,
+    first_byte_s: float = FIRST_BYTE_S,
 ) -> None:
     """Route requests until SIGTERM or Ctrl-C.
 
@@ -72,7 +73,7 @@ async def connected(
     urls: Sequence[str],
     balancer: LoadBalancer,
     poll_s: float,
-    first_byte_s: float = DEFAULT_FIRST_BYTE_S,
+    first_byte_s: float = FIRST_BYTE_S,
 ) -> AsyncIterator[Router]:
     """Return a router whose replicas have been asked for their statistics."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)

@@ -27,6 +27,7 @@ from llmpq.server.errors import ApiError, dump_json, json_response
 from llmpq.server.router.backend import Backend, means_of
 from llmpq.server.router.metrics import RouterMetrics
 from llmpq.server.transport import until_disconnected
+from llmpq.spec.runtime_constants import FIRST_BYTE_S
 
 BYTES_PER_TOKEN = 4
 """Bytes of a request for each prompt token, where the prompt is text."""
@@ -37,7 +38,6 @@ MAX_REFUSAL_BYTES = 1 << 16
 BUSY = (429, 503)
 FAILED = 500
 """Statuses from here on are failures of a replica."""
-DEFAULT_FIRST_BYTE_S = 60.0
 WHOLE_TIMES = 10
 """The first byte of a whole answer comes after its last token: it may take so many times longer."""
 _IS_STREAM = re.compile(rb'"stream"\s*:\s*true')
@@ -87,7 +87,7 @@ class Router:
         balancer: LoadBalancer,
         session: aiohttp.ClientSession,
         metrics: RouterMetrics,
-        first_byte_s: float = DEFAULT_FIRST_BYTE_S,
+        first_byte_s: float = FIRST_BYTE_S,
     ) -> None:
         self.backends = backends
         self.is_draining = False

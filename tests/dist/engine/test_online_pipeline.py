@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.answer_drafts import draft_freely
-from helpers.in_process_ring import in_process_ring
-from helpers.ranks import make_plan, rank_contexts
+from helpers.ranks import make_plan, serve_script
 from helpers.scripted_channel import Script
 from helpers.tiny_models import generate_alone, load_reference
 from hypothesis import given
 from hypothesis import strategies as st
 
 from llmpq.batching.speculation import DraftCredit, SpeculativeConfig
-from llmpq.dist.engine.policy import engine_limits, max_model_len
+from llmpq.dist.engine.policy import max_model_len
 from llmpq.dist.io.generation import GenerationRequest
 from llmpq.dist.io.job import EngineOptions
 from llmpq.dist.io.sampling_params import SamplingParams
-from llmpq.dist.launch.rank import frame_limits, master_rank, run_stage
 from llmpq.errors import SpecError
 
 torch.set_num_threads(1)
@@ -57,22 +54,7 @@ def serve(model_dir: Path, num_stages: int, script: Script, kv_bits: int = 32, *
     """Run the stages of a plan in threads, the master in this one."""
     plan = make_plan(CUTS[num_stages], batch=4, prompt_tokens=48, new_tokens=16, prefill=2)
     plan = replace(plan, kv_bits=kv_bits)
-    engine = EngineOptions(**options)
-    longest = max_model_len(plan, engine, None)
-    limits = frame_limits(plan, model_dir, engine_limits(plan, engine), longest)
-    ring = in_process_ring(num_stages, limits) if num_stages > 1 else []
-    contexts = rank_contexts(plan, model_dir, ring, task="online", engine=engine)
-    threads = [threading.Thread(target=run_stage, args=(one,)) for one in contexts[1:]]
-    for thread in threads:
-        thread.start()
-    try:
-        with master_rank(contexts[0]) as master:
-            master.serve_online(script)
-            master.finish()
-    finally:
-        for thread in threads:
-            thread.join(20)
-            assert not thread.is_alive()
+    serve_script(plan, model_dir, script, EngineOptions(**options))
 
 
 def script_of(params: SamplingParams = FREE) -> Script:

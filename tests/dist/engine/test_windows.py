@@ -5,19 +5,16 @@ Sequences are longer than the window and a chunk, so that blocks are used again.
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 
 import pytest
 import torch
-from helpers.in_process_ring import in_process_ring
-from helpers.ranks import make_plan, rank_contexts, run_threads
+from helpers.ranks import make_plan, run_threads, serve_script
 from helpers.scripted_channel import Script
 from helpers.tiny_configs import stored_fields, tiny_config
 from helpers.tiny_models import generate_alone, load_reference, load_stage
 
 from llmpq.costmodel.stored import layer_kv_bytes
-from llmpq.dist.engine.policy import engine_limits, max_model_len
 from llmpq.dist.engine.stage import StageRunner, slot_row
 from llmpq.dist.io.generation import GenerationRequest
 from llmpq.dist.io.job import EngineOptions
@@ -25,7 +22,7 @@ from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.kv.blocks import blocks_of
 from llmpq.dist.kv.cache import KVCache
-from llmpq.dist.launch.rank import frame_limits, master_rank, run_stage, window_blocks_of, window_of
+from llmpq.dist.launch.rank import window_blocks_of, window_of
 from llmpq.errors import StageError
 from llmpq.models import PackedBatch, kv_shapes, load_config
 from llmpq.models.config import largest_window
@@ -81,11 +78,6 @@ def test_offline_tokens_equal_generate(tiny_model, family, shape):
 def serve(model_dir, num_stages, prompts, kv_bits=32, **options):
     """Serve prompts one after the other, so that each may find the prefix of those before."""
     plan = replace(plan_of(num_stages), kv_bits=kv_bits)
-    engine = EngineOptions(**options)
-    longest = max_model_len(plan, engine, None)
-    limits = frame_limits(plan, model_dir, engine_limits(plan, engine), longest)
-    ring = in_process_ring(num_stages, limits) if num_stages > 1 else []
-    contexts = rank_contexts(plan, model_dir, ring, task="online", engine=engine)
     script = Script()
     for number, prompt in enumerate(prompts):
         item = GenerationRequest(
@@ -94,17 +86,7 @@ def serve(model_dir, num_stages, prompts, kv_bits=32, **options):
             sampling=SamplingParams(ignore_eos=True, max_tokens=NEW),
         )
         script.add(1 + 4 * number, item)
-    threads = [threading.Thread(target=run_stage, args=(one,)) for one in contexts[1:]]
-    for thread in threads:
-        thread.start()
-    try:
-        with master_rank(contexts[0]) as master:
-            master.serve_online(script)
-            master.finish()
-    finally:
-        for thread in threads:
-            thread.join(20)
-            assert not thread.is_alive()
+    serve_script(plan, model_dir, script, EngineOptions(**options))
     assert not script.refused
     return [script.tokens(str(number)) for number in range(len(prompts))]
 

@@ -93,12 +93,6 @@ INLINE void store_floats(float *to, v16f v) {
     memcpy(to, &v, sizeof v);
 }
 
-INLINE v16u load_words(const uint8_t *from) {
-    v16u v;
-    memcpy(&v, from, sizeof v);
-    return v;
-}
-
 /* 16 numbers of a stored type, from place `at` on. */
 INLINE v16f load_typed(const void *from, int64_t at, int type) {
     if (type == TYPE_F32) return load_floats((const float *)from + at);
