@@ -541,7 +541,8 @@ def _gain_text(plan: Plan, answer: Alternative) -> str:
         return answer.reason
     now, other = plan.throughput_tokens_per_s, answer.plan.throughput_tokens_per_s
     return (
-        f"{other:.4g} tokens/s ({other / now - 1:+.1%}) at no more loss of quality"
+        f"{long_seconds(answer.plan.estimate.latency_s)} for the whole batch "
+        f"({other / now - 1:+.1%} throughput) at no more loss of quality"
         f"{'' if answer.proven else ', by the best plan found'}"
     )
 
