@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
+from helpers.live_tensors import LiveTensors
 
 from llmpq.costmodel.gpu_memory import _gpu_attention
 from llmpq.costmodel.layer_tensors import Step
@@ -18,36 +18,6 @@ from llmpq.spec import catalog
 from llmpq.spec.runtime_constants import PROMPT_CHUNK_TOKENS
 
 MODELS = ("meta-llama/Llama-3.1-8B", "Qwen/Qwen2.5-7B", "meta-llama/Llama-2-70b-hf")
-
-
-class Peak(TorchDispatchMode):
-    """Bytes of the tensors that operators have made and that are still held, at most."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.most = 0
-        self._held: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        known = {_storage(one)._cdata for one in tree_flatten((args, kwargs))[0] if _is(one)}
-        result = func(*args, **(kwargs or {}))
-        self._held = {key: one for key, one in self._held.items() if not one[0].expired()}
-        for one in filter(_is, tree_flatten(result)[0]):
-            if _storage(one)._cdata not in known:
-                self._held[_storage(one)._cdata] = (
-                    StorageWeakRef(_storage(one)),
-                    _storage(one).nbytes(),
-                )
-        self.most = max(self.most, sum(size for _, size in self._held.values()))
-        return result
-
-
-def _is(one: object) -> bool:
-    return isinstance(one, torch.Tensor)
-
-
-def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
-    return tensor.untyped_storage()
 
 
 @pytest.mark.parametrize("kv_bits", [16, 8])
@@ -72,7 +42,7 @@ def test_a_decode_step_takes_what_is_forecast(name, kv_bits):
     )
     view.update(new, new, 0)
     step = DecodeAttention(places[:, -1], view)
-    with torch.inference_mode(), Peak() as peak:
+    with torch.inference_mode(), LiveTensors() as live:
         step.attend(query, new, new, ScoreOptions(scaling=1.0))
     forecast = _gpu_attention(
         Step(
@@ -80,7 +50,7 @@ def test_a_decode_step_takes_what_is_forecast(name, kv_bits):
         ),
         layer,
     )
-    assert peak.most <= forecast <= 1.2 * peak.most
+    assert live.peak <= forecast <= 1.2 * live.peak
 
 
 SCORED = {"openai/gpt-oss-20b": {"sinks": True}, "google/gemma-2-9b": {"softcap": 50.0}}
@@ -105,11 +75,24 @@ def test_a_chunk_takes_what_is_forecast(name, context):
     if options.pop("sinks", False):
         options["sinks"] = torch.empty(heads, dtype=torch.bfloat16, device="meta")
     view.update(new, new, 0)
-    with torch.inference_mode(), Peak() as peak:
+    with torch.inference_mode(), LiveTensors() as live:
         StepAttention(batch, view).attend(query, new, new, ScoreOptions(scaling=1.0, **options))
     step = Step.of_prompts(model, "bfloat16", 16, 1, context)
     assert step.is_chunk
     forecast = _gpu_attention(step, layer)
     own = query.nbytes + 2 * new.nbytes  # of the projections, rotated: they are counted, too
-    assert peak.most <= forecast
-    assert forecast <= 1.2 * peak.most + 2 * own + query.nbytes
+    assert live.peak <= forecast
+    assert forecast <= 1.2 * live.peak + 2 * own + query.nbytes
+
+
+def test_what_only_a_reference_cycle_holds_is_not_counted():
+    def leave_a_cycle():
+        own = torch.empty(1000, dtype=torch.float32, device="meta")
+        frame = sys._getframe()
+        assert frame.f_locals["own"] is own
+        assert frame.f_locals["frame"] is frame
+
+    with LiveTensors() as live:
+        for _ in range(3):
+            leave_a_cycle()
+    assert live.peak == 4000
