@@ -54,8 +54,11 @@ _log = get_logger(__name__)
 class _Answer:
     """An unfinished answer: what its client has, and what waits for it."""
 
-    def __init__(self, request: GenerationRequest, token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, request: GenerationRequest, token_ids: Sequence[int], arrival_s: float
+    ) -> None:
         self.request = request
+        self.arrival_s = arrival_s
         self.num_deaths = 0  # of ranks that computed it, since its last token
         self.is_started = False  # in the ranks of this start
         self._token_ids = list(token_ids)
@@ -70,6 +73,7 @@ class _Answer:
             request=self.request,
             token_ids=tuple(self._token_ids),
             needs_prompt_logprobs=self._needs_prompt_logprobs,
+            arrival_s=self.arrival_s,
         )
 
     def receive(self, output: TokenOutput) -> None:
@@ -321,13 +325,14 @@ class AsyncEngine:
             StageError: the engine has ended.
             StoppedError: it drains, and takes no new requests.
         """
+        arrival_s = time.monotonic()
         form = request.sampling.structured_outputs
         if form is not None:
             await self.check_form(form)
         self._check_open()
         if request.id in self._answers:
             raise SpecError(f"id: found {request.id!r} of an unfinished request, expected another")
-        answer = self._answers[request.id] = _Answer(request, token_ids)
+        answer = self._answers[request.id] = _Answer(request, token_ids, arrival_s)
         self._is_idle.clear()
         self._add(answer)
         try:

@@ -250,6 +250,11 @@ class OnlineEngine:
             token_ids=added.token_ids,
         )
         number, self._next_number = self._next_number, self._next_number + 1
+        # A step that was computed meanwhile counts as waiting, as does a restart.
+        now_s = self._now_s()
+        arrival_s = now_s
+        if added.arrival_s is not None:
+            arrival_s = min(now_s, added.arrival_s - self._start_s)
         tokens = [*request.prompt_token_ids, *added.token_ids]
         self.scheduler.add(
             EngineRequest(
@@ -257,7 +262,7 @@ class OnlineEngine:
                 token_ids=tuple(tokens),
                 prompt_tokens=len(tokens),
                 max_tokens=max_tokens - len(added.token_ids),
-                arrival_s=self._now_s(),
+                arrival_s=arrival_s,
                 priority=request.priority,
                 cache_salt=request.cache_salt,
                 group=request.group,

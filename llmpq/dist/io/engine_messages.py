@@ -51,11 +51,14 @@ class AddedRequest:
         request: as the client made it.
         token_ids: tokens of the answer that the client has; none but after a restart.
         needs_prompt_logprobs: whether the client has not got the log probabilities of the prompt.
+        arrival_s: when the client made it, in seconds on the monotonic clock of the host that both
+            ends share; ``None`` for when the engine receives it.
     """
 
     request: GenerationRequest
     token_ids: tuple[int, ...] = ()
     needs_prompt_logprobs: bool = False
+    arrival_s: float | None = None
 
 
 def added_to_json(added: AddedRequest) -> dict[str, Any]:
@@ -70,6 +73,7 @@ def added_to_json(added: AddedRequest) -> dict[str, Any]:
         "group": request.group,
         "token_ids": added.token_ids,
         "needs_prompt_logprobs": added.needs_prompt_logprobs,
+        "arrival_s": added.arrival_s,
     }
 
 
@@ -91,6 +95,7 @@ def added_from_json(fields: dict[str, Any]) -> AddedRequest:
         ),
         token_ids=tuple(fields["token_ids"]),
         needs_prompt_logprobs=fields["needs_prompt_logprobs"],
+        arrival_s=fields["arrival_s"],
     )
 
 

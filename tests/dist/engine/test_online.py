@@ -15,6 +15,7 @@ from helpers.scripted_channel import Script
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from llmpq.batching.engine_scheduler import EngineScheduler
 from llmpq.batching.queue_order import queue_order
 from llmpq.dist.engine.online import COMPILE_POLL_S, COMPILE_THREADS, OnlineEngine
 from llmpq.dist.io.engine_messages import ModelLimits
@@ -104,6 +105,25 @@ def test_a_tiny_pool_preempts_at_every_turn_and_changes_no_token(steps):
     for number, prompt in enumerate(prompts):
         assert script.tokens(f"r{number}") == greedy(steps, prompt, 10)
     assert engine.scheduler.free_blocks == 5
+
+
+def test_a_request_waits_since_its_client_made_it(steps, monkeypatch):
+    """Not since the engine read it, which is after a step; and never since a later time."""
+    found = []
+    add = EngineScheduler.add
+    monkeypatch.setattr(
+        EngineScheduler,
+        "add",
+        lambda self, item: [found.append((item.arrival_s, item.request)), add(self, item)],
+    )
+    script = Script()
+    start_s = Clock()()
+    for number, arrival_s in enumerate([start_s - 7.5, 1e9, None]):
+        script.add(1, request(number, [3, 4]), arrival_s=arrival_s)
+    serve(steps, script, limits())
+    (early, _), (late, _), (unknown, _) = found
+    assert early == -7.5
+    assert 0 < late < unknown < 1
 
 
 def test_several_steps_are_in_flight(steps):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llmpq.assigner.even_plan import even_plan
@@ -122,7 +122,8 @@ class Pipeline:
             self.now_s = max(self.now_s, self._arrivals[0][0])
         if not self._arrivals or self._arrivals[0][0] > self.now_s:
             return None
-        added = AddedRequest(request=self._arrivals.popleft()[1])
+        arrival_s, request = self._arrivals.popleft()
+        added = AddedRequest(request=request, arrival_s=arrival_s)
         return {"kind": "add"} | added_to_json(added)
 
     # The stages.
@@ -202,10 +203,14 @@ def recorded(scheduler: EngineScheduler) -> list[tuple[float, EngineStep]]:
     num_blocks=st.integers(11, 30),
     max_sequences=st.integers(1, 6),
     prefix_caching=st.booleans(),
-    order=st.sampled_from(["fcfs", "spf", "no_preempt", "larry"]),
+    order=st.sampled_from(["fcfs", "spf", "no_preempt", "larry", "hrrn"]),
     drafts=st.sampled_from([0, 0, 1, 5]),
     draft_blocks=st.none() | st.integers(1, 30),
 )
+@example(  # a request arrives while a step is computed, and waits from then on
+    items=[*[(0, 1, 1)] * 5, (1, 9, 1), (1, 1, 1)], num_stages=2, budget=1, num_blocks=11,
+    max_sequences=1, prefix_caching=False, order="larry", drafts=0, draft_blocks=None,
+)  # fmt: skip
 def test_decisions_are_equal(
     items, num_stages, budget, num_blocks, max_sequences, prefix_caching, order, drafts,
     draft_blocks,
