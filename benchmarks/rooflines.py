@@ -5,16 +5,18 @@ others are ``like`` them. Seven figures a family are fitted to all of its tables
 (``FIGURES``): the sum over tables and phases of the mean absolute logarithm of forecast over
 measured is minimised. Then, on all points of the tables, the stated deviation is read off: measured
 seconds are at most ``faster`` below and ``slower`` above the forecast for at least four points of
-five, by phase.
+five, by phase. Fewer bits are compared likewise, by family and bitwidth, with factors of their own.
 
-    python -m benchmarks.rooflines [--fit] [--record] [--vidur FOLDER] [--llmservingsim FOLDER]
+    python -m benchmarks.rooflines [--fit] [--fit_few] [--record] [--vidur FOLDER]
+        [--llmservingsim FOLDER]
 
-The tables: the installed ``aiconfigurator-core`` (Apache-2.0); ``--data`` with Helix's layers
-(Apache-2.0), SamuLLM's iterations (Apache-2.0) and LLMServingSim's RTX 4090 (MIT);
-``data/profiling/compute`` of a clone of microsoft/vidur (MIT); and ``profiler`` of a clone of
-casys-kaist/LLMServingSim (MIT). Absent tables are named and left out. Deviations are printed as
-JSON, with ``--fit`` after the figures that they follow from, else those of the catalogue as it is;
-``--record`` writes ``benchmarks/results/rooflines.json``.
+The tables: speeds of whole models (``benchmarks/scoreboards.py``); the installed
+``aiconfigurator-core`` (Apache-2.0); ``--data`` with Helix's layers (Apache-2.0), SamuLLM's
+iterations (Apache-2.0) and LLMServingSim's RTX 4090 (MIT); ``data/profiling/compute`` of a clone of
+microsoft/vidur (MIT); and ``profiler`` of a clone of casys-kaist/LLMServingSim (MIT). Absent tables
+are named and left out. Deviations are printed as JSON, with ``--fit`` and ``--fit_few`` after the
+figures that they follow from, else those of the catalogue as it is; ``--record`` writes
+``benchmarks/results/rooflines.json``.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -35,12 +37,13 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.fidelity import RESULTS, add_data_options, whole_model, write_tables
+from benchmarks.scoreboards import published
 from llmpq.costmodel.importers.imported import ImportRequest, import_table
 from llmpq.costmodel.importers.vidur import PRODUCTS, SMALL
 from llmpq.costmodel.roofline import RooflineLatencyModel
 from llmpq.errors import SpecError
 from llmpq.spec import catalog
-from llmpq.spec.devices.figures import DeviceSpec
+from llmpq.spec.devices.figures import UNMEASURED, DeviceSpec
 from llmpq.spec.huggingface.families import model_from_config
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.precision import Phase
@@ -64,12 +67,16 @@ COVERED = 0.8
 STATED_STEP, LEAST_STATED = 0.05, 0.15
 """Deviations are stated in multiples of the first, rounded up, and at least as the second: other
 cards, models and versions of software differ by more than one table shows."""
+LEAST_POINTS = 4
+"""Fewest points of a family and phase that more than a factor of two is stated of."""
 FITTED_POINTS = 120
 """Points of a table and phase that the figures are fitted to, evenly chosen; all are compared."""
 CONTEXT, PROMPT = 512, 512
 """Tokens of a context and of a prompt where a table does not state them: Helix's."""
 FEW_ROWS = 256
 """Most rows of products alone that count as a decode step too."""
+WIDE, FEW_BITS_HEAD = 16, 8
+"""Bits that fewer are compared with, and of the head of models at fewer."""
 LEAST_PROMPT = 16
 """Fewest rows of products alone that count as a prompt."""
 
@@ -98,6 +105,10 @@ SPEED_UPS: Mapping[str, Mapping[int, SpeedUps]] = {
 """Of weight-only kernels over bfloat16, measured, by device and bits (aiconfigurator-core)."""
 FACTORS = ("compute", "stream", "thin")
 """What is fitted to them, of ``PrecisionCost``."""
+PACKED_FACTORS = ("compute", "stream")
+"""What is fitted to whole models at one prompt and one answer."""
+PACKED = {"overhead": 1.0, "dequantize": 0.0, "thin": 1.0}
+"""Of kernels that multiply by packed weights as they lie."""
 
 DATABASE_MODELS = (
     "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-2-13b-hf",
@@ -128,6 +139,7 @@ class Table:
     model: ModelSpec
     samples: tuple[LatencySample, ...]
     is_whole: bool = False
+    bits: int = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +158,9 @@ class Family:
 Array = npt.NDArray[np.float64]
 Ratios = dict[Phase, list[list[float]]]
 """Measured over forecast seconds, by phase and table."""
+Figures = Mapping[str, float]
+Costs = Mapping[int, Figures]
+"""Factors by bitwidth."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -155,33 +170,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--vidur", type=Path, help="data/profiling/compute of microsoft/vidur")
     parser.add_argument("--llmservingsim", type=Path, help="profiler of casys-kaist/LLMServingSim")
     parser.add_argument("--fit", action="store_true", help="fit the figures and print them")
+    parser.add_argument("--fit_few", action="store_true", help="the same of fewer than 16 bits")
     parser.add_argument("--only", metavar="FAMILY", help="one family alone")
     parser.add_argument("--record", action="store_true", help="write benchmarks/results")
     options = parser.parse_args(argv)
     rows: list[dict[str, Any]] = []
+    few: list[dict[str, Any]] = []
     samples: list[dict[str, Any]] = []
     fitted: dict[str, dict[str, Any]] = {}
     for family in FAMILIES:
         tables = [] if options.only not in (None, family.name) else read(family, options)
-        if not tables:
-            continue
-        figures = fit(tables, family.kept) if options.fit else {}
-        costs = {
-            device: fit_speed_ups(device, figures)
-            for device in (SPEED_UPS if options.fit else ())
-            if device in {table.device for table in tables}
-        }
-        ratios = compared(tables, figures)
-        print(f"{family.name:24}", *(words(phase, pooled(one)[0]) for phase, one in ratios.items()))
-        for table in tables:
-            own = {phase: found[0] for phase, found in compared([table], figures).items()}
-            samples.append(summary_of(table, own))
-            print(f"    {table.name:50}", *(words(phase, one) for phase, one in own.items()))
-        rows.append(row_of(family, tables, ratios))
-        fitted[family.name] = figures | {
-            f"{phase.value}_deviation": stated(found) for phase, found in ratios.items()
-        }
-        fitted[family.name] |= {"precision_costs": costs} if costs else {}
+        wide = [table for table in tables if table.bits == WIDE]
+        figures = fit(wide, family.kept) if options.fit and wide else {}
+        costs = fit_few(tables, figures) if options.fit_few else {}
+        for bits in dict.fromkeys(table.bits for table in tables):
+            own = [table for table in tables if table.bits == bits]
+            ratios = compared(own, figures, costs)
+            samples += report(f"{family.name}, {bits} bits", own, ratios, figures, costs)
+            (rows if bits == WIDE else few).append(row_of(family, own, ratios))
+            found = fitted.setdefault(family.name, dict(figures))
+            found[f"{bits} bits"] = costs.get(bits, {}) | {
+                f"{phase.value}_deviation": stated(one) for phase, one in ratios.items()
+            }
+        for device in SPEED_UPS if options.fit else ():
+            if device in {table.device for table in tables}:
+                fitted[family.name][device] = fit_speed_ups(device, figures)
     print(json.dumps(fitted, indent=1))
     if options.record:
         write_tables(
@@ -195,7 +208,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                     "90; stated: what the catalogue states of four points in five; within: percent "
                     "of the points that are.",
                     "formats": ["", "", *["", *RATIOS, "{:.0f}"] * len(Phase)],
-                }
+                },
+                {
+                    "title": "Fewer bits by family",
+                    "rows": few,
+                    "note": "The same at fewer bits, of whole models: one prompt, one answer. The "
+                    f"factors are fitted to these points; of fewer than {LEAST_POINTS} a factor of "
+                    "two is stated.",
+                    "formats": ["", "", "", *["", *RATIOS, "{:.0f}"] * len(Phase)],
+                },
             ],
             samples,
         )
@@ -213,35 +234,59 @@ def read(family: Family, options: argparse.Namespace) -> list[Table]:
     return found
 
 
-def compared(tables: Iterable[Table], figures: Mapping[str, float]) -> Ratios:
+def report(
+    title: str, tables: Sequence[Table], ratios: Ratios, figures: Figures, costs: Costs
+) -> list[dict[str, Any]]:
+    """Print percentiles of a family and of its tables; return what is recorded of the tables."""
+    print(f"{title:35}", *(words(phase, pooled(one)[0]) for phase, one in ratios.items()))
+    samples = []
+    for table in tables:
+        own = {phase: one for phase, (one,) in compared([table], figures, costs).items()}
+        samples.append(summary_of(table, own))
+        print(f"    {table.name:50}", *(words(phase, one) for phase, one in own.items()))
+    return samples
+
+
+def compared(tables: Iterable[Table], figures: Figures, costs: Costs) -> Ratios:
     """Return measured over forecast seconds of all points, by phase and table."""
     found: Ratios = {phase: [] for phase in Phase}
     for table in tables:
         own: dict[Phase, list[float]] = {}
-        for phase, measured, forecast in points(table, figures, table.samples):
+        spec = device_of(table, figures, costs.get(table.bits, {}))
+        for phase, measured, forecast in points(table, spec, table.samples):
             own.setdefault(phase, []).append(measured / forecast)
         for phase, ratios in own.items():
             found[phase].append(ratios)
     return {phase: ratios for phase, ratios in found.items() if ratios}
 
 
+def device_of(table: Table, figures: Figures, factors: Figures) -> DeviceSpec:
+    """Return a table's device, ``figures`` and ``factors`` of its bitwidth replacing some."""
+    return with_factors(replace(catalog.device(table.device), **figures), table.bits, factors)
+
+
 def points(
-    table: Table, figures: Mapping[str, float], samples: Iterable[LatencySample]
+    table: Table, spec: DeviceSpec, samples: Iterable[LatencySample]
 ) -> Iterator[tuple[Phase, float, float]]:
-    """Yield phase, measured and forecast seconds of samples, ``figures`` replacing some."""
-    roof = RooflineLatencyModel(
-        model=table.model,
-        device=replace(catalog.device(table.device), **figures),
-        dtype="bfloat16",
-        kv_bits=16,
-    )
+    """Yield phase, measured and forecast seconds of samples on a device."""
+    roof = RooflineLatencyModel(model=table.model, device=spec, dtype="bfloat16", kv_bits=16)
     kinds = Counter(table.model.layer_kinds) if table.is_whole else {0: 1}
+    head_bits = WIDE if table.bits == WIDE else FEW_BITS_HEAD
     for one in samples:
         asked = (one.phase, one.bits, one.batch, one.tokens)
         forecast = sum(count * roof.layer_s(*asked, kind) for kind, count in kinds.items())
         if table.is_whole:
-            forecast += roof.master_s(one.phase, one.batch, one.tokens)
+            forecast += roof.master_s(one.phase, one.batch, one.tokens, head_bits)
         yield one.phase, one.seconds, forecast
+
+
+def fit_few(tables: Sequence[Table], figures: Figures) -> Costs:
+    """Return the factors of every bitwidth below 16 that tables have."""
+    return {
+        bits: fit_packed([table for table in tables if table.bits == bits], figures)
+        for bits in dict.fromkeys(table.bits for table in tables)
+        if bits != WIDE
+    }
 
 
 def fit(tables: Sequence[Table], kept: Sequence[str] = ()) -> dict[str, float]:
@@ -251,15 +296,38 @@ def fit(tables: Sequence[Table], kept: Sequence[str] = ()) -> dict[str, float]:
 
     def cost(logs: Sequence[float]) -> float:
         figures = figures_of(names, logs)
-        total = 0.0
-        for table, part in chosen:
-            logs_of = [math.log(m / f) for _, m, f in points(table, figures, part)]
-            total += float(np.mean(np.abs(logs_of)))
-        return total / len(chosen)
+        return mean_error((device_of(table, figures, {}), table, part) for table, part in chosen)
 
     start = catalog.device(tables[0].device)
     logs = [math.log(max(getattr(start, name), FIGURES[name][0])) for name in names]
     return figures_of(names, pattern_search(cost, logs))
+
+
+def fit_packed(tables: Sequence[Table], figures: Figures) -> dict[str, float]:
+    """Return the factors of one bitwidth with the least error; tables and phases count as much."""
+    chosen = [(table, part) for table in tables for part in thinned(table)]
+
+    def cost(logs: Sequence[float]) -> float:
+        factors = PACKED | factors_of(PACKED_FACTORS, logs)
+        return mean_error(
+            (device_of(table, figures, factors), table, part) for table, part in chosen
+        )
+
+    start = catalog.device(tables[0].device).precision_cost(tables[0].bits)
+    logs = [math.log(getattr(start, name)) for name in PACKED_FACTORS]
+    return PACKED | factors_of(PACKED_FACTORS, pattern_search(cost, logs))
+
+
+def mean_error(parts: Iterable[tuple[DeviceSpec, Table, Sequence[LatencySample]]]) -> float:
+    """Return the mean absolute logarithm of measured over forecast, each part counting as much."""
+    return float(
+        np.mean(
+            [
+                np.mean([abs(math.log(m / f)) for _, m, f in points(table, spec, samples)])
+                for spec, table, samples in parts
+            ]
+        )
+    )
 
 
 def fit_speed_ups(device: str, figures: Mapping[str, float]) -> dict[str, dict[str, float]]:
@@ -268,7 +336,8 @@ def fit_speed_ups(device: str, figures: Mapping[str, float]) -> dict[str, dict[s
     for bits, facts in SPEED_UPS[device].items():
 
         def cost(logs: Sequence[float], bits: int = bits, facts: SpeedUps = facts) -> float:
-            spec = with_factors(replace(catalog.device(device), **figures), bits, factors_of(logs))
+            factors = factors_of(FACTORS, logs)
+            spec = with_factors(replace(catalog.device(device), **figures), bits, factors)
             errors = [
                 abs(math.log(found / measured))
                 for model, measured_of in facts.items()
@@ -279,7 +348,7 @@ def fit_speed_ups(device: str, figures: Mapping[str, float]) -> dict[str, dict[s
 
         start = catalog.device(device).precision_cost(bits)
         logs = [math.log(getattr(start, name)) for name in FACTORS]
-        found[f"{bits} bits"] = factors_of(pattern_search(cost, logs))
+        found[f"{bits} bits"] = factors_of(FACTORS, pattern_search(cost, logs))
     return found
 
 
@@ -300,9 +369,9 @@ def with_factors(spec: DeviceSpec, bits: int, factors: Mapping[str, float]) -> D
     return replace(spec, precision_costs=tuple(costs))
 
 
-def factors_of(logs: Sequence[float]) -> dict[str, float]:
+def factors_of(names: Sequence[str], logs: Sequence[float]) -> dict[str, float]:
     """Return the factors of the search's logarithms, rounded."""
-    pairs = zip(FACTORS, logs, strict=True)
+    pairs = zip(names, logs, strict=True)
     return {name: max(0.01, float(f"{math.exp(value):.3g}")) for name, value in pairs}
 
 
@@ -328,9 +397,12 @@ def figures_of(names: Sequence[str], logs: Sequence[float]) -> dict[str, float]:
 def stated(tables: Sequence[Sequence[float]]) -> tuple[float, float]:
     """Return by how much at most devices are faster and slower than forecast, ``COVERED`` times.
 
-    As much is left out at either side, of all points as well as of tables that count as much.
+    As much is left out at either side, of all points as well as of tables that count as much. Of
+    few points a factor of two is stated: they say nothing of other cards and models.
     """
     ratios, shares = pooled(tables)
+    if len(ratios) < LEAST_POINTS:
+        return UNMEASURED
     edges = [(1 - COVERED) / 2, (1 + COVERED) / 2]
     limits = [
         np.quantile(ratios, edges, weights=weights, method="inverted_cdf")
@@ -353,12 +425,14 @@ def rounded_up(share: float) -> float:
     return max(LEAST_STATED, round(math.ceil(share / STATED_STEP) * STATED_STEP, 2))
 
 
-def within(spec: DeviceSpec, phase: Phase, tables: Sequence[Sequence[float]]) -> float:
+def within(
+    spec: DeviceSpec, phase: Phase, tables: Sequence[Sequence[float]], bits: int = WIDE
+) -> float:
     """Return the share of points inside the deviation that the catalogue states.
 
     It is the smaller of that of all points, and that with tables that count as much.
     """
-    faster, slower = spec.deviation(phase)
+    faster, slower = spec.deviation(phase, bits)
     ratios, shares = pooled(tables)
     is_inside = (ratios >= 1.0 - faster) & (ratios <= 1.0 + slower)
     return min(float(np.mean(is_inside)), float(np.average(is_inside, weights=shares)))
@@ -366,19 +440,19 @@ def within(spec: DeviceSpec, phase: Phase, tables: Sequence[Sequence[float]]) ->
 
 def row_of(family: Family, tables: Sequence[Table], ratios: Ratios) -> dict[str, Any]:
     """Return the family's row of the table in the documentation."""
-    spec = catalog.device(tables[0].device)
-    row: dict[str, Any] = {
-        "family": family.name,
-        "measured": ", ".join(dict.fromkeys(table.device for table in tables)),
-    }
+    spec, bits = catalog.device(tables[0].device), tables[0].bits
+    row: dict[str, Any] = {"family": family.name}
+    if bits != WIDE:
+        row["bits"] = bits
+    row["measured"] = ", ".join(dict.fromkeys(table.device for table in tables))
     for phase in Phase:
         found = ratios[phase]
         every = pooled(found)[0]
         row[f"{phase.value}: points"] = len(every)
         row[f"{phase.value}: ratio"] = [round(float(q), 2) for q in quantiles(every)]
-        faster, slower = spec.deviation(phase)
+        faster, slower = spec.deviation(phase, bits)
         row[f"{phase.value}: stated"] = [round(1.0 - faster, 2), round(1.0 + slower, 2)]
-        row[f"{phase.value}: within"] = math.floor(100 * within(spec, phase, found))
+        row[f"{phase.value}: within"] = math.floor(100 * within(spec, phase, found, bits))
     return row
 
 
@@ -386,11 +460,18 @@ def summary_of(table: Table, ratios: Mapping[Phase, Sequence[float]]) -> dict[st
     """Return what is recorded of a table: its points and their ratios."""
     spec = catalog.device(table.device)
     figures = {name: getattr(spec, name) for name in (*FIGURES, *DEVIATIONS)}
-    return {"table": table.name, "device": table.device, "figures": figures} | {
+    if table.bits != WIDE:
+        figures = asdict(spec.precision_cost(table.bits))
+    return {
+        "table": table.name,
+        "device": table.device,
+        "bits": table.bits,
+        "figures": figures,
+    } | {
         phase.value: {
             "points": len(found),
             "quantiles": [round(float(q), 3) for q in quantiles(found)],
-            "within": round(within(spec, phase, [found]), 3),
+            "within": round(within(spec, phase, [found], table.bits), 3),
         }
         for phase, found in ratios.items()
     }
@@ -408,6 +489,15 @@ def words(phase: Phase, ratios: Sequence[float] | Array) -> str:
 
 
 # Readers
+
+
+def scores(devices: Sequence[str], widths: Sequence[int], _: argparse.Namespace) -> Iterator[Table]:
+    """Yield published speeds of whole models."""
+    for board, device, bits in published(devices, widths):
+        yield Table(
+            name=f"{board.source} {device} {bits}", device=device, bits=bits, is_whole=True,
+            model=catalog.model(board.model), samples=board.samples(device, bits),
+        )  # fmt: skip
 
 
 def database(name: str, device: str, options: argparse.Namespace) -> Iterator[Table]:
@@ -563,6 +653,13 @@ def rows(file: Path) -> list[dict[str, str]]:
 
 OF_ATTENTION = ("attention_efficiency", "attention_memory_efficiency")
 OF_SMALL_LAYERS = ("layer_overhead_s", "attention_efficiency")
+AMPERE_GEFORCE = ("RTX3090", "RTX3060-12G", "RTX3070", "RTX3080-10G", "RTX3080Ti")
+BLACKWELL_GEFORCE = ("RTX5060Ti-16G", "RTX5070Ti", "RTX5080", "RTX5090")
+RADEON = ("RX7900XTX", "RX9070", "RX9070XT", "R9700", "Strix-Halo")
+APPLE = (
+    "M1", "M1-Pro", "M1-Max", "M1-Ultra", "M2", "M2-Pro", "M2-Max", "M2-Ultra", "M3", "M3-Pro",
+    "M3-Max", "M3-Ultra", "M4", "M4-Pro", "M4-Max", "M5-Max",
+)  # fmt: skip
 FAMILIES = (
     Family(name="Volta", kept=OF_SMALL_LAYERS, readers=(partial(helix, "v100", "V100-32G"),)),
     Family(name="Turing", kept=OF_SMALL_LAYERS, readers=(partial(helix, "t4", "T4-16G"),)),
@@ -578,14 +675,20 @@ FAMILIES = (
     Family(
         name="Ampere, GeForce",
         kept=OF_ATTENTION,
-        readers=(partial(operators, "RTX3090", "RTX3090"),),
+        readers=(
+            partial(operators, "RTX3090", "RTX3090"),
+            partial(scores, AMPERE_GEFORCE, (16, 4, 3)),
+        ),
     ),
     Family(
         name="Ampere, workstation",
         kept=OF_ATTENTION,
         readers=(partial(operators, "A6000", "RTX-A6000"), partial(vidur, "a40", "A40")),
     ),
-    Family(name="Ada, GeForce", readers=(rtx_4090,)),
+    Family(
+        name="Ada, GeForce",
+        readers=(rtx_4090, partial(scores, ("RTX4090", "RTX4080", "RTX4070Ti"), (16, 4))),
+    ),
     Family(name="Ada, L4", kept=OF_SMALL_LAYERS, readers=(partial(helix, "l4", "L4"),)),
     Family(name="Ada, workstation", readers=(partial(database, "l40s", "L40S"),)),
     Family(
@@ -603,9 +706,29 @@ FAMILIES = (
     ),
     Family(
         name="Blackwell, workstation",
-        readers=(partial(database, "rtx_pro_6000_server", "RTX-PRO-6000"), rtx_pro_6000),
+        readers=(
+            partial(database, "rtx_pro_6000_server", "RTX-PRO-6000"),
+            rtx_pro_6000,
+            partial(scores, ("RTX-PRO-6000",), (4,)),
+        ),
     ),
-    Family(name="Arc, Battlemage", readers=(partial(database, "b60", "Arc-Pro-B60"),)),
+    Family(
+        name="Arc, Battlemage",
+        readers=(
+            partial(database, "b60", "Arc-Pro-B60"),
+            partial(scores, ("Arc-B580",), (4,)),
+        ),
+    ),
+    Family(
+        name="Apple",
+        kept=(*OF_ATTENTION, "decode_efficiency", "overlap_loss", "layer_overhead_s"),
+        readers=(partial(scores, APPLE, (16, 8, 4)),),
+    ),
+    Family(name="Pascal", readers=(partial(scores, ("P40",), (4, 3)),)),
+    Family(name="Blackwell, GeForce", readers=(partial(scores, BLACKWELL_GEFORCE, (4,)),)),
+    Family(name="Blackwell, GB10", readers=(partial(scores, ("GB10",), (8, 4)),)),
+    Family(name="Radeon", readers=(partial(scores, RADEON, (4,)),)),
+    Family(name="Arc, Alchemist", readers=(partial(scores, ("Arc-A770",), (4,)),)),
 )
 
 

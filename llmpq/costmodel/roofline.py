@@ -86,7 +86,7 @@ class RooflineLatencyModel:
         return Estimate(
             seconds=self.layer_s(phase, bits, batch, tokens, kind),
             is_extrapolated=True,
-            relative_deviation=max(self.device.deviation(phase)) / DEVIATIONS,
+            relative_deviation=max(self.device.deviation(phase, bits)) / DEVIATIONS,
         )
 
     def master_s(self, phase: Phase, batch: int, tokens: float, head_bits: int = 16) -> float:

@@ -347,6 +347,47 @@ def test_processors_of_the_catalogue_without_bf16_products_take_their_own_factor
     assert share("EPYC-9654", 4) > 0.8
 
 
+# Tokens a second of prompts of 512 tokens and of answers, by bits: llama.cpp's fork of ikawrakow
+# (its discussion 164 and pull request 54), llama.cpp by ahelpme.com on an EPYC 9554 (the 9654's
+# memory) and by slaren (llama.cpp issue 34; of 2023) with memory of 6.4 GT/s: 7/8 are compared.
+PUBLISHED = {
+    ("Ryzen-9-7950X", "meta-llama/Llama-3.1-8B"): {
+        16: (256.90, 4.27), 8: (268.19, 7.79), 4: (273.54, 13.88), 3: (255.30, 12.99),
+    },
+    ("EPYC-9654", "microsoft/phi-4"): {8: (None, 19.19), 4: (None, 28.74)},
+    ("Core-i9-13900K", "meta-llama/Llama-2-7b-hf"): {4: (None, 7 / 8 * 18.27)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", PUBLISHED, ids=lambda key: key[0])
+def test_whole_processors_meet_published_speeds(key):
+    name, model = key[0], catalog.model(key[1])
+    cluster = one_node(DeviceGroup(type=name, count=1, threads=catalog.device(name).cores))
+    costs = build_costs(model, cluster, dtype="bfloat16", kv_bits=16)
+    (device,) = cluster.devices
+    for bits, (prompt, answer) in PUBLISHED[key].items():
+        prefill_s, decode_s = (
+            sum(costs.layer_s(device, phase, bits, 1, tokens, kind) for kind in model.layer_kinds)
+            for phase, tokens in ((PREFILL, 512), (DECODE, 64))
+        )
+        if prompt is not None:
+            faster, slower = costs.specs[device.group].deviation(PREFILL, bits)
+            assert 1 - faster <= 512 / prompt / prefill_s <= 1 + slower
+        decode_s += costs.latency[device.group].master_s(DECODE, 1, 64, 16 if bits == 16 else 8)
+        assert 1 / answer / decode_s == pytest.approx(1, rel=0.3)
+
+
+def test_few_bits_of_a_whole_processor_are_read_as_fast_as_memory_lets_them():
+    def factors(name):
+        cluster = one_node(DeviceGroup(type=name, count=1))
+        (spec,) = build_costs(OPT, cluster, dtype="bfloat16", kv_bits=16).specs
+        return [cost.stream for cost in spec.precision_costs]
+
+    for name in ("Ryzen-9-7950X", "Core-i5-12400"):
+        assert factors(name) == [0.97, 0.9, 0.8]
+    assert factors("cpu") == [0.93, 0.74, 0.66]
+
+
 def test_a_share_of_a_core_slows_everything_alike():
     cluster = one_node(
         DeviceGroup(type="cpu", count=1), DeviceGroup(type="cpu", count=1, cpu_share=0.25)

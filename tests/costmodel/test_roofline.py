@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import rooflines
-from llmpq.costmodel.roofline import RooflineLatencyModel
+from llmpq.costmodel.roofline import DEVIATIONS, RooflineLatencyModel
 from llmpq.spec import catalog
+from llmpq.spec.devices.figures import PrecisionCost
 from llmpq.spec.precision import BITS, Phase
 
 OPT_30B = catalog.model("facebook/opt-30b")
@@ -170,3 +171,22 @@ def test_a_mixture_decodes_one_sequence_by_its_active_experts():
     latency = roofline(mixtral, "A100-80G", "bfloat16")
     one, many = (latency.layer_s(DECODE, 16, batch, 512, 0) for batch in (1, 64))
     assert one < many / 3
+
+
+def test_a_bitwidth_has_its_own_uncertainty_or_that_of_the_device():
+    costs = (
+        PrecisionCost(bits=8, compute=1.0, stream=1.0),
+        PrecisionCost(bits=4, compute=1.0, stream=1.0, decode_deviation=(0.2, 0.6)),
+    )
+    spec = replace(
+        catalog.device("L4"), precision_costs=costs,
+        prefill_deviation=(0.1, 0.3), decode_deviation=(0.1, 0.2),
+    )  # fmt: skip
+    roof = replace(roofline(device="L4"), device=spec)
+    expected = {
+        (Phase.PREFILL, 16): 0.3, (Phase.PREFILL, 4): 0.3, (Phase.DECODE, 16): 0.2,
+        (Phase.DECODE, 8): 0.2, (Phase.DECODE, 4): 0.6,
+    }  # fmt: skip
+    for (phase, bits), share in expected.items():
+        found = roof.layer_estimate(phase, bits, 1, 64, 0).relative_deviation
+        assert found == pytest.approx(share / DEVIATIONS)

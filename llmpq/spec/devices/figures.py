@@ -25,6 +25,13 @@ GPU_RESERVE_BYTES = 512 * MIB
 
 Factor = Annotated[float, Rule(minimum=0.01)]
 Share = Annotated[float, Rule(minimum=0.01, maximum=1)]
+Deviation = tuple[Factor, Factor]
+"""By how much at most a device is faster and slower than the roofline, four times of five.
+
+Measured seconds lie between ``1 - faster`` and ``1 + slower`` times the forecast.
+"""
+UNMEASURED: Deviation = (0.5, 1.0)
+"""Of devices and bitwidths that no public table measured: a factor of two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +47,8 @@ class PrecisionCost:
         thin: further factor on arithmetic time in decode, where another kernel multiplies few rows.
         few_rows: most rows of a decode step that this kernel takes; ``None`` for any number.
         stream_beyond: on achieved memory bandwidth in decode with more rows than those.
-        overlap_loss, saturation_tokens: of this bitwidth, where they differ from the device's.
+        overlap_loss, saturation_tokens, prefill_deviation, decode_deviation: of this bitwidth,
+            where they differ from the device's.
     """
 
     bits: int
@@ -53,6 +61,8 @@ class PrecisionCost:
     stream_beyond: Annotated[float, Rule(minimum=0.01, optional=True)] = 1.0
     overlap_loss: Share | None = None
     saturation_tokens: Annotated[float | None, Rule(minimum=0)] = None
+    prefill_deviation: Deviation | None = None
+    decode_deviation: Deviation | None = None
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
@@ -65,13 +75,6 @@ class PrecisionCost:
         return self.stream
 
 
-Deviation = tuple[Factor, Factor]
-"""By how much at most a device is faster and slower than the roofline, four times of five.
-
-Measured seconds lie between ``1 - faster`` and ``1 + slower`` times the forecast.
-"""
-UNMEASURED: Deviation = (0.5, 1.0)
-"""Of devices that no public table measured: a factor of two."""
 Rate = Annotated[float, Rule(minimum=1)]
 Rates = Annotated[tuple[tuple[str, float], ...], Rule(minimum=1, choices=tuple(DTYPE_BYTES))]
 MAX_CORES = 4096
@@ -133,9 +136,12 @@ class DeviceSpec:
     decode_deviation: Deviation = UNMEASURED
     reserve_bytes: int = 0
 
-    def deviation(self, phase: Phase) -> Deviation:
+    def deviation(self, phase: Phase, bits: int = 16) -> Deviation:
         """Return by how much at most it is faster and slower than the roofline, 4 times of 5."""
-        return self.prefill_deviation if phase is Phase.PREFILL else self.decode_deviation
+        cost = self.precision_cost(bits)
+        if phase is Phase.PREFILL:
+            return cost.prefill_deviation or self.prefill_deviation
+        return cost.decode_deviation or self.decode_deviation
 
     @property
     def formats(self) -> tuple[str, ...]:
