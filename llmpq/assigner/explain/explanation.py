@@ -147,7 +147,8 @@ def forced_use(
 
 
 def _kinds(cluster: Cluster, overrides: Overrides) -> tuple[str, ...]:
-    """Return a text for each group of devices, equal where exchanging the groups changes nothing.
+    """Return a text for each group of devices, equal where exchanging the groups changes nothing:
+    one more device of either makes the same cluster.
 
     Decisions of the user name nodes and devices, so no groups are alike where there are any.
     """
@@ -156,7 +157,7 @@ def _kinds(cluster: Cluster, overrides: Overrides) -> tuple[str, ...]:
     if overrides:
         return tuple(map(str, places))
     return tuple(
-        pools.key(tuple(count - (pool == place) for pool, count in enumerate(pools.counts)))
+        pools.key(tuple(count + (pool == place) for pool, count in enumerate(pools.counts)))
         for place in places
     )
 
