@@ -147,9 +147,9 @@ def forced_use(
 
 
 def _kinds(cluster: Cluster, overrides: Overrides) -> tuple[str, ...]:
-    """Return a text for each group of devices, equal where exchanging the groups changes nothing:
-    one more device of either makes the same cluster.
+    """Return a text for each group of devices, equal where exchanging the groups changes nothing.
 
+    One more device of either then makes the same cluster.
     Decisions of the user name nodes and devices, so no groups are alike where there are any.
     """
     pools = Pools.of(cluster)
