@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from llmpq.assigner import PlanRequest, make_plan
 from llmpq.assigner.constraints.fixed_bits import with_stored_bits
@@ -35,11 +36,29 @@ from llmpq.spec.plan import Plan, read_plan
 from llmpq.spec.precision import DTYPE_BYTES, Dtype
 from llmpq.spec.workload import Workload
 
+if TYPE_CHECKING:
+    from llmpq.server.tokenizer import ChatEncoder
+
+P = ParamSpec("P")
+R = TypeVar("R")
 ClusterLike = Cluster | str | Path | Mapping[str, Any]
 Prompts = str | Sequence[str] | Sequence[Sequence[int]]
+Messages = str | Sequence[Mapping[str, Any]]
 Sampling = SamplingParams | Sequence[SamplingParams] | None
 
 
+def _with_options(function: Callable[P, R]) -> Callable[P, R]:
+    """Put the options of ``PlanRequest`` into a signature, for ``help`` and for completion."""
+    signature = inspect.signature(function)
+    *own, _ = signature.parameters.values()
+    set_here = {"theta_s", "workload", "model_source", *signature.parameters}
+    fields = inspect.signature(PlanRequest).parameters
+    options = [field for name, field in fields.items() if name not in set_here]
+    vars(function)["__signature__"] = signature.replace(parameters=[*own, *options])
+    return function
+
+
+@_with_options
 def plan(  # noqa: PLR0913  what a plan is made from
     model: str | Path,
     *,
@@ -92,9 +111,11 @@ def plan(  # noqa: PLR0913  what a plan is made from
         raise SpecError(f"kv_bits: found {kv_bits}, expected 8 or 16")
     if "gap" not in options and options.get("solver", "exact") != "exact":
         options["gap"] = DEFAULT_GAP
-    unknown = sorted(set(options) - set(PlanRequest.__dataclass_fields__))
-    if unknown:
-        raise _unknown_option(unknown[0])
+    known = inspect.signature(plan).parameters
+    for name in sorted(set(options) - set(known)):
+        near = get_close_matches(name, known, 1)
+        meant = f"; did you mean '{near[0]}'?" if near else ""
+        raise SpecError(f"plan: found option '{name}', expected a field of PlanRequest{meant}")
     request = PlanRequest(
         model=spec,
         model_source=None if source is None else str(source),
@@ -111,13 +132,6 @@ def plan(  # noqa: PLR0913  what a plan is made from
         **options,
     )
     return make_plan(with_stored_bits(request), method, command="llmpq.plan")
-
-
-def _unknown_option(name: str) -> SpecError:
-    known = {*inspect.signature(plan).parameters, *PlanRequest.__dataclass_fields__} - {"options"}
-    near = get_close_matches(name, known, 1)
-    meant = f"; did you mean '{near[0]}'?" if near else ""
-    return SpecError(f"plan: found option '{name}', expected a field of PlanRequest{meant}")
 
 
 def load_plan(path: str | Path) -> Plan:
@@ -232,10 +246,11 @@ class Pipeline:
         progress: RunProgress | None = None,
     ) -> None:
         self.plan = strategy if isinstance(strategy, Plan) else load_plan(strategy)
+        self._model_dir = model_dir_of(self.plan, model)
         self._lock = threading.Lock()
         self._session = Session(
             self.plan,
-            model_dir_of(self.plan, model),
+            self._model_dir,
             step_timeout_s=step_timeout_s,
             store=None if store is None else Path(store).resolve(),
             kernel=kernel,
@@ -303,6 +318,58 @@ class Pipeline:
                 texts[number] = before + item.text
                 yield OutputChunk(id=number, token_ids=(item.token_id,), text=item.text)
 
+    def chat(
+        self,
+        messages: Messages,
+        sampling: SamplingParams | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Output:
+        """Answer a conversation; its prompt is made as by the server.
+
+        Args:
+            messages: such as ``[{"role": "user", "content": "Hello"}]``, the last one to be
+                answered; a text is that of a single message of the user.
+            sampling: how tokens are chosen; greedy by default.
+            chat_template_kwargs: variables of the model's chat template, such as
+                ``{"enable_thinking": False}``.
+
+        Returns:
+            The answer. Its prompt is the tokens of the conversation.
+
+        Raises:
+            SpecError: the model has no chat template, it rejects the messages, or they are too long
+                for the plan.
+            StageError: as :meth:`generate`.
+        """
+        prompt = self._chat_prompt(messages, chat_template_kwargs)
+        return self.generate([prompt], sampling)[0]
+
+    def stream_chat(
+        self,
+        messages: Messages,
+        sampling: SamplingParams | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Iterator[OutputChunk]:
+        """Answer a conversation as :meth:`chat`; yield every token as it is made."""
+        return self.stream([self._chat_prompt(messages, chat_template_kwargs)], sampling)
+
+    def _chat_prompt(
+        self, messages: Messages, variables: Mapping[str, Any] | None
+    ) -> tuple[int, ...]:
+        return self._encoder.encode(_as_messages(messages), variables or {})
+
+    @cached_property
+    def _encoder(self) -> ChatEncoder:
+        try:
+            from llmpq.server.tokenizer import ChatEncoder  # noqa: PLC0415  of an extra
+        except ModuleNotFoundError as error:
+            raise SpecError(
+                f"chat: found no package '{error.name}', expected it: pip install 'llmpq[server]'"
+            ) from None
+        return ChatEncoder(self._model_dir)
+
     def close(self) -> None:
         """End all ranks; no process is left when this returns."""
         self._session.close()
@@ -337,6 +404,23 @@ def _check_iterable(what: str, value: object) -> None:
             f"{what}: found {value!r}, expected a text or a list of token ids; several prompts, or "
             "one of tokens, are a list of these"
         )
+
+
+def _as_messages(messages: Messages) -> Sequence[Mapping[str, Any]]:
+    """Return the messages of a conversation, each with a role."""
+    if isinstance(messages, str):
+        return [{"role": "user", "content": messages}]
+    _check_iterable("messages", messages)
+    found: list[Any] = list(messages)
+    if not found:
+        raise SpecError("messages: found none, expected at least one")
+    for number, message in enumerate(found):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise SpecError(
+                f"messages[{number}]: found {message!r}, expected a mapping with a role, such as "
+                "{'role': 'user', 'content': 'Hello'}"
+            )
+    return found
 
 
 def _as_prompts(prompts: Prompts, sampling: Sampling) -> list[Prompt]:

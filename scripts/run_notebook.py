@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-DPI = 80
+DPI = 110
 
 
 def main(argv: Sequence[str] | None = None) -> int:

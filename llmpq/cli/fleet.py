@@ -11,7 +11,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from llmpq.assigner.fleet import FleetPlan, ReplicaSpeed, mean_ttft_s, plan_fleet
+from llmpq.assigner.fleet import (
+    FleetPlan,
+    ReplicaSpeed,
+    crowded_hosts,
+    mean_ttft_s,
+    plan_fleet,
+)
 from llmpq.assigner.objective import relative_gap
 from llmpq.assigner.request import PlanRequest, Progress
 from llmpq.assigner.verify import TOLERANCE, verify_plan
@@ -104,7 +110,8 @@ def run_fleet(options: argparse.Namespace, request: PlanRequest, output: Path, s
     else:
         print(fleet_table(fleet, plans))
         asked = requests_text(plans, options.requests)
-        for line in (*_reasons(found), *_limits(found), *asked):
+        cores = [f"cores          {text}" for text in crowded_hosts(request.cluster)]
+        for line in (*_reasons(found), *_limits(found), *cores, *asked):
             print(line)
         print(f"written        {output} and {len(paths)} strategy files")
     if options.plot is not None:
@@ -162,7 +169,7 @@ def check_fleet(options: argparse.Namespace) -> int:
         excess += checked.excess_bytes
         own = [*checked.warnings, *_differences(replica, plan, fleet)]
         warnings += [f"{replica.strategy}: {warning}" for warning in own]
-    warnings += _ttft_difference(fleet, plans)
+    warnings += [*_ttft_difference(fleet, plans), *_shared_cores(fleet)]
     if options.json:
         record = fleet_record(fleet, plans, path)
         record |= {"fits": not excess, "excess_bytes": excess, "warnings": warnings}
@@ -209,6 +216,25 @@ def _ttft_difference(fleet: Fleet, plans: Sequence[Plan]) -> list[str]:
     if math.isclose(found, fleet.ttft_s, rel_tol=TOLERANCE):
         return []
     return [f"its plans give a TTFT of {found:.4g} s, the fleet file states {fleet.ttft_s:.4g} s"]
+
+
+def _shared_cores(fleet: Fleet) -> Iterator[str]:
+    """Yield a warning for each host whose cores several replicas share."""
+    devices = {device.label: device for device in fleet.cluster.devices}
+    for node in fleet.cluster.nodes:
+        own = [
+            sum(
+                devices[name].threads or 0
+                for name in replica.devices
+                if devices[name].node == node.name
+            )
+            for replica in fleet.replicas
+        ]
+        if node.cores is not None and sum(own) > max(node.cores, *own):
+            yield (
+                f"{node.name}: its replicas have {sum(own)} threads on {node.cores} cores and slow "
+                "each other down, which their plans do not count"
+            )
 
 
 def fleet_record(fleet: Fleet, plans: Sequence[Plan], path: str) -> dict[str, Any]:

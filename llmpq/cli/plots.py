@@ -9,8 +9,9 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from llmpq.assigner.timeline import Block, timeline
@@ -51,6 +52,8 @@ _PHASES = ("prefill", "decode")
 RUN_COLOURS = {"predicted": "#9ecae1", "measured": "#3182bd"}
 DECODE_ROUNDS = 3
 ROW_INCHES = 0.38
+TITLE_LETTERS = 8.7
+"""Letters in an inch of a title."""
 LABEL_SHARE = 0.018
 """A block narrower than this share of its axis carries no number."""
 STYLE: Any = {
@@ -81,10 +84,10 @@ def draw_plan(plan: Plan, path: str | Path) -> None:
     ratios = [1.6 + height for height in heights]
     estimate = plan.estimate
     result = (
-        f"{long_seconds(estimate.latency_s)}\n{plan.speed_text()}, quality lost "
+        f"{long_seconds(estimate.latency_s)}\n{plan.speed_text()}\nquality lost "
         f"{plan.quality_text()}"
     )
-    with new_figure(path, 12, 3.9 + ROW_INCHES * sum(heights)) as figure:
+    with new_figure(path, 12, 4.1 + ROW_INCHES * sum(heights)) as figure:
         axes = figure.subplots(4, 1, gridspec_kw={"height_ratios": ratios})
         _title(figure, plan, result)
         _draw_layers(axes[0], plan)
@@ -100,7 +103,14 @@ def _title(figure: Any, plan: Plan, result: str) -> None:
         f"{plan.model.name} on {plan.cluster.name}\n{work.batch} x {work.prompt_tokens} prompt + "
         f"{work.new_tokens} new tokens: {result}"
     )
-    figure.suptitle(text, x=0.01, ha="left")
+    _write_title(figure, text)
+
+
+def _write_title(figure: Any, text: str) -> None:
+    """Write the title of a figure, its lines no wider than the figure."""
+    letters = int(TITLE_LETTERS * figure.get_figwidth())
+    lines = chain.from_iterable(wrap(line, letters) for line in text.splitlines())
+    figure.suptitle("\n".join(lines), x=0.01, ha="left")
 
 
 def _labels(plan: Plan, *, dropped: bool) -> list[str]:
@@ -202,15 +212,13 @@ def draw_fleet(fleet: Fleet, plans: Sequence[Plan], path: str | Path) -> None:
     unit = f"TTFT in s at {rate:.4g} requests/s" if rate else "requests/s"
     cuts = [(one.name, one.ttft_s if rate else one.requests_per_s) for one in fleet.others]
     own, bound = (fleet.ttft_s, fleet.ttft_bound_s) if rate else (fleet.requests_per_s, fleet.bound)
-    cuts.append((f"this fleet ({len(plans)} replicas)", own))
+    cuts.append((f"this fleet ({len(plans)} replica{'s' * (len(plans) > 1)})", own))
     rows = [devices + len(fleet.idle) + len(plans), len(cuts)]
     with new_figure(path, 12, 2.6 + ROW_INCHES * sum(rows)) as figure:
         layers, bars = figure.subplots(
             2, 1, gridspec_kw={"height_ratios": [1.6 + row for row in rows]}
         )
-        figure.suptitle(
-            f"{fleet.model} on {fleet.cluster.name}: {rate_text(own)} {unit}", x=0.01, ha="left"
-        )
+        _write_title(figure, f"{fleet.model} on {fleet.cluster.name}: {rate_text(own)} {unit}")
         _draw_replicas(layers, fleet, plans)
         names, values = zip(*cuts, strict=True)
         colours = [GREY] * len(fleet.others) + [BIT_COLOURS[16]]

@@ -463,12 +463,16 @@ def explanation_text(plan: Plan, found: Explanation) -> Iterator[str]:
 def more_text(plan: Plan, more: Sequence[Alternative]) -> Iterator[str]:
     """Yield what one more device of each kind brings."""
     for answer in more:
-        yield f"one more       {answer.devices[0]}: {_gain_text(plan, answer)}"
+        yield f"one more       {_named(answer.devices)}: {_gain_text(plan, answer)}"
 
 
 def more_record(plan: Plan, more: Sequence[Alternative]) -> list[dict[str, Any]]:
     """Return the JSON objects of one more device of each kind."""
-    return [{"device": answer.devices[0], **_answer_record(plan, answer)} for answer in more]
+    return [
+        {"device": device, **_answer_record(plan, answer)}
+        for answer in more
+        for device in answer.devices
+    ]
 
 
 def requests_text(plans: Sequence[Plan], number: int | None) -> list[str]:

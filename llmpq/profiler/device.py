@@ -50,8 +50,8 @@ def host_cpu() -> HostCpu:
 def with_host_cpu(cluster: Cluster, host: HostCpu, *, has_tables: bool = False) -> Cluster:
     """Return a cluster whose ``cpu`` devices have what they do not state from this host.
 
-    The workers of a node share its cores and memory. Threads that tables were measured with, which
-    a group names or ``has_tables`` says, stay open.
+    The workers of a node share its cores and memory; more of them than cores slow each other down.
+    Threads that tables were measured with, which a group names or ``has_tables`` says, stay open.
     """
     if "cpu" in {entry.type for entry in cluster.device_types or ()}:
         return cluster
@@ -69,11 +69,15 @@ def with_host_cpu(cluster: Cluster, host: HostCpu, *, has_tables: bool = False) 
             instruction_set=group.instruction_set or host.instruction_set,
         )
 
-    nodes = (
-        replace(node, devices=tuple(stated(node, group) for group in node.devices))
-        for node in cluster.nodes
-    )
-    return replace(cluster, nodes=tuple(nodes))
+    def crowded(node: Node) -> Node:
+        found = replace(node, devices=tuple(stated(node, group) for group in node.devices))
+        # Only threads that were counted here are known to be on this host's cores.
+        is_counted = found.worker_threads > node.worker_threads
+        if node.cores is None and is_counted and found.worker_threads > host.cores:
+            found = replace(found, cores=host.cores)
+        return found
+
+    return replace(cluster, nodes=tuple(map(crowded, cluster.nodes)))
 
 
 def available_cores() -> tuple[int, ...]:

@@ -92,6 +92,61 @@ class ChatTemplate:
         return source
 
 
+def content_text(content: object) -> str:
+    """Return the text of a message's content: a text, or a list of parts of type ``text``.
+
+    Raises:
+        ApiError: a part is of another type.
+    """
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise bad_request("messages: expected content to be a text or a list.", "messages")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(part, str):
+            texts.append(part)
+        elif kind in ("text", "refusal") and isinstance(part.get(kind), str):
+            texts.append(part[kind])
+        else:
+            raise bad_request("messages: the model takes parts of type text only.", "messages")
+    return "\n".join(texts)
+
+
+def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message with text for content, and tool calls whose arguments are JSON values.
+
+    Without content the text is empty: clients leave it out beside tool calls, and templates join
+    it to other texts.
+
+    Raises:
+        ApiError: a part of it has another form.
+    """
+    plain = {**message, "content": content_text(message.get("content"))}
+    calls = message.get("tool_calls")
+    if isinstance(calls, list):
+        plain["tool_calls"] = [_plain_call(call) for call in calls]
+    return plain
+
+
+def _plain_call(call: object) -> object:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict):
+        raise bad_request("messages: expected tool_calls with a function.", "messages")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            raise bad_request(
+                "messages: expected JSON arguments in tool_calls.", "messages"
+            ) from None
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """Fill the reasoning fields from each other, as templates read different ones."""
     found = [message[name] for name in REASONING_FIELDS if message.get(name) is not None]

@@ -11,8 +11,11 @@ from typing import Any
 
 from llmpq.dist.io.detokenizer import INCOMPLETE, Decode
 from llmpq.dist.io.tokenizer_process import read_tokenizer
-from llmpq.server.errors import bad_request
+from llmpq.errors import SpecError
+from llmpq.server.chat_template import ChatTemplate, plain_message
+from llmpq.server.errors import ApiError, bad_request
 from llmpq.server.text_process import TextProcesses, load_tokenizer
+from llmpq.spec.gguf.tokenizer import missing_tokenizer
 
 CACHED_TOKENS = 1 << 16
 INLINE_CHARACTERS = 2048
@@ -158,6 +161,50 @@ class ServerTokenizer:
 
     def _decode_alone(self, token_id: int, skip_special_tokens: bool) -> str:
         return self.decode([token_id], skip_special_tokens=skip_special_tokens)
+
+
+class ChatEncoder:
+    """Turns the messages of a conversation into the tokens that the server makes of them.
+
+    The template runs in this process, without limits of time and memory.
+
+    Args:
+        model_dir: directory with the tokenizer and the chat template.
+
+    Raises:
+        SpecError: there is no tokenizer or no template, or they cannot be read.
+    """
+
+    def __init__(self, model_dir: Path) -> None:
+        exported = read_tokenizer(model_dir)
+        if exported is None:
+            raise SpecError(f"{model_dir}: {missing_tokenizer(model_dir)}: a conversation needs it")
+        if exported["chat_template"] is None:
+            raise SpecError(
+                f"{model_dir}: found no chat template, expected one in tokenizer_config.json or "
+                "chat_template.jinja; models without one complete texts (generate)"
+            )
+        self._template = ChatTemplate(exported["chat_template"], exported["special_tokens"])
+        self._tokenizer = load_tokenizer(exported["tokenizer"])
+
+    def encode(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> tuple[int, ...]:
+        """Return the tokens of a conversation, up to where its answer begins.
+
+        Args:
+            messages: each with a ``role`` and a ``content``.
+            variables: further ones of the template.
+
+        Raises:
+            SpecError: the template rejects the messages.
+        """
+        try:
+            plain = [plain_message(message) for message in messages]
+            text = self._template.render(plain, variables=variables)
+        except ApiError as error:
+            raise SpecError(error.message) from None
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 @cache

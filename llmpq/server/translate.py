@@ -10,6 +10,7 @@ from typing import Any
 
 from llmpq.dist.io.sampling_params import SamplingParams, StructuredOutputsParams
 from llmpq.errors import SpecError
+from llmpq.server.chat_template import content_text, plain_message
 from llmpq.server.errors import ApiError, bad_request
 from llmpq.server.protocol import (
     ChatBody,
@@ -248,7 +249,7 @@ async def encode_chat(
     continues = bool(body.continue_final_message)
     adds = body.add_generation_prompt
     text = await tokenizer.render(
-        [_plain_message(message) for message in body.messages or ()],
+        [plain_message(message) for message in body.messages or ()],
         tools=body.tools or None,  # templates test whether there are any by ``is not none``
         add_generation_prompt=not continues if adds is None else adds,
         continue_final_message=continues,
@@ -258,58 +259,6 @@ async def encode_chat(
         [text], max_tokens=model.max_model_len, add_special_tokens=add_special_tokens
     )
     return token_ids
-
-
-def content_text(content: object) -> str:
-    """Return the text of a message's content: a text, or a list of parts of type ``text``.
-
-    Raises:
-        ApiError: a part is of another type.
-    """
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise bad_request("messages: expected content to be a text or a list.", "messages")
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(part, str):
-            texts.append(part)
-        elif kind in ("text", "refusal") and isinstance(part.get(kind), str):
-            texts.append(part[kind])
-        else:
-            raise bad_request("messages: the model takes parts of type text only.", "messages")
-    return "\n".join(texts)
-
-
-def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message with text for content, and tool calls whose arguments are JSON values.
-
-    Without content the text is empty: clients leave it out beside tool calls, and templates join
-    it to other texts.
-    """
-    plain = {**message, "content": content_text(message.get("content"))}
-    calls = message.get("tool_calls")
-    if isinstance(calls, list):
-        plain["tool_calls"] = [_plain_call(call) for call in calls]
-    return plain
-
-
-def _plain_call(call: object) -> object:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(call, dict) or not isinstance(function, dict):
-        raise bad_request("messages: expected tool_calls with a function.", "messages")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            raise bad_request(
-                "messages: expected JSON arguments in tool_calls.", "messages"
-            ) from None
-    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _truncate(token_ids: list[int], body: GenerationBody, model: ServedModel) -> list[int]:

@@ -9,6 +9,7 @@ unknown name is an error that lists those that begin with it, or the nearest one
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -41,6 +42,9 @@ OFFERS = 8
 """Most names that a message offers."""
 GPUS = ("cuda", "xpu")
 """Kinds of devices with a memory of their own, of which the driver takes a part."""
+
+_ANY_GPU = re.compile(r"(gpu|cuda|rocm|nvidia|amd)s?(:\d+)?", re.IGNORECASE)
+"""What names a GPU in other programs, but not which one."""
 
 _PAPER_NAMES = {"opt": "facebook/opt-{}", "bloom": "bigscience/bloom-{}"}
 
@@ -113,6 +117,11 @@ def device_type(name: str, cluster: Cluster | None = None) -> str:
     if name in own or name in _devices():
         return name
     found = names.matching(name, _devices(), _other_names())
+    if _ANY_GPU.fullmatch(name):
+        raise SpecError(
+            f"device type: found '{name}', expected the name of a GPU, such as RTX4090; "
+            "nvidia-smi -L prints those of a host"
+        )
     if len(found) != 1:
         raise _unknown("device type", name, (*own, *_devices()), found, names.folded)
     return found[0]

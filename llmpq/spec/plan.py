@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -380,25 +382,51 @@ class Plan:
 
     def summary(self) -> str:
         """Return the plan as a short text: the task, each stage, what it is predicted to take."""
-        work, estimate = self.workload, self.estimate
         lines = [
+            f"stage {rank}: {device}, layers {layers}, bits {bits}, {memory}"
+            for rank, device, layers, bits, memory in self._stage_cells()
+        ]
+        return "\n".join([self._title_text(), *lines, self._result_text()])
+
+    def _repr_html_(self) -> str:
+        """Return the summary as a table, for notebooks."""
+        rows = [("stage", "device", "layers", "bits", "memory"), *self._stage_cells()]
+        head, *body = (_html_row(row, "td" if number else "th") for number, row in enumerate(rows))
+        return (
+            f"<p>{escape(self._title_text())}</p><table><thead>{head}</thead>"
+            f"<tbody>{''.join(body)}</tbody></table><p>{escape(self._result_text())}</p>"
+        )
+
+    def _title_text(self) -> str:
+        work = self.workload
+        return (
             f"{self.model.name} on {self.cluster.name}: {work.batch} x {work.prompt_tokens} prompt "
             f"tokens, {work.new_tokens} new tokens each, {self.dtype}"
             + ("" if self.head_width == 16 else f", head at {self.head_width} bits")
-        ]
-        for stage, cost in zip(self.stages, estimate.stages, strict=True):
+        )
+
+    def _stage_cells(self) -> list[tuple[str, ...]]:
+        """Return rank, device, layers, bits and memory of each stage."""
+        found: list[tuple[str, ...]] = []
+        for stage, cost in zip(self.stages, self.estimate.stages, strict=True):
             bits = ", ".join(f"{bits} x {n}" for bits, n in Counter(stage.bits).most_common())
             form = "" if stage.dtype is None else f" in {stage.dtype}"
-            lines.append(
-                f"stage {stage.rank}: {self.device_of(stage).label}, layers "
-                f"[{stage.first_layer}, {stage.end_layer}), bits {bits or 'none'}{form}, "
-                f"{format_bytes(cost.memory.total)} of {format_bytes(cost.capacity_bytes)}"
+            found.append(
+                (
+                    str(stage.rank),
+                    self.device_of(stage).label,
+                    f"[{stage.first_layer}, {stage.end_layer})",
+                    f"{bits or 'none'}{form}",
+                    f"{format_bytes(cost.memory.total)} of {format_bytes(cost.capacity_bytes)}",
+                )
             )
-        lines.append(
-            f"predicted: {format_seconds(estimate.predicted_s)}; {self.speed_text()}; "
+        return found
+
+    def _result_text(self) -> str:
+        return (
+            f"predicted: {format_seconds(self.estimate.predicted_s)}; {self.speed_text()}; "
             f"quality loss {self.quality_text()}; {self.search.status}"
         )
-        return "\n".join(lines)
 
     def speed_text(self) -> str:
         """Return the time to the first token, and tokens a second of one answer and of all."""
@@ -421,6 +449,10 @@ class Plan:
     def save(self, path: str | Path) -> None:
         """Write the plan as a strategy file."""
         write_plan(path, self)
+
+
+def _html_row(cells: Sequence[str], tag: str) -> str:
+    return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
 
 
 def _check_stages(plan: Plan) -> None:

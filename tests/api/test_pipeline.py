@@ -11,6 +11,7 @@ import threading
 import pytest
 from helpers.ranks import make_plan
 from helpers.tiny_models import generate_alone, load_reference, write_tokenizer
+from transformers import AutoTokenizer
 
 from llmpq import Pipeline, SamplingParams, api
 from llmpq.dist import Prompt, generate_offline
@@ -22,14 +23,24 @@ pytestmark = pytest.mark.dist
 PLAN = make_plan((0, 1, 3), prefill=2, decode=3, batch=4, prompt_tokens=16, new_tokens=8)
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8], [9, 10, 11, 50, 51], [61], [33, 34, 35, 36]]
 WORDS = [f"w{number}" for number in range(100)]
+TEMPLATE = (
+    "{% for message in messages %}{{ message.content }} {% endfor %}"
+    "{% if add_generation_prompt %}w7{% endif %}{{ extra }}"
+)
+CHAT = [
+    {"role": "user", "content": "w1 w2"},
+    {"role": "assistant", "content": "w3"},
+    {"role": "user", "content": "w4 w5"},
+]
 
 
 @pytest.fixture(scope="module")
 def model_dir(tiny_model, tmp_path_factory):
-    """A tiny model that knows the words w0 to w99."""
+    """A tiny model that knows the words w0 to w99, and a chat template."""
     folder = tmp_path_factory.mktemp("words") / "model"
     shutil.copytree(tiny_model("llama", seed=1), folder)
     write_tokenizer(folder, WORDS)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 
 
@@ -147,6 +158,38 @@ def test_a_bad_prompt_refuses_its_call_alone(pipeline, expected, prompts, messag
         pipeline.generate(prompts)
     answer = pipeline.generate(PROMPTS[:1], SamplingParams(ignore_eos=True))[0]
     assert answer.token_ids == expected[0]
+
+
+def test_a_conversation_is_answered_like_its_rendered_prompt(pipeline, model_dir):
+    params = SamplingParams(ignore_eos=True)
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    rendered = tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+    tokens = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    answer = pipeline.chat(CHAT, params)
+    assert answer == pipeline.generate([tokens], params)[0]
+    assert answer.prompt == (1, 2, 3, 4, 5, 7)
+    chunks = list(pipeline.stream_chat(CHAT, params))
+    assert "".join(chunk.text for chunk in chunks) == answer.text
+    assert [token for chunk in chunks for token in chunk.token_ids] == list(answer.token_ids)
+    text = pipeline.chat("w1", params, chat_template_kwargs={"extra": " w9"})
+    assert text.prompt == (1, 7, 9)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        (None, "messages: found None, expected a text or a list"),
+        ([], "messages: found none, expected at least one"),
+        ([{"content": "w1"}], r"messages\[0\]: found {'content': 'w1'}, expected a mapping"),
+        (["w1"], r"messages\[0\]: found 'w1', expected a mapping with a role"),
+        ({"role": "user", "content": "w1"}, r"messages\[0\]: found 'role', expected a mapping"),
+        ([{"role": "user", "content": 1}], "expected content to be a text or a list"),
+        ("w1 " * 17, "prompt 0: found 18 prompt tokens, expected at most the 16"),
+    ],
+)
+def test_a_bad_conversation_is_named(pipeline, messages, message):
+    with pytest.raises(SpecError, match=message):
+        pipeline.chat(messages)
 
 
 def test_a_stream_left_early_is_cancelled(pipeline, expected):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import replace
+from html.parser import HTMLParser
+
 import pytest
 
 import llmpq
@@ -65,6 +69,8 @@ def test_a_plan_is_saved_read_and_summarized(tiny_model, tmp_path):
         ({"device_names": ["T4-16G"], "device_numbers": [1], "dtype": "int9"}, "dtype: found"),
         ({"device_names": ["T4-16G"], "device_numbers": [1], "speed": 9}, "found option 'speed'"),
         ({"device_names": ["T4-16G"], "qualty_budget": 1}, "did you mean 'quality_budget'?"),
+        ({"device_names": ["T4-16G"], "theta_s": 1.0}, "did you mean 'theta'?"),
+        ({"device_names": ["T4-16G"], "workload": 1}, "found option 'workload'"),
         ({"device_names": ["T4-16G"], "device_numbers": 2}, "device_numbers: found 2, expected"),
         ({"device_names": "T4-16G"}, "device_names: found 'T4-16G', expected a list"),
         ({"device_names": ["T4-16G"], "device_numbers": [1], "kv_bits": 4}, "kv_bits: found 4"),
@@ -86,6 +92,39 @@ def test_a_plan_is_shown_in_a_line():
     seconds = format_seconds(found.estimate.predicted_s)
     expected = f"<Plan of facebook/opt-1.3b on t4-16gx1: 1 stages, 24x8 bits, {seconds}>"
     assert repr(found) == expected
+
+
+def test_a_plan_is_shown_as_a_table_in_notebooks():
+    class Page(HTMLParser):
+        """The cells of the tables of a page, and its paragraphs."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.texts: dict[str, list[str]] = {"td": [], "th": [], "p": []}
+
+        def handle_data(self, data: str) -> None:
+            self.texts[self.get_starttag_text()[1:-1]].append(data)
+
+    found = plan("facebook/opt-1.3b", device_names=["T4-16G"], bits=(8,))
+    odd = "<script>alert('&')</script>"
+    found = replace(found, model=replace(found.model, name=odd))
+    page = Page()
+    page.feed(found._repr_html_())
+    page.close()
+    first, stage, last = found.summary().splitlines()
+    assert odd in first
+    assert page.texts["p"] == [first, last]
+    assert page.texts["th"] == ["stage", "device", "layers", "bits", "memory"]
+    rank, device, layers, bits, memory = page.texts["td"]
+    assert stage == f"stage {rank}: {device}, layers {layers}, bits {bits}, {memory}"
+
+
+def test_help_and_completion_know_every_option():
+    parameters = inspect.signature(plan).parameters
+    assert list(parameters)[:3] == ["model", "batch", "prompt"]
+    assert {"quality_budget", "bits", "time_limit_s", "profile_dir"} <= set(parameters)
+    assert not {"options", "workload", "theta_s"} & set(parameters)
+    assert parameters["layer_group"].default == 1
 
 
 def test_unknown_names_of_the_package_are_attribute_errors():

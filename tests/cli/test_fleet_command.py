@@ -115,6 +115,26 @@ def test_a_wrong_rate_is_a_warning(made, capsys):
     assert "requests/s, the fleet file states" in capsys.readouterr().err
 
 
+def test_replicas_that_share_cores_are_a_warning(tmp_path, capsys):
+    workers = {"type": "cpu", "count": 3, "threads": 2, "memory_bytes": 2 << 30}
+    nodes = [{"name": "host", "cores": 4, "devices": [workers]}]
+    cluster = {"schema": 1, "name": "host", "nodes": nodes, "links": []}
+    (tmp_path / "cluster.json").write_text(json.dumps(cluster))
+    path = tmp_path / "fleet.json"
+    words = ["--model", "facebook/opt-125m", "--global_bz", "4", "--s", "32", "--n", "8"]
+    words += ["--cluster", str(tmp_path / "cluster.json"), "--replicas", "2"]
+    assert algo.main([*words, "--quality_budget", "1", "--output", str(path)]) == 0
+    assert "cores          host has 4 cores for 6 threads of workers" in capsys.readouterr().out
+    assert check.main([str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["warnings"] == []
+    found = json.loads(path.read_text())
+    found["cluster"]["nodes"][0]["cores"] = 3
+    path.write_text(json.dumps(found))
+    assert check.main([str(path), "--json"]) == 0
+    (warning,) = json.loads(capsys.readouterr().out)["warnings"]
+    assert warning.startswith("host: its replicas have 4 threads on 3 cores and slow each other")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -130,6 +130,15 @@ def test_what_a_cpu_states_stays():
     assert node.devices[0].threads == 2
 
 
+def test_more_workers_than_cores_share_the_cores_of_the_host():
+    (node,) = with_host_cpu(cluster_of(DeviceGroup(type="cpu", count=12)), HOST).nodes
+    assert (node.cores, node.devices[0].threads) == (8, 1)
+    # These may be on another host.
+    stated = cluster_of(DeviceGroup(type="cpu", count=12, threads=1))
+    (node,) = with_host_cpu(stated, HOST).nodes
+    assert node.cores is None
+
+
 @pytest.mark.parametrize("has_tables", [True, False])
 def test_threads_that_a_table_decides_stay_open(has_tables):
     group = DeviceGroup(type="cpu", count=1, profile=None if has_tables else "cpu.csv")

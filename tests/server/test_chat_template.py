@@ -12,9 +12,12 @@ from helpers.served import DEMO
 from transformers import AutoTokenizer
 
 from llmpq.dist.io.export_tokenizer import export_tokenizer
+from llmpq.errors import SpecError
 from llmpq.server.chat_template import ChatTemplate
 from llmpq.server.errors import ApiError
-from llmpq.server.tokenizer import ServerTokenizer, load_server_tokenizer
+from llmpq.server.protocol import ChatCompletionRequest
+from llmpq.server.tokenizer import ChatEncoder, ServerTokenizer, load_server_tokenizer
+from llmpq.server.translate import ServedModel, encode_chat
 
 CHAT_ML = """{%- for message in messages %}
     {%- if loop.first and message['role'] != 'system' %}
@@ -159,6 +162,44 @@ def test_tokenizer_process_finds_template_and_gives_the_same_tokens(tmp_path, to
         bare = tokenizer(text, add_special_tokens=False)["input_ids"]
         assert made.encode(text, add_special_tokens=False) == bare
         assert made.decode(bare) == tokenizer.decode(bare, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("variables", [{}, {"extra": "x"}])
+def test_a_conversation_of_the_python_api_has_the_tokens_of_the_server(tmp_path, variables):
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        shutil.copy(DEMO / name, tmp_path / name)
+    (tmp_path / "chat_template.jinja").write_text(STRICT + "{{ extra }}", encoding="utf-8")
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {
+            "role": "assistant",
+            "tool_calls": [
+                {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+            ],
+        },
+    ]
+    tokenizer = in_process(tmp_path)
+    served = ServedModel(
+        names=("m",), root=str(tmp_path), tokenizer=tokenizer, max_model_len=64, vocab_size=4096
+    )
+    body = ChatCompletionRequest(messages=messages, chat_template_kwargs=variables)
+    expected = asyncio.run(encode_chat(body, served, add_special_tokens=False))
+    tokenizer.close()
+    encoder = ChatEncoder(tmp_path)
+    assert encoder.encode(messages, variables) == tuple(expected)
+    with pytest.raises(SpecError, match="Only users begin"):
+        encoder.encode(messages[1:], variables)
+    with pytest.raises(SpecError, match="parts of type text only"):
+        encoder.encode([{"role": "user", "content": [{"type": "image_url"}]}], variables)
+
+
+def test_a_conversation_needs_a_tokenizer_and_a_template(tmp_path):
+    with pytest.raises(SpecError, match="the model has no tokenizer: a conversation needs it"):
+        ChatEncoder(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        shutil.copy(DEMO / name, tmp_path / name)
+    with pytest.raises(SpecError, match="found no chat template, expected one in tokenizer_config"):
+        ChatEncoder(tmp_path)
 
 
 def in_process(folder: Path) -> ServerTokenizer:

@@ -134,3 +134,9 @@ def test_a_model_needs_no_owner_and_no_case(name, model):
 def test_an_unknown_model_offers_beginnings_before_the_nearest(name, first):
     with pytest.raises(SpecError, match=rf"did you mean {first}"):
         catalog.model(name)
+
+
+@pytest.mark.parametrize("name", ["gpu", "GPUs", "cuda", "cuda:0", "nvidia"])
+def test_any_gpu_is_asked_for_its_name(name):
+    with pytest.raises(SpecError, match=rf"found '{name}', expected the name of a GPU, such as"):
+        catalog.device_type(name)

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from llmpq.assigner.constraints.overrides import Overrides
 from llmpq.assigner.constraints.resolve import device_names
 from llmpq.assigner.explain.binding import PlanBinding, plan_binding
 from llmpq.assigner.explain.infeasible import dropped_reasons, larger_cluster
+from llmpq.assigner.fleet.partition import Pools
 from llmpq.assigner.planner import plan_task
 from llmpq.assigner.request import (
     OutOfTimeError,
@@ -23,6 +25,7 @@ from llmpq.assigner.request import (
 )
 from llmpq.costmodel import ClusterCosts
 from llmpq.errors import InfeasibleError, SpecError
+from llmpq.spec.cluster import Cluster
 from llmpq.spec.plan import Plan
 
 MAX_QUESTIONS = 8
@@ -34,9 +37,11 @@ MAX_LIMIT_S = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """The best plan that uses devices left out or added, or the reason why there is none.
+    """The best plan that uses a device left out or added, or the reason why there is none.
 
-    ``proven`` tells whether no better answer exists (within the requested gap).
+    Attributes:
+        devices: the device, and those alike, for which the answer is the same.
+        proven: whether no better answer exists (within the requested gap).
     """
 
     devices: tuple[str, ...]
@@ -106,26 +111,55 @@ def _with_overrides(request: PlanRequest, plan: Plan, dropped: Mapping[int, str]
 def forced_use(
     request: PlanRequest, plan: Plan, progress: Progress = silent
 ) -> tuple[Alternative, ...]:
-    """Return for every kind of device that the search left out the best plan that uses one."""
+    """Return for every kind of device that the search left out the best plan that uses one.
+
+    It also uses the devices of the kind that ``plan`` uses: another one in the place of one of
+    these makes the same plan.
+    """
     overrides, devices = request.overrides, plan.cluster.devices
-    groups: dict[int, list[str]] = {}
+    kinds = _kinds(plan.cluster, overrides)
+    left: dict[str, list[str]] = {}
     for index in plan.dropped_devices:
         names = set(device_names(devices[index]))
         excluded = names & set(overrides.exclude)
         if not excluded and (not overrides.order or names & set(overrides.order)):
-            groups.setdefault(devices[index].group, []).append(devices[index].label)
+            left.setdefault(kinds[devices[index].group], []).append(devices[index].label)
+    used: dict[str, list[str]] = {}
+    for stage in plan.stages:
+        if stage.num_layers:
+            device = plan.device_of(stage)
+            used.setdefault(kinds[device.group], []).append(device.label)
     questions = [
         (
             tuple(labels),
             replace(
                 request,
-                overrides=replace(overrides, use=(*overrides.use, labels[0])),
+                overrides=replace(
+                    overrides,
+                    use=tuple(dict.fromkeys([*overrides.use, *used.get(kind, ()), labels[0]])),
+                ),
                 theta_s=plan.search.theta_s,
             ),
         )
-        for labels in groups.values()
+        for kind, labels in left.items()
     ]
     return _answers(questions, plan, progress)
+
+
+def _kinds(cluster: Cluster, overrides: Overrides) -> tuple[str, ...]:
+    """Return a text for each group of devices, equal where exchanging the groups changes nothing.
+
+    One more device of either then makes the same cluster.
+    Decisions of the user name nodes and devices, so no groups are alike where there are any.
+    """
+    pools = Pools.of(cluster)
+    places = range(len(pools.counts))
+    if overrides:
+        return tuple(map(str, places))
+    return tuple(
+        pools.key(tuple(count + (pool == place) for pool, count in enumerate(pools.counts)))
+        for place in places
+    )
 
 
 def one_more(
@@ -136,20 +170,21 @@ def one_more(
     It is no slower than ``plan``, which may leave the device out: fewer orders of devices may be
     searched with one more.
     """
-    names = [
-        f"{node.name}/{group.type}" for node in request.cluster.nodes for group in node.devices
-    ]
+    alike: dict[str, list[int]] = {}
+    for place, kind in enumerate(_kinds(request.cluster, request.overrides)):
+        alike.setdefault(kind, []).append(place)
+    names = Pools.of(request.cluster).names()
     questions = [
         (
-            (name,),
+            tuple(names[place] for place in places),
             replace(
                 request,
-                cluster=larger_cluster(request.cluster, index, 1),
+                cluster=larger_cluster(request.cluster, places[0], 1),
                 quality_budget=plan.estimate.quality,
                 theta_s=0.0,
             ),
         )
-        for index, name in enumerate(names)
+        for places in alike.values()
     ]
     return tuple(
         replace(answer, plan=plan, proven=False)

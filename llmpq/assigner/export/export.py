@@ -50,8 +50,11 @@ def export_plan(plan: Plan, engine: str) -> Export:
     return _ENGINES[engine](plan)
 
 
-def write_export(plan: Plan, engine: str, output: Path | str) -> tuple[str, ...]:
-    """Write the files of an export into a new directory and return their names.
+def write_export(plan: Plan, engine: str, output: Path | str) -> Export:
+    """Write the files of an export into a new directory.
+
+    Returns:
+        Its commands; each has a script of its name.
 
     Raises:
         SpecError: as :func:`export_plan`, or the directory exists.
@@ -70,7 +73,7 @@ def write_export(plan: Plan, engine: str, output: Path | str) -> tuple[str, ...]
         write_text(folder / name, text)
     for name in scripts:
         (folder / name).chmod(0o755)
-    return (*files, *scripts)
+    return found
 
 
 def _record(plan: Plan, engine: str, export: Export) -> dict[str, object]:

@@ -14,7 +14,7 @@ from llmpq.assigner.export.pipeline import (
     kind_of,
     local_devices,
     single_dtype,
-    source_of,
+    weights_of,
 )
 from llmpq.errors import SpecError
 from llmpq.spec.plan import Plan, StageAssignment
@@ -33,12 +33,13 @@ def llama_cpp_commands(plan: Plan) -> Export:
     """
     dtype = _PLAIN[single_dtype(plan, "llama.cpp")]
     servers = tuple(_stage_server(plan, stage) for stage in plan.stages)
+    weights, download = weights_of(plan)
     convert = Command(
         name="convert",
-        purpose="Makes a GGUF file of the model with llama.cpp's converter.",
+        purpose="Makes a GGUF file of the model; llama.cpp's folder is in PATH.",
         node=None,
         arguments=(
-            *("python3", "convert_hf_to_gguf.py", source_of(plan)),
+            *("convert_hf_to_gguf.py", weights),
             *("--outtype", dtype, "--outfile", _PLAIN_MODEL),
         ),
     )
@@ -62,7 +63,7 @@ def llama_cpp_commands(plan: Plan) -> Export:
         node=first,
         arguments=_main_arguments(plan, first, _MODEL if is_quantized else _PLAIN_MODEL),
     )
-    prepare = (convert, quantize) if is_quantized else (convert,)
+    prepare = (*download, convert, *((quantize,) if is_quantized else ()))
     return Export(
         commands=(*prepare, *servers, main),
         files={_TYPE_FILE: _tensor_types(plan, dtype)} if is_quantized else {},

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from llmpq.errors import SpecError
 from llmpq.spec.catalog import device as device_figures
+from llmpq.spec.cluster import Device
 from llmpq.spec.plan import Plan, StageAssignment
+from llmpq.spec.precision import DTYPE_BYTES
+
+DOWNLOADED = "model"
+"""Folder of the weights of a model that is known by name only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,13 +94,39 @@ def single_dtype(plan: Plan, engine: str) -> str:
     """
     found = {plan.dtype_of(stage) for stage in plan.stages}
     if len(found) > 1:
+        own = [_formats_of(plan.device_of(stage), plan) for stage in plan.stages]
+        shared = [one for one in DTYPE_BYTES if all(one in formats for formats in own)]
+        fixes = [f"plan with --dtype {one}" for one in sorted(shared, key=DTYPE_BYTES.__getitem__)]
+        others = [stage for stage in plan.stages if plan.dtype_of(stage) != plan.dtype]
+        named = " ".join(plan.device_of(stage).label for stage in others)
         raise SpecError(
             f"export to {engine}: found stages in {' and '.join(sorted(found))}, expected one "
-            "number format; plan with --dtype float16"
+            f"number format; {' or '.join([*fixes[:1], f'--exclude {named}'])}"
         )
     return found.pop()
 
 
+def _formats_of(device: Device, plan: Plan) -> tuple[str, ...]:
+    """Return the number formats in which a device may compute: the cluster file may name one."""
+    return (
+        device_figures(device.type, plan.cluster).formats if not device.dtype else (device.dtype,)
+    )
+
+
 def source_of(plan: Plan) -> str:
-    """Return the path or name of the model."""
-    return plan.model.source or plan.model.name
+    """Return the directory of the model, or its name on the Hugging Face hub."""
+    # Scripts change to their own folder.
+    return plan.model.name if plan.model.source is None else str(Path(plan.model.source).resolve())
+
+
+def weights_of(plan: Plan) -> tuple[str, tuple[Command, ...]]:
+    """Return the directory of the weights, and the command that makes it; none where it exists."""
+    if plan.model.source is not None:
+        return source_of(plan), ()
+    download = Command(
+        name="download",
+        purpose=f"Downloads {plan.model.name} from the Hugging Face hub.",
+        node=None,
+        arguments=("hf", "download", plan.model.name, "--local-dir", DOWNLOADED),
+    )
+    return DOWNLOADED, (download,)

@@ -18,6 +18,7 @@ from llmpq.assigner.export.pipeline import (
     nodes_in_order,
     single_dtype,
     source_of,
+    weights_of,
 )
 from llmpq.errors import SpecError
 from llmpq.spec.plan import Plan, StageAssignment
@@ -125,18 +126,20 @@ class _Servers:
         )
 
     def quantize(self, kind: str) -> tuple[Command, ...]:
-        """Return the command that makes the checkpoint; none if no layer is quantized."""
+        """Return the commands that make the checkpoint; none if no layer is quantized."""
         if not self.is_quantized:
             return ()
+        weights, download = weights_of(self.plan)
         arguments = (
-            *("llmpq-quantize", "--model", source_of(self.plan), "--strategy", "plan.json"),
-            *("--format", kind, "--sym", "--calibration", "calibration.txt"),
-            *("--output", _CHECKPOINT),
+            *("llmpq-quantize", "--model", weights, "--strategy", "plan.json"),
+            *("--format", kind, "--sym", "--method", "rtn", "--output", _CHECKPOINT),
         )
         return (
+            *download,
             Command(
                 name="quantize",
-                purpose=f"Makes the {kind} checkpoint on any host; copy it to every node.",
+                purpose=f"Makes the {kind} checkpoint on any host by rounding; copy it to every "
+                "node. With --method gptq --calibration TEXT it is nearer to the model.",
                 node=None,
                 arguments=arguments,
             ),

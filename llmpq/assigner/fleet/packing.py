@@ -33,11 +33,12 @@ class Packed:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Packing:
-    """What columns take of the cluster; ``C`` columns, ``T`` pools.
+    """What columns take of the cluster; ``C`` columns, ``T`` pools, ``H`` hosts with shared cores.
 
     Attributes:
         counts: ``[C, T]`` devices of a column.
         sizes: ``[C]`` its sequences.
+        core_shares: ``[C, H]`` the part of a host's cores that it takes.
         devices: ``[T]`` devices there are.
         sequences: sequences there are.
         number: of columns to take, ``None`` for any.
@@ -45,6 +46,7 @@ class Packing:
 
     counts: IntArray
     sizes: IntArray
+    core_shares: FloatArray
     devices: IntArray
     sequences: int
     number: int | None
@@ -92,8 +94,12 @@ class Packing:
         import highspy
 
         numbers = [] if self.number is None else [np.ones(len(values))]
-        rows = np.vstack([self.counts.T, self.sizes, *numbers]).astype(np.float64)  # [R, C]
-        upper = np.array([*self.devices, self.sequences, *([] if not numbers else [self.number])])
+        shares = self.core_shares.T
+        rows = np.vstack([self.counts.T, shares, self.sizes, *numbers]).astype(np.float64)  # [R, C]
+        upper = np.array(
+            [*self.devices, *np.ones(len(shares)), self.sequences, *([self.number] * len(numbers))],
+            dtype=np.float64,
+        )
         lower = np.zeros(len(upper))
         if numbers:
             lower[-1] = upper[-1]
@@ -103,7 +109,7 @@ class Packing:
         model.col_cost_ = -values
         model.col_lower_ = np.zeros(len(values))
         model.col_upper_ = np.full(len(values), float(self.sequences))
-        model.row_lower_, model.row_upper_ = lower, upper.astype(np.float64)
+        model.row_lower_, model.row_upper_ = lower, upper
         model.a_matrix_.format_ = highspy.MatrixFormat.kColwise
         model.a_matrix_.start_ = np.searchsorted(columns, np.arange(len(values) + 1))
         model.a_matrix_.index_ = places

@@ -11,6 +11,9 @@ from dataclasses import dataclass, replace
 from itertools import combinations, islice, product
 from math import prod
 
+import numpy as np
+
+from llmpq.assigner.problem import FloatArray
 from llmpq.spec.cluster import Cluster
 from llmpq.spec.codec import to_json
 from llmpq.spec.fields import digest_of
@@ -103,8 +106,7 @@ class Pools:
 
     def key(self, counts: Counts) -> str:
         """Return a digest that is the same for parts that are equal up to symmetry."""
-        part = self.cluster_of(counts)
-        return digest_of([*sorted(_texts(part).values()), [to_json(link) for link in part.links]])
+        return symmetric_key(self.cluster_of(counts))
 
     def in_order(self, counts: Counts) -> list[int]:
         """Return the pools of a part; those of equal parts match one by one."""
@@ -112,6 +114,22 @@ class Pools:
         names = [self.cluster.nodes[place].name for place in self.nodes]
         pools = [pool for pool, count in enumerate(counts) if count]
         return sorted(pools, key=lambda pool: (texts[names[pool]], self.nodes[pool], pool))
+
+    def core_shares(self, parts: Sequence[Counts]) -> FloatArray:
+        """Return ``[P, H]`` the part of the cores of each host that parts take.
+
+        Hosts are those with a number of cores. A part with more threads than cores takes all.
+        """
+        groups = [group for node in self.cluster.nodes for group in node.devices]
+        threads = np.array([group.threads or 0 for group in groups])
+        own = np.array(parts, dtype=np.float64).reshape(len(parts), len(groups)) * threads
+        shares = [
+            own[:, np.array(self.nodes) == place].sum(axis=1) / node.cores
+            for place, node in enumerate(self.cluster.nodes)
+            if node.cores is not None
+        ]
+        found: FloatArray = np.minimum(1.0, np.array(shares).reshape(len(shares), len(parts)).T)
+        return found
 
     def names(self) -> list[str]:
         """Return node and device type of each pool."""
@@ -165,6 +183,15 @@ class Pools:
             )
             for label in dict.fromkeys(labels)
         ]
+
+
+def symmetric_key(cluster: Cluster) -> str:
+    """Return a digest that is the same for clusters that are equal but for names of nodes.
+
+    Nodes of links that are not the default have their own names.
+    """
+    links = [to_json(link) for link in cluster.links]
+    return digest_of([*sorted(_texts(cluster).values()), links])
 
 
 def _texts(part: Cluster) -> dict[str, str]:

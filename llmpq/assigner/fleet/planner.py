@@ -23,6 +23,7 @@ from llmpq.assigner.request import (
     silent,
 )
 from llmpq.errors import InfeasibleError, SpecError
+from llmpq.spec.cluster import Cluster
 from llmpq.spec.plan import Plan
 
 TIME_LIMIT_S = 20.0
@@ -91,12 +92,23 @@ def plan_fleet(
         raise InfeasibleError(
             f"{number or 'any'} replicas of {request.model.name} do not fit on "
             f"{request.cluster.name} with a degradation of at most {budget:.4g} each"
+            + "".join(f"; {text}" for text in crowded_hosts(request.cluster))
             + _at_rate(searches, rate)
         )
     best = max(found, key=lambda own: own.value)
     bound = max(own.bound for own in searches)
     result = best.result(bound, command)
     return replace(result, limits=_limits(request, result))
+
+
+def crowded_hosts(cluster: Cluster) -> list[str]:
+    """Return a text about each host on which not all workers have cores of their own."""
+    return [
+        f"{node.name} has {node.cores} cores for {node.worker_threads} threads of workers, and "
+        "replicas do not share cores"
+        for node in cluster.nodes
+        if node.cores is not None and node.worker_threads > node.cores
+    ]
 
 
 def default_budget(quality: float) -> float:

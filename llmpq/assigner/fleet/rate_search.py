@@ -197,9 +197,13 @@ class RateSearch(FleetSearch):
     def _limit(
         self, program: pulp.LpProblem, taken: Mapping[int, pulp.LpVariable], *, has_number: bool
     ) -> None:
-        """Limit how often columns are taken: by devices, sequences and the number of replicas."""
+        """Limit how often columns are taken: by devices, cores, sequences and the number wanted."""
         import pulp
 
+        for shares in self._core_shares.T:
+            own = [float(shares[place]) * one for place, one in taken.items() if shares[place]]
+            if own:
+                program += pulp.lpSum(own) <= 1.0
         for pool, count in enumerate(self._pools.counts):
             program += (
                 pulp.lpSum(int(self._counts[place, pool]) * one for place, one in taken.items())

@@ -1,13 +1,14 @@
 """The best fleet: disjoint parts of a cluster, with the most requests a second in sum.
 
 A set packing problem over parts with a batch each; the batches of all replicas together are at most
-the workload's. Pricing a part is an exact search of its own, so parts are priced when needed: an
-integer program over all parts takes bounds for those that are not priced, and those that it chooses
-are priced next. Once it chooses priced parts only, its fleet is optimal. The obvious ways to cut
-the cluster are priced first, and bound their own parts. Where time is short, the clusters without
-some device types are searched by themselves, so that devices of little use do not take the time of
-the others. Of very large clusters not all parts are considered; the bound then is the sum of the
-devices' own bounds.
+the workload's. A part is priced without the others, so replicas never share the cores of a host: it
+has cores for the threads of all of them, or one replica. Pricing a part is an exact search of its
+own, so parts are priced when needed: an integer program over all parts takes bounds for those that
+are not priced, and those that it chooses are priced next. Once it chooses priced parts only, its
+fleet is optimal. The obvious ways to cut the cluster are priced first, and bound their own parts.
+Where time is short, the clusters without some device types are searched by themselves, so that
+devices of little use do not take the time of the others. Of very large clusters not all parts are
+considered; the bound then is the sum of the devices' own bounds.
 """
 
 from __future__ import annotations
@@ -144,6 +145,7 @@ class FleetSearch:
         self._equal_parts: dict[str, list[Counts]] = {}
         self._counts: IntArray = np.zeros((0, len(self._pools.counts)), dtype=np.int64)
         self._sizes: IntArray = np.zeros(0, dtype=np.int64)
+        self._core_shares: FloatArray = self._pools.core_shares([])
         self._upper: FloatArray = np.zeros(0)
         self._lower: FloatArray = np.zeros(0)
         self._is_priced: BoolArray = np.zeros(0, dtype=np.bool_)
@@ -279,6 +281,7 @@ class FleetSearch:
             self._index |= {key: first + place for place, key in enumerate(own)}
             self._counts = np.vstack([self._counts, rows])
             self._sizes = np.append(self._sizes, np.full(len(parts), size))
+            self._core_shares = np.vstack([self._core_shares, self._pools.core_shares(parts)])
             self._upper = np.append(self._upper, self._pricer.bounds(rows, size))
         more = len(self._columns) - len(self._lower)
         self._lower = np.append(self._lower, np.zeros(more))
@@ -375,6 +378,7 @@ class FleetSearch:
         packing = Packing(
             counts=self._counts[places],
             sizes=self._sizes[places],
+            core_shares=self._core_shares[places],
             devices=np.array(self._pools.counts),
             sequences=self._batches[0],
             number=self._number if has_number else None,

@@ -21,6 +21,7 @@ from llmpq.assigner.explain.compare import compare_methods
 from llmpq.assigner.explain.explanation import explain_plan
 from llmpq.assigner.explain.pareto import pareto_plans
 from llmpq.assigner.export.export import ENGINES, PLAN_FILE, write_export
+from llmpq.assigner.export.pipeline import Command
 from llmpq.assigner.planner import check_method
 from llmpq.assigner.request import Progress, costs_of
 from llmpq.cli import render
@@ -144,10 +145,11 @@ def _run(options: argparse.Namespace, started_s: float) -> int:
         options, request, plan, lambda own: make_plan(own, options.method, command=options.command)
     )
     plan, places = _with_draft(options, request, plan)
+    commands: tuple[Command, ...] = ()
     if options.export is None:
         path = _write(plan, _output(options, request, options.method))
     else:
-        write_export(plan, options.export, options.output)
+        commands = write_export(plan, options.export, options.output).commands
         path = str(Path(options.output) / PLAN_FILE)
     found = _with_progress(
         "explanation",
@@ -178,12 +180,19 @@ def _run(options: argparse.Namespace, started_s: float) -> int:
         )
         for line in (*more, *trust_text(plan, trust)):
             print(line)
-        print(f"written        {path}")
+        print("\n".join([f"written        {path}", *_next_text(commands, Path(path).parent)]))
     if options.plot is not None:
         from llmpq.cli.plots import draw_plan
 
         draw_plan(plan, options.plot)
     return 0
+
+
+def _next_text(commands: Sequence[Command], folder: Path) -> list[str]:
+    """Return a line about each script of an export, in the order in which to run them."""
+    return [
+        f"then           {folder / f'{command.name}.sh'}: {command.purpose}" for command in commands
+    ]
 
 
 def _check_options(options: argparse.Namespace) -> None:

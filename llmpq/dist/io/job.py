@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -207,6 +207,15 @@ def check_model(plan: Plan, model_dir: Path, model: ModelSpec) -> None:
         return
     own = _own_model(plan)
     if own is None:
+        named = replace(model, name=plan.model.name)
+        same = (named, replace(named, stored=(), stored_head=None))
+        if recorded not in [digest_of(asdict(one)) for one in same]:
+            _log.warning(
+                "%s: found %s; the plan's model %s may be another one: it is not here to compare",
+                model_dir,
+                _described(model),
+                plan.model.name,
+            )
         return
     message = (
         f"{model_dir}: found {_described(model)}, expected the plan's model {plan.model.name}: "

@@ -12,6 +12,7 @@ from llmpq.assigner.constraints.overrides import Overrides
 from llmpq.assigner.explain.binding import allowed_bits, binding_text, plan_binding
 from llmpq.assigner.explain.explanation import forced_use, one_more
 from llmpq.assigner.request import costs_of
+from llmpq.cli.render import more_record, more_text
 from llmpq.spec.cluster import LinkSpec
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.workload import Workload
@@ -111,6 +112,41 @@ def test_forced_use_costs_more_and_one_more_device_never_hurts() -> None:
         assert other.plan.estimate.latency_s <= plan.estimate.latency_s * (1 + 1e-9)
         assert other.plan.estimate.quality <= plan.estimate.quality * (1 + 1e-8)
         assert len(other.plan.cluster.devices) == 4
+
+
+def test_equal_nodes_have_one_answer() -> None:
+    """Four equal nodes beside a fast one; another of them is no answer in place of one in use."""
+    nodes = [("A100-40G", 1, 2000), *[("P100-12G", 1, 2000)] * 3, ("P100-12G", 1, 1500)]
+    request = plan_request(cluster=cluster_of(*nodes))
+    plan = make_plan(request)
+    assert [plan.device_of(stage).node for stage in plan.stages] == ["node0"]
+    alike, other = forced_use(request, plan)
+    assert alike.devices == tuple(f"node{place}/P100-12G#0" for place in (1, 2, 3))
+    assert other.devices == ("node4/P100-12G#0",)
+    found = [answer.devices for answer in one_more(request, plan)]
+    assert found == [
+        ("node0/A100-40G",),
+        ("node1/P100-12G", "node2/P100-12G", "node3/P100-12G"),
+        ("node4/P100-12G",),
+    ]
+    text = list(more_text(plan, one_more(request, plan)))
+    assert text[1].startswith("one more       node1/P100-12G (or 2 alike): ")
+    assert [one["device"] for one in more_record(plan, one_more(request, plan))] == [
+        f"node{place}/{kind}" for place, kind in enumerate(["A100-40G", *["P100-12G"] * 4])
+    ]
+
+
+def test_another_device_of_a_kind_in_use_is_used_beside_it() -> None:
+    request = plan_request(
+        cluster=cluster_of(*[("T4-16G", 1, 400)] * 3),
+        workload=Workload(batch=1, prompt_tokens=8, new_tokens=4),
+    )
+    plan = make_plan(request)
+    assert len(plan.stages) == 1
+    (answer,) = forced_use(request, plan)
+    assert len(answer.devices) == 2
+    assert len(answer.plan.stages) == 2
+    assert answer.plan.estimate.objective_s > plan.estimate.objective_s
 
 
 def test_excluded_devices_have_no_alternatives() -> None:

@@ -93,9 +93,19 @@ def values(command, name):
     return command.arguments[command.arguments.index(name) + 1]
 
 
+def named(export, name):
+    return next(command for command in export.commands if command.name == name)
+
+
+def nodes(export):
+    return [command for command in export.commands if command.name.startswith("node-")]
+
+
 def test_vllm_has_the_layers_and_the_order_of_devices():
     found = export_plan(plan_of(FOUR), "vllm")
-    quantize, first, second = found.commands
+    download, quantize, first, second = found.commands
+    assert download.arguments == ("hf", "download", "org/model", "--local-dir", "model")
+    assert values(quantize, "--model") == "model"
     assert values(quantize, "--format") == "gptq"
     assert "--sym" in quantize.arguments
     assert first.environment["VLLM_PP_LAYER_PARTITION"] == "5,3,2,2"
@@ -111,7 +121,7 @@ def test_vllm_has_the_layers_and_the_order_of_devices():
 
 def test_three_bits_need_compressed_tensors_in_vllm_and_are_refused_by_sglang():
     plan = plan_of([(0, [3, 4]), (1, [16])])
-    assert values(export_plan(plan, "vllm").commands[0], "--format") == "compressed-tensors"
+    assert values(named(export_plan(plan, "vllm"), "quantize"), "--format") == "compressed-tensors"
     with pytest.raises(SpecError, match="found layers of 3 bits"):
         export_plan(plan, "sglang")
 
@@ -119,15 +129,17 @@ def test_three_bits_need_compressed_tensors_in_vllm_and_are_refused_by_sglang():
 def test_llama_cpp_gives_the_output_the_bits_of_the_head():
     for bits, name in ((8, "q8_0"), (4, "q4_k")):
         found = export_plan(replace(plan_of([(0, [16])]), head_bits=bits), "llama.cpp")
-        assert values(found.commands[1], "--output-tensor-type") == name
-        assert "--token-embedding-type" not in found.commands[1].arguments
+        quantize = named(found, "quantize")
+        assert values(quantize, "--output-tensor-type") == name
+        assert "--token-embedding-type" not in quantize.arguments
 
 
 @pytest.mark.parametrize(("bits", "kind"), [(8, "gptq"), (3, "compressed-tensors")])
 def test_vllm_gets_a_checkpoint_with_the_head_of_the_plan(bits, kind):
     found = export_plan(replace(plan_of([(0, [4])]), head_bits=bits), "vllm")
-    assert values(found.commands[0], "--strategy") == "plan.json"
-    assert values(found.commands[0], "--format") == kind
+    quantize = named(found, "quantize")
+    assert values(quantize, "--strategy") == "plan.json"
+    assert values(quantize, "--format") == kind
 
 
 def test_sglang_has_the_layers():
@@ -141,12 +153,13 @@ def test_sglang_has_the_layers():
 def test_llama_cpp_has_a_server_a_stage_and_types_by_layer():
     found = export_plan(plan_of(FOUR, kv_bits=8), "llama.cpp")
     names = [command.name for command in found.commands]
-    assert names == ["convert", "quantize", "stage-0", "stage-1", "stage-2", "stage-3", "main"]
+    stages = ["stage-0", "stage-1", "stage-2", "stage-3"]
+    assert names == ["download", "convert", "quantize", *stages, "main"]
     main = found.commands[-1]
     assert values(main, "--tensor-split") == "5,3,2,3"
     assert values(main, "--rpc") == "127.0.0.1:50052,127.0.0.1:50053,b:50054,b:50055"
     assert values(main, "--cache-type-k") == "q8_0"
-    assert values(found.commands[4], "--host") == "b"
+    assert values(named(found, "stage-2"), "--host") == "b"
     rules = [line.split("=") for line in found.files["tensor_types.txt"].split()]
     for index, bits in enumerate(plan_of(FOUR).bits):
         name = f"blk.{index}.attn_q.weight"
@@ -195,6 +208,23 @@ def test_what_an_engine_cannot_run_is_refused_with_the_reason(engine, plan, mess
         export_plan(plan, engine)
 
 
+def test_advice_about_number_formats_leads_out():
+    on = cluster({"a": ("A100-40G", "P100-12G")})
+    plan = replace(
+        plan_of([(0, [16]), (1, [16])], on=on, dtypes=[None, "float32"]), dtype="bfloat16"
+    )
+    with pytest.raises(SpecError, match=r"with --dtype float16 or --exclude a/P100-12G#0$"):
+        export_plan(plan, "llama.cpp")
+    groups = (
+        DeviceGroup(type="T4-16G", count=1),
+        DeviceGroup(type="cpu", count=1, dtype="float32"),
+    )
+    on = Cluster(name="mixed", nodes=(Node(name="a", devices=groups),), links=())
+    plan = plan_of([(0, [16]), (1, [16])], on=on, dtypes=[None, "float32"])
+    with pytest.raises(SpecError, match=r"with --dtype float32 or --exclude a/cpu#0$"):
+        export_plan(plan, "llama.cpp")
+
+
 def test_tensor_parallel_stages_see_all_their_devices():
     found = export_plan(plan_of([(0, [16]), (1, [16])], on=cluster(tensor_parallel=2)), "vllm")
     assert found.commands[0].environment["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
@@ -204,8 +234,10 @@ def test_tensor_parallel_stages_see_all_their_devices():
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "llama.cpp"])
 def test_files_are_scripts_and_records_of_the_same_commands(engine, tmp_path):
     plan = plan_of(FOUR)
-    names = write_export(plan, engine, tmp_path / "out")
-    assert {file.name for file in (tmp_path / "out").iterdir()} == set(names)
+    written = write_export(plan, engine, tmp_path / "out")
+    scripts = {f"{command.name}.sh" for command in written.commands}
+    names = {file.name for file in (tmp_path / "out").iterdir()}
+    assert names == {"plan.json", "engine.json", *scripts, *written.files}
     assert read_plan(tmp_path / "out" / "plan.json") == plan
     record = json.loads((tmp_path / "out" / "engine.json").read_text())
     assert record["layers"] == [5, 3, 2, 2]
@@ -235,7 +267,7 @@ def test_sglang_parses_the_command_and_splits_the_layers(monkeypatch):
     from sglang.srt.server_args import ServerArgs  # noqa: PLC0415
 
     plan = plan_of(FOUR)
-    for rank, command in enumerate(export_plan(plan, "sglang").commands[1:]):
+    for rank, command in enumerate(nodes(export_plan(plan, "sglang"))):
         parser = argparse.ArgumentParser()
         ServerArgs.add_cli_args(parser)
         found = ServerArgs.from_cli_args(parser.parse_args(command.arguments[3:]))
@@ -261,7 +293,7 @@ def test_vllm_parses_the_command_and_splits_the_layers(monkeypatch):
     from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: PLC0415
 
     plan = plan_of(FOUR)
-    for command in export_plan(plan, "vllm").commands[1:]:
+    for command in nodes(export_plan(plan, "vllm")):
         parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
         parser.add_argument("--headless", action="store_true")
         engine = AsyncEngineArgs.from_cli_args(

@@ -56,6 +56,15 @@ def budget_of(request: PlanRequest) -> float:
     return default_budget(make_plan(request).estimate.quality)
 
 
+def have_own_cores(cluster: Cluster, parts: Sequence[Sequence[Device]]) -> bool:
+    """Whether no two parts share the cores of a host: each is priced as if it had these alone."""
+    for node in cluster.nodes:
+        own = [sum(d.threads or 0 for d in part if d.node == node.name) for part in parts]
+        if node.cores is not None and sum(map(bool, own)) > 1 and sum(own) > node.cores:
+            return False
+    return True
+
+
 def best_by_brute_force(request: PlanRequest, number: int | None) -> float:
     plan = plans_of(request)
 
@@ -66,6 +75,8 @@ def best_by_brute_force(request: PlanRequest, number: int | None) -> float:
     best = 0.0
     for found in partitions(request.cluster.devices):
         if number is not None and len(found) != number:
+            continue
+        if not have_own_cores(request.cluster, found):
             continue
         # The most requests a second by the sum of the batches, over parts that all run.
         sums = {0: 0.0}
@@ -211,23 +222,44 @@ def test_parts_on_equal_nodes_are_priced_once():
     assert linked.key((1, 0)) != linked.key((0, 1))
 
 
-@pytest.mark.parametrize("threads", [2, 3])
+def on_cores(threads: int, cores: int | None = 4, **options) -> PlanRequest:
+    """A request on one host with three workers of so many threads, which share its cores."""
+    group = DeviceGroup(type="cpu", count=3, threads=threads, memory_bytes=6 * 10**8)
+    cluster = Cluster(name="host", nodes=(Node(name="host", devices=(group,), cores=cores),))
+    values = {
+        "model": model_spec(layers=4),
+        "cluster": cluster,
+        "workload": Workload(batch=4, prompt_tokens=64, new_tokens=16),
+        "quality_budget": 1.0,
+        "theta_s": 0.0,
+    }
+    return plan_request(**(values | options))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
 def test_fleets_on_shared_cores_equal_brute_force(threads):
     """With fewer workers beside it, a worker is faster, so a smaller part may make more."""
-    group = DeviceGroup(type="cpu", count=3, threads=threads, memory_bytes=6 * 10**8)
-    cluster = Cluster(name="host", nodes=(Node(name="host", devices=(group,), cores=4),))
-    request = plan_request(
-        model=model_spec(layers=4),
-        cluster=cluster,
-        workload=Workload(batch=4, prompt_tokens=64, new_tokens=16),
-        quality_budget=1.0,
-        theta_s=0.0,
-    )
+    request = on_cores(threads)
     want = best_by_brute_force(request, None)
     assert want > 0
     found = plan_fleet(request)
     assert found.status == "optimal"
     assert found.requests_per_s == pytest.approx(want, rel=TOLERANCE)
+
+
+def test_replicas_do_not_share_the_cores_of_a_host():
+    """Three replicas of 2 threads on 4 cores would each be priced as if it had 4."""
+    own, shared = (plan_fleet(on_cores(2, cores)) for cores in (None, 4))
+    assert len(own.replicas) == 3
+    assert len(shared.replicas) == 2
+    assert shared.requests_per_s < own.requests_per_s
+    each = next(cut for cut in shared.others if cut.name == "one replica a device")
+    assert each.replicas == 2
+    at_rate = plan_fleet(on_cores(2), rate=0.1 * shared.requests_per_s)
+    assert len(at_rate.replicas) <= 2
+    for rate in (None, 0.1 * shared.requests_per_s):
+        with pytest.raises(InfeasibleError, match="host has 4 cores for 6 threads of workers"):
+            plan_fleet(on_cores(2), 3, rate=rate)
 
 
 def test_a_part_has_the_plan_of_an_equal_part_that_was_searched():

@@ -1,10 +1,16 @@
 """llmpq-quantize: options, output, refusals; what it makes is tested with the library."""
 
 import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+from llmpq.cli.commands import algo
 from llmpq.cli.commands.quantize import main
 from llmpq.quant.checkpoint.reader import GptqCheckpoint
 from llmpq.spec.huggingface.families import load_model_dir
@@ -45,6 +51,24 @@ def test_rounding_needs_no_text(model_dir, tmp_path, capsys):
     assert "2 at w3-rtn-g32" in capsys.readouterr().out
     packed = GptqCheckpoint(tmp_path / "out").packed(0, "mlp.up_proj", torch.float32)
     assert str(packed.precision) == "w3-gptq-g32"  # the format does not say who chose the codes
+
+
+def test_the_script_of_an_export_runs_as_written(model_dir, tmp_path, capsys, monkeypatch):
+    """The scripts have a folder of their own, and the model is named from another one."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(model_dir, "my-model")
+    arguments = ["--model", "my-model", "--global_bz", "1", "--s", "8", "--n", "8", "--bits", "8"]
+    arguments += ["--device_names", "T4-16G", "--export", "vllm", "--output", "for-vllm"]
+    assert algo.main([*arguments, "--no_explain"]) == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("then ")]
+    assert [line.split()[1].rstrip(":") for line in told] == [
+        "for-vllm/quantize.sh",
+        "for-vllm/node-0.sh",
+    ]
+    programs = Path(sys.executable).parent
+    environment = dict(os.environ) | {"PATH": f"{programs}:{os.environ['PATH']}"}
+    subprocess.run(["for-vllm/quantize.sh"], env=environment, check=True, capture_output=True)
+    assert GptqCheckpoint(tmp_path / "for-vllm" / "checkpoint").bits(1) == 8
 
 
 def test_the_head_has_bits_of_its_own(model_dir, tmp_path, capsys):

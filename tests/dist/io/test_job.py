@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.errors import SpecError
 from llmpq.spec.fields import digest_of
 from llmpq.spec.huggingface.families import load_model_dir
+from llmpq.spec.precision import default_precision
 from llmpq.spec.schedule import Schedule
 
 
@@ -57,7 +59,11 @@ def plan_of(model_dir):
     model = load_model_dir(model_dir)
     plan = make_plan((0, model.num_layers), source=model_dir)
     inputs = (("model", digest_of(asdict(model))),)
-    return replace(plan, provenance=replace(plan.provenance, inputs=inputs))
+    return replace(
+        plan,
+        model=replace(plan.model, name=model.name),
+        provenance=replace(plan.provenance, inputs=inputs),
+    )
 
 
 def test_a_plan_of_another_model_with_as_many_layers_is_refused(tiny_model):
@@ -75,8 +81,26 @@ def test_a_plan_of_another_family_with_equal_sizes_is_a_warning(tiny_model, capl
     assert "found a mistral of 3 layers" in record.getMessage()
 
 
-def test_a_plan_whose_own_model_is_not_here_runs_any_of_as_many_layers(tiny_model, tmp_path):
+def test_a_plan_whose_own_model_is_not_here_runs_any_of_as_many_layers(
+    tiny_model, tmp_path, caplog
+):
     own, other = tiny_model("llama", seed=1), tiny_model("llama", seed=1, intermediate_size=96)
     plan = plan_of(own)
     gone = replace(plan, model=replace(plan.model, source=str(tmp_path / "gone")))
     check_model(gone, other, load_model_dir(other))
+    (record,) = caplog.records
+    assert f"the plan's model {plan.model.name} may be another one" in record.getMessage()
+
+
+def test_a_copy_of_the_model_of_a_plan_under_another_name_is_no_warning(
+    tiny_model, tmp_path, caplog
+):
+    own = tiny_model("llama", seed=1)
+    plan = plan_of(own)
+    gone = replace(plan, model=replace(plan.model, source=str(tmp_path / "gone")))
+    copy = shutil.copytree(own, tmp_path / "copy")
+    model = load_model_dir(copy)
+    check_model(gone, copy, model)
+    quantized = replace(model, stored=(default_precision(4),) * model.num_layers)
+    check_model(gone, copy, quantized)
+    assert not caplog.records
