@@ -10,8 +10,9 @@ Three laws learn from 12, 20, 36 and all shapes that are not held out (30 %, see
 
 Then one in twenty of the samples that are learned from is made 1.5 to 5 times as slow, or as fast,
 with the seed of the split; what is asked stays as measured. Whole iterations on one, two and four
-GPUs are learned by ``llmpq.multillm.cost``, from all but three tenths of the batch sizes. The
-samples of the file are the mean errors of every split.
+GPUs are learned by ``llmpq.multillm.cost``, from all but three tenths of the batch sizes. Steps of
+an RTX 4090 are the sums of LLMServingSim's operators. The samples of the file are the mean errors
+of every split.
 
 Run ``OMP_NUM_THREADS=1 python -m benchmarks.fit_ablation --label NAME``; the tables are those of
 ``benchmarks/fidelity.py``.
@@ -22,7 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,15 +38,18 @@ from benchmarks.fidelity import (
     tables,
     write_tables,
 )
-from benchmarks.iteration_costs import forecast, split_batches
+from benchmarks.iteration_costs import forecast, least_errors, split_batches
+from benchmarks.rooflines import rows as rows_of
 from llmpq.costmodel.tables.fidelity import split_shapes, summarise
 from llmpq.costmodel.tables.latency import LawName, RegressionLatencyModel
 from llmpq.costmodel.tables.nnls import solve_nnls
 from llmpq.multillm.cost import IterationModel, read_iterations
+from llmpq.sim.engine_costs import StepShape
 from llmpq.spec.precision import Phase
 from llmpq.spec.tables import LatencySample, LatencyTable
+from scripts.reproduce.vllm_run import Costs
 
-TITLE, ROBUST_TITLE = "By law", "With outliers"
+TITLE, ROBUST_TITLE, REPEATED_TITLE = "By law", "With outliers", "Repeated iterations"
 FIGURES = ("mean", "median", "p95")
 CHANGES = {"none": 0, "slow": 1, "fast": -1}
 """Powers of the factor of an outlier."""
@@ -55,6 +59,8 @@ COUNTS = (12, 20, 36)
 """Shapes learned from, in the one-layer tables at 16 bits; all tables are also learned whole."""
 
 Array = npt.NDArray[np.float64]
+Errors = tuple[Array, Array]
+"""Errors of a forecast, and the least of any forecast."""
 Answer = Callable[[float, float], float]
 Fit = Callable[[Sequence[LatencySample]], Answer]
 
@@ -72,7 +78,7 @@ def main() -> int:
         options.label: _product("hinged"),
     }
     errors: dict[tuple[str, str, str, Phase, str], list[list[float]]] = {}
-    for group, _, table in tables(options.database, options.data):
+    for group, table in known_tables(options.database, options.data):
         for learned, kept, held, seed in _splits(group, table):
             for name, power in CHANGES.items():
                 if power and (learned != "all" or group == PAPERS_RANGE):
@@ -84,13 +90,12 @@ def main() -> int:
                     errors.setdefault(key, []).append(
                         [abs(answer(one.batch, one.tokens) / one.seconds - 1.0) for one in held]
                     )
-    for file in sorted((options.data / "samullm" / "iterations").glob("*.csv.gz")):
-        degree = int(file.name.split("_tp")[1][0])
-        group = f"whole iterations, {degree} GPU{'s' * (degree > 1)}"
-        for name, power in CHANGES.items():
-            for phase, found in iterations(file, power).items():
-                key = (group, "all", name, phase, options.label)
-                errors.setdefault(key, []).append(found)
+    repeated: dict[tuple[str, Phase], list[Errors]] = {}
+    for group, file in iteration_files(options.data):
+        for phase, parts in repetitions(file).items():
+            repeated.setdefault((group, phase), []).append(parts)
+        for (name, phase), found in iterations(file).items():
+            errors.setdefault((group, "all", name, phase, options.label), []).append(found)
     rows = [
         {"tables": group, "learned from": int(learned) if learned.isdigit() else learned}
         | {"outliers": name, "phase": phase.value, "law": law}
@@ -129,6 +134,15 @@ def main() -> int:
                 "note": "The same errors where one sample in twenty that was learned from is made "
                 f"{OUTLIERS[0]:g} to {OUTLIERS[1]:g} times as slow or as fast.",
             },
+            {
+                "title": REPEATED_TITLE,
+                "rows": [
+                    {"tables": group, "phase": phase.value} | means_of(parts)
+                    for (group, phase), parts in repeated.items()
+                ],
+                "note": "Mean errors of held-out iterations whose shape was measured twice, in "
+                "percent, and the least that a forecast with one answer to a shape can have.",
+            },
         ],
         [
             {"tables": group, "learned from": learned, "outliers": name}
@@ -138,6 +152,55 @@ def main() -> int:
         ],
     )
     return 0
+
+
+def iteration_files(data: Path) -> Iterator[tuple[str, Path]]:
+    """Yield group and file of the tables of whole iterations."""
+    for file in sorted((data / "samullm" / "iterations").glob("*.csv.gz")):
+        degree = int(file.name.split("_tp")[1][0])
+        yield f"whole iterations, {degree} GPU{'s' * (degree > 1)}", file
+
+
+def known_tables(database: Path | None, data: Path) -> Iterator[tuple[str, LatencyTable]]:
+    """Yield group and table of everything that is there."""
+    for group, _, table in tables(database, data):
+        yield group, table
+    if (folder := data / "llmservingsim").is_dir():
+        yield "RTX 4090", rtx_4090(folder)
+    else:
+        print(f"left out: RTX 4090: found no {folder}", file=sys.stderr)
+
+
+def rtx_4090(folder: Path) -> LatencyTable:
+    """Return steps of Llama-3.1-8B at the sizes of LLMServingSim's operators.
+
+    Attention of a prompt is linear between the eight lengths at which it was measured.
+    """
+    costs = Costs(folder)
+    stem = folder / "profile_RTX4090_Llama-3.1-8B_tp1"
+    prompts = sorted({int(row["tokens"]) for row in rows_of(Path(f"{stem}_dense.csv"))})
+    attention = [
+        [int(row[name]) for name in ("prefill_chunk", "n_decode", "kv_decode")]
+        for row in rows_of(Path(f"{stem}_attention.csv"))
+    ]
+    measured = sorted({chunk for chunk, batch, _ in attention if chunk and not batch})
+    shapes = [(Phase.PREFILL, 1, one) for one in prompts if measured[0] <= one <= measured[-1]]
+    shapes += [
+        (Phase.DECODE, batch, context) for chunk, batch, context in attention if batch and not chunk
+    ]
+    return LatencyTable(
+        samples=tuple(
+            LatencySample(
+                phase=phase, bits=16, batch=batch, tokens=tokens,
+                seconds=costs(
+                    StepShape(1, tokens, 0, 0, ((0, tokens),))
+                    if phase is Phase.PREFILL
+                    else StepShape(batch, batch, batch, batch * tokens, ())
+                ),
+            )
+            for phase, batch, tokens in shapes
+        )
+    )  # fmt: skip
 
 
 def planted(samples: Sequence[LatencySample], seed: int, power: int) -> list[LatencySample]:
@@ -152,18 +215,40 @@ def planted(samples: Sequence[LatencySample], seed: int, power: int) -> list[Lat
     ]
 
 
-def iterations(file: Path, power: int) -> dict[Phase, list[float]]:
-    """Return the errors of whole iterations at batch sizes that were held out, by phase."""
+def iterations(file: Path) -> dict[tuple[str, Phase], list[float]]:
+    """Return errors at batch sizes that were held out, by change of what was learned and phase."""
+    result = {}
+    for name, power in CHANGES.items():
+        learned, held = split_batches(read_iterations(file))
+        count = max(1, len(learned.seconds) // 20)
+        chance = np.random.default_rng(0)
+        chosen = chance.permutation(len(learned.seconds))[:count]
+        learned.seconds[chosen] *= chance.uniform(*OUTLIERS, count) ** power
+        model = IterationModel(learned)
+        for phase in Phase:
+            own = held.select(held.is_prefill == (phase is Phase.PREFILL))
+            found = np.abs(forecast(model, phase, own) / own.seconds - 1.0)
+            result[name, phase] = found.tolist()
+    return result
+
+
+def repetitions(file: Path) -> dict[Phase, Errors]:
+    """Return the errors of held-out iterations with a repetition, and their least errors."""
     learned, held = split_batches(read_iterations(file))
-    count = max(1, len(learned.seconds) // 20)
-    chance = np.random.default_rng(0)
-    chosen = chance.permutation(len(learned.seconds))[:count]
-    learned.seconds[chosen] *= chance.uniform(*OUTLIERS, count) ** power
-    return {
-        phase: np.abs(forecast(IterationModel(learned), phase, own) / own.seconds - 1.0).tolist()
-        for phase in Phase
-        for own in [held.select(held.is_prefill == (phase is Phase.PREFILL))]
-    }
+    model, result = IterationModel(learned), {}
+    for phase in Phase:
+        own = held.select(held.is_prefill == (phase is Phase.PREFILL))
+        found = np.abs(forecast(model, phase, own) / own.seconds - 1.0)
+        least = least_errors(own, phase)
+        is_repeated = ~np.isnan(least)
+        result[phase] = (found[is_repeated], least[is_repeated])
+    return result
+
+
+def means_of(parts: Sequence[Errors]) -> dict[str, float]:
+    """Return the mean errors of tables together, in percent."""
+    pooled = zip(("mean", "least"), zip(*parts, strict=True), strict=True)
+    return {name: round(100 * float(np.concatenate(found).mean()), 2) for name, found in pooled}
 
 
 def interpolated(samples: Sequence[LatencySample]) -> Answer:

@@ -23,7 +23,13 @@ from typing import Any
 import numpy as np
 
 from llmpq.errors import LlmpqError, SpecError
-from llmpq.multillm.cost import Array, IterationModel, IterationTable, read_iterations
+from llmpq.multillm.cost import (
+    Array,
+    IterationModel,
+    IterationTable,
+    read_iterations,
+    shapes_of,
+)
 from llmpq.spec.precision import Phase
 
 FORMS = ("paper", "whole")
@@ -101,9 +107,25 @@ def split_batches(table: IterationTable) -> tuple[IterationTable, IterationTable
 
 def forecast(model: IterationModel, phase: Phase, asked: IterationTable) -> Array:
     """Return the seconds of iterations of one phase."""
-    lengths = asked.longest if phase is Phase.PREFILL else asked.tokens / asked.batch
-    shapes = zip(asked.batch.tolist(), lengths.tolist(), strict=True)
-    return np.array([model.seconds(phase, *shape) for shape in shapes])
+    shapes, _ = shapes_of(asked, phase)
+    return np.array([model.seconds(phase, *shape) for shape in shapes.T.tolist()])
+
+
+def least_errors(asked: IterationTable, phase: Phase) -> Array:
+    """Return the least errors of any forecast, NaN for iterations without a repetition [n].
+
+    A shape has one answer. That with the least mean relative error is the median of its iterations,
+    each with the weight of its rate.
+    """
+    _, cells = shapes_of(asked, phase)
+    found = np.full(len(cells), np.nan)
+    for cell in range(cells.max() + 1):
+        seconds = np.sort(asked.seconds[cells == cell])
+        if len(seconds) > 1:
+            rates = np.cumsum(1.0 / seconds)
+            best = seconds[np.searchsorted(rates, rates[-1] / 2.0)]
+            found[cells == cell] = np.abs(best / asked.seconds[cells == cell] - 1.0)
+    return found
 
 
 class PaperModel:

@@ -19,12 +19,12 @@ BlockKey = Hashable
 """Identifies the content of a full block and of all blocks before it."""
 
 
-def root_key(cache_salt: str, rope_length: int = 0) -> bytes:
+def root_key(cache_salt: str, rope_table: int = 0) -> bytes:
     """Return the key before the first block.
 
     Sequences share blocks only under the same salt, and if their keys have the same rotary angles.
     """
-    return hashlib.sha256(f"{rope_length} {cache_salt}".encode()).digest()
+    return hashlib.sha256(f"{rope_table} {cache_salt}".encode()).digest()
 
 
 def next_key(parent: bytes, token_ids: Sequence[int]) -> bytes:

@@ -603,11 +603,11 @@ class EngineScheduler:
             return
         size, keys, ids = self._limits.block_size, sequence.keys, sequence.ids
         request = sequence.request
-        length = self._limits.rope_length(request.prompt_tokens, sequence.tokens)
+        table = self._limits.rope_table(request.prompt_tokens, sequence.tokens)
         if ids is None:
-            keys += [(request.request, length, index) for index in range(len(keys), tokens // size)]
+            keys += [(request.request, table, index) for index in range(len(keys), tokens // size)]
             return
-        parent = keys[-1] if keys else root_key(request.cache_salt, length)
+        parent = keys[-1] if keys else root_key(request.cache_salt, table)
         for index in range(len(keys), tokens // size):
             assert isinstance(parent, bytes)
             parent = next_key(parent, ids[index * size : (index + 1) * size])

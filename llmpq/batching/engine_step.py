@@ -87,19 +87,22 @@ class EngineLimits:
             )
 
     def rope_length(self, prompt_tokens: int, tokens: int) -> int:
-        """Return the length for which rotary angles of a sequence are made; 0 for any.
-
-        Sequences share blocks only under the same one.
+        """Return the length for which the rotary angles of a sequence are made; 0 for any.
 
         Args:
             prompt_tokens: tokens of its prompt.
-            tokens: of prompt and answer so far.
+            tokens: of prompt and answer so far, those of a row of draft tokens included.
         """
-        if self.grows_after is not None and prompt_tokens > self.grows_after:
+        if self.grows_after is not None:
             return prompt_tokens
-        if self.switches_after is not None and tokens > self.switches_after:
-            return self.switches_after + 1
-        return 0
+        return 0 if self.switches_after is None else tokens
+
+    def rope_table(self, prompt_tokens: int, tokens: int) -> int:
+        """Return a number that is equal for sequences with the same angles, which share blocks."""
+        length = self.rope_length(prompt_tokens, tokens)
+        if self.grows_after is not None:
+            return length if length > self.grows_after else 0
+        return int(self.switches_after is not None and length > self.switches_after)
 
     def tokens_before_switch(self, tokens: int) -> int:
         """Return the tokens that a sequence may grow by before its rotary angles change."""

@@ -10,6 +10,7 @@ from llmpq.assigner.draft_placement import DraftPlace
 from llmpq.assigner.explain.binding import binding_text
 from llmpq.assigner.explain.compare import Outcome
 from llmpq.assigner.explain.explanation import Alternative, Explanation
+from llmpq.costmodel.tables.latency import RegressionLatencyModel
 from llmpq.spec import catalog
 from llmpq.spec.cluster import BF16_SETS, host_text, limited_set
 from llmpq.spec.codec import to_json
@@ -575,13 +576,29 @@ def _answer_record(plan: Plan, answer: Alternative) -> dict[str, Any]:
 
 
 def table_summary(table: LatencyTable) -> str:
-    """Return one line per phase and bitwidth with the smallest and the largest shape."""
+    """Return a line for each phase and bitwidth with the smallest and the largest shape.
+
+    A line follows for each sample that forecasts leave out, and why.
+    """
     lines = ["phase    bits  smallest shape            largest shape"]
     seen: dict[tuple[str, int], list[str]] = {}
     for sample in sorted(table.samples, key=lambda one: one.batch * one.tokens):
         text = f"{sample.batch} x {sample.tokens}: {format_seconds(sample.seconds)}"
         seen.setdefault((sample.phase.value, sample.bits), []).append(text)
     for (phase, bits), texts in sorted(seen.items()):
-        what = str(bits) if bits > 0 else f"head {-bits}" if bits else "master"
-        lines.append(f"{phase:8} {what:>6}  {texts[0]:24}  {texts[-1]}")
-    return "\n".join(lines)
+        lines.append(f"{phase:8} {_bits_text(bits):>6}  {texts[0]:24}  {texts[-1]}")
+    return "\n".join([*lines, *outlier_lines(table)])
+
+
+def outlier_lines(table: LatencyTable) -> list[str]:
+    """Return a line for each sample that forecasts leave out, and why."""
+    return [
+        f"{one.phase.value:8} {_bits_text(one.bits):>6}  {one.batch} x {one.tokens} is left out of "
+        f"forecasts: its {format_seconds(one.seconds)} are {ratio:.2g} times what the others give"
+        for one, ratio in RegressionLatencyModel(table).outliers()
+    ]
+
+
+def _bits_text(bits: int) -> str:
+    """Return the name of a bitwidth of a table, or of the master's work."""
+    return str(bits) if bits > 0 else f"head {-bits}" if bits else "master"

@@ -1,7 +1,8 @@
 """Seconds of one iteration of a whole model, from a table of measured iterations.
 
 They follow the law of layers (``llmpq.costmodel.tables.latency``), over the running requests and
-the tokens of each: the padded length in prefill, the mean length in decode. Whole iterations count,
+the tokens of each: the padded length in prefill, the mean and the longest in decode. Whole
+iterations count,
 with the overhead that computation, preparation and sampling leave out (scheduler, output
 processing; 16 to 38 % of decode in the published tables).
 """
@@ -25,7 +26,7 @@ from llmpq.spec.precision import Phase
 Array = npt.NDArray[np.float64]
 
 COLUMNS = (
-    "is_prefill", "num_seqs", "total_tokens", "max_seqlen", "tflop",
+    "is_prefill", "num_seqs", "total_tokens", "max_seqlen",
     "iter_ms", "exec_ms", "sample_ms", "prep_ms",
 )  # fmt: skip
 """Columns that are read; others may be there."""
@@ -45,7 +46,6 @@ class IterationTable:
         batch: running requests ``B`` [n].
         tokens: total length ``S`` of the requests [n].
         longest: longest of them ``s`` [n].
-        tflop: work of the iteration in 10^12 operations [n].
         seconds: whole iteration [n].
         parts: computation, preparation and sampling in seconds [3, n].
     """
@@ -54,7 +54,6 @@ class IterationTable:
     batch: Array
     tokens: Array
     longest: Array
-    tflop: Array
     seconds: Array
     parts: Array
 
@@ -65,7 +64,6 @@ class IterationTable:
             batch=self.batch[rows],
             tokens=self.tokens[rows],
             longest=self.longest[rows],
-            tflop=self.tflop[rows],
             seconds=self.seconds[rows],
             parts=self.parts[:, rows],
         )
@@ -111,7 +109,6 @@ def read_iterations(path: str | Path) -> IterationTable:
         batch=columns["num_seqs"],
         tokens=columns["total_tokens"],
         longest=columns["max_seqlen"],
-        tflop=columns["tflop"],
         seconds=columns["iter_ms"] * _MS,
         parts=np.stack([columns[name] for name in ("exec_ms", "prep_ms", "sample_ms")]) * _MS,
     )
@@ -130,15 +127,27 @@ class IterationModel:
     def __init__(self, table: IterationTable) -> None:
         self._curves = {phase: Curve(_samples(table, phase)) for phase in Phase}
 
-    def seconds(self, phase: Phase, batch: float, tokens: float) -> float:
+    def seconds(
+        self, phase: Phase, batch: float, tokens: float, longest: float | None = None
+    ) -> float:
         """Return the seconds of an iteration.
 
         Args:
             phase: of the iteration.
             batch: running requests, at least 1.
             tokens: padded length in prefill, mean length in decode; at least 1.
+            longest: longest request; by default all have equally many tokens.
         """
-        return self._curves[phase].seconds(batch, tokens)
+        return self._curves[phase].seconds(batch, tokens, longest)
+
+
+def shapes_of(table: IterationTable, phase: Phase) -> tuple[Array, npt.NDArray[np.intp]]:
+    """Return batch, tokens and longest of iterations of one phase [3, n], and the cell of each."""
+    tokens = table.longest if phase is Phase.PREFILL else table.tokens / table.batch
+    tokens = np.maximum(tokens, 1.0)
+    shapes = np.stack([table.batch, tokens, np.maximum(table.longest, tokens)])
+    _, cells = np.unique(np.round(PER_OCTAVE * np.log2(shapes)), axis=1, return_inverse=True)
+    return shapes, cells
 
 
 def _samples(table: IterationTable, phase: Phase) -> Samples:
@@ -146,9 +155,8 @@ def _samples(table: IterationTable, phase: Phase) -> Samples:
     own = table.select(table.is_prefill == (phase is Phase.PREFILL))
     if not own.batch.size:
         raise SpecError(f"iteration table: found no {phase.value} iterations, expected some")
-    tokens = own.longest if phase is Phase.PREFILL else own.tokens / own.batch
-    points = np.stack([own.batch, np.maximum(tokens, 1.0), own.seconds])
-    _, cells = np.unique(np.round(PER_OCTAVE * np.log2(points[:2])), axis=1, return_inverse=True)
+    shapes, cells = shapes_of(own, phase)
+    points = np.concatenate([shapes, own.seconds[None]])
     medians = [np.median(points[:, cells == cell], axis=1) for cell in range(cells.max() + 1)]
-    batch, tokens, seconds = np.stack(medians, axis=1)
-    return Samples(phase=phase, batch=batch, tokens=tokens, seconds=seconds)
+    batch, tokens, longest, seconds = np.stack(medians, axis=1)
+    return Samples(phase=phase, batch=batch, tokens=tokens, longest=longest, seconds=seconds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -23,6 +23,8 @@ _TYPES = {
 }
 
 
+PART_ITEMS = 32
+"""Items of a list that become JSON at once: with 20 log-probabilities each, half a millisecond."""
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
@@ -94,6 +96,26 @@ def as_api_error(error: BaseException) -> ApiError:
 def dump_json(value: object) -> bytes:
     """Return JSON in UTF-8; lone surrogates are escaped, as JSON allows."""
     return _ENCODER.encode(value).encode("utf-8", "backslashreplace")
+
+
+def json_parts(value: object) -> Iterator[bytes]:
+    """Yield the JSON of :func:`dump_json` in parts, so that others can run between them.
+
+    Objects are cut between their fields, long lists between their items.
+    """
+    if isinstance(value, dict):
+        yield b"{"
+        for place, (name, item) in enumerate(value.items()):
+            yield b"," * (place > 0) + dump_json(name) + b":"
+            yield from json_parts(item)
+        yield b"}"
+    elif isinstance(value, list) and len(value) > PART_ITEMS:
+        for start in range(0, len(value), PART_ITEMS):
+            part = dump_json(value[start : start + PART_ITEMS])
+            yield (b"," if start else b"[") + part[1:-1]
+        yield b"]"
+    else:
+        yield dump_json(value)
 
 
 def json_response(

@@ -144,7 +144,7 @@ class CompletionFormat:
         tokenizer = answers.model.tokenizer
         as_ids = bool(body.return_tokens_as_token_ids)
         self._name = TokenText(tokenizer, as_ids=as_ids)
-        self._prompt_offsets: dict[int, list[int]] = {}  # of each prompt, for all its answers
+        self._echoed: tuple[int, Json] = (-1, {})  # of the last prompt, for all its answers
 
     def opening(self, _index: int, /) -> Json | None:
         """Return nothing: the first piece opens a completion."""
@@ -153,31 +153,24 @@ class CompletionFormat:
     def choice(self, index: int, piece: Piece, *, is_chunk: bool) -> Json:
         """Return a choice; its first one begins with the echo of the prompt."""
         state = self._answers.states[index]
-        text = piece.text
-        token_ids: list[int] = piece.token_ids
         echo = state.prompt.echo or ""
-        offsets = [len(echo) + offset for offset in piece.offsets]
-        logprobs: list[TokenLogprobs | None] = list(piece.logprobs)
         is_first = not state.has_begun
         state.has_begun = True
-        if is_first and state.prompt.echo is not None:
-            text = echo + text
-            if self._body.logprobs is not None:
-                number = index // self._answers.work.n
-                if number not in self._prompt_offsets:
-                    self._prompt_offsets[number] = self._offsets_of(state.prompt)
-                offsets = [*self._prompt_offsets[number], *offsets]
-            token_ids = [*state.prompt.token_ids, *token_ids]
-            logprobs = [*(piece.prompt_logprobs or ()), *logprobs]
+        is_echoed = is_first and state.prompt.echo is not None
         choice: Json = {
             "index": index,
-            "text": text,
+            "text": echo * is_echoed + piece.text,
             "logprobs": None,
             "finish_reason": piece.finish_reason,
             "stop_reason": piece.stop_reason,
         }
         if self._body.logprobs is not None:
-            choice["logprobs"] = self._logprobs(token_ids, logprobs, offsets)
+            offsets = [len(echo) + offset for offset in piece.offsets]
+            own = self._logprobs(piece.token_ids, piece.logprobs, offsets)
+            if is_echoed:
+                echoed = self._logprobs_of(index // self._answers.work.n, state.prompt, piece)
+                own = {name: [*echoed[name], *values] for name, values in own.items()}
+            choice["logprobs"] = own
         if is_first and not is_chunk and self._body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs_json(piece.prompt_logprobs, self._name)
         if self._body.return_token_ids:
@@ -203,6 +196,15 @@ class CompletionFormat:
             "tokens": names,
             "top_logprobs": tops,
         }
+
+    def _logprobs_of(self, number: int, prompt: EncodedPrompt, piece: Piece) -> Json:
+        """Return the log probabilities of a prompt, which are made once for all its answers."""
+        if self._echoed[0] != number:
+            found = self._logprobs(
+                prompt.token_ids, piece.prompt_logprobs or (), self._offsets_of(prompt)
+            )
+            self._echoed = number, found
+        return self._echoed[1]
 
     def _offsets_of(self, prompt: EncodedPrompt) -> list[int]:
         """Return where the text of each token begins in the echo of a prompt."""

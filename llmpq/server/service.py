@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from llmpq.errors import LlmpqError, SpecError
 from llmpq.logging import get_logger
 from llmpq.server.admission import Admission
 from llmpq.server.choices import ChoiceRun, Piece
-from llmpq.server.errors import ApiError, as_api_error, bad_request, dump_json
+from llmpq.server.errors import ApiError, as_api_error, bad_request, dump_json, json_parts
 from llmpq.server.metrics import ServerMetrics
 from llmpq.server.protocol import ChatCompletionRequest, CompletionRequest, StreamOptions
 from llmpq.server.responses import (
@@ -28,6 +28,8 @@ from llmpq.server.translate import ServedModel, Work, work_of_chat, work_of_comp
 
 logger = get_logger(__name__)
 DONE = b"data: [DONE]\n\n"
+SHORT_PART = 1024
+"""Bytes of JSON that are made without letting others run."""
 
 
 @dataclass(slots=True)
@@ -157,11 +159,11 @@ class Generation:
 
     async def body(self) -> bytes:
         """Return the whole answer as JSON; raises what ``result`` does."""
-        # A choice at a time: hundreds of them with log probabilities take seconds.
-        choices = [dump_json(choice) async for choice in self._choices()]
-        frame = self._answers.frame([], is_chunk=False, usage=self._answers.usage())
-        head, key, tail = dump_json(frame).partition(_NO_CHOICES)  # quotes in texts are escaped
-        return b"".join((head, key[:-1], b",".join(choices), key[-1:], tail))
+        # In parts: hundreds of choices with log probabilities take seconds.
+        choices = [await dump_in_parts(choice) async for choice in self._choices()]
+        return _around(
+            self._answers.frame([], is_chunk=False, usage=self._answers.usage()), choices
+        )
 
     async def _choices(self) -> AsyncIterator[Json]:
         """Yield the choices when all are whole, and let others run after each."""
@@ -198,15 +200,13 @@ class Generation:
             for index in range(self._work.num_choices):
                 opening = self._form.opening(index)
                 if opening is not None:
-                    yield self._chunk([opening], index, options)
+                    yield _event_of(self._chunk(opening, index, options))
             try:
                 async with contextlib.aclosing(run.pieces()) as batches:
                     async for pieces in batches:
                         events: list[bytes] = []
                         for index, piece in pieces.items():
-                            events.append(self._event(index, piece, options))
-                            if piece.prompt_logprobs is not None:  # long: let others run
-                                await asyncio.sleep(0)
+                            events.append(await self._event(index, piece, options))
                         yield b"".join(events)
             except LlmpqError as error:
                 logger.error("a request failed: %s", type(error).__name__)
@@ -236,24 +236,45 @@ class Generation:
                 finally:
                     service.runs.discard(run)
 
-    def _event(self, index: int, piece: Piece, options: StreamOptions) -> bytes:
+    async def _event(self, index: int, piece: Piece, options: StreamOptions) -> bytes:
         piece = self._without_tokens(piece)
         self._answers.note(index, piece)
-        return self._chunk([self._form.choice(index, piece, is_chunk=True)], index, options)
+        choice = self._form.choice(index, piece, is_chunk=True)
+        frame = self._chunk(choice, index, options)
+        if piece.prompt_logprobs is None:
+            return _event_of(frame)
+        whole = await dump_in_parts(choice)  # long: in parts
+        return b"data: " + _around(frame | {"choices": []}, [whole]) + b"\n\n"
 
-    def _chunk(self, choices: list[Json], index: int, options: StreamOptions) -> bytes:
-        frame = self._answers.frame(choices, is_chunk=True)
+    def _chunk(self, choice: Json, index: int, options: StreamOptions) -> Json:
+        frame = self._answers.frame([choice], is_chunk=True)
         if options.continuous_usage_stats:
             frame["usage"] = self._answers.usage([index])
         elif options.include_usage:
             frame["usage"] = None
-        return _event_of(frame)
+        return frame
 
     def _without_tokens(self, piece: Piece) -> Piece:
         """Return the piece of an answer that is the prompt alone, where ``max_tokens`` is 0."""
         if self._work.generates:
             return piece
         return Piece(prompt_logprobs=piece.prompt_logprobs, finish_reason="length")
+
+
+async def dump_in_parts(value: Json) -> bytes:
+    """Return JSON, and let others run between its parts."""
+    parts = []
+    for part in json_parts(value):
+        parts.append(part)
+        if len(part) > SHORT_PART:
+            await asyncio.sleep(0)
+    return b"".join(parts)
+
+
+def _around(frame: Json, choices: Sequence[bytes]) -> bytes:
+    """Return the JSON of a frame without choices, with these."""
+    head, key, tail = dump_json(frame).partition(_NO_CHOICES)  # quotes in texts are escaped
+    return b"".join((head, key[:-1], b",".join(choices), key[-1:], tail))
 
 
 def _event_of(value: dict[str, Any]) -> bytes:

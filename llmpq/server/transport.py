@@ -29,6 +29,8 @@ OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/load", "/version"})
 GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 """Paths that a full server refuses."""
 DEFAULT_BODY_BYTES = 8 << 20
+LARGE_BODY_BYTES = 64 << 10
+"""A body above it takes milliseconds to read: such bodies take turns with all other work."""
 MAX_HEADER_BYTES = 64 << 10
 MAX_HEADERS = 200
 BODY_TIMES = 2
@@ -83,6 +85,7 @@ class Gate:
         self._checks_site = checks_site and not api_keys
         self._limits = limits
         self._check_open = check_open
+        self._turns = _Turns()
         self._api_keys = tuple(key.encode() for key in api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -97,7 +100,7 @@ class Gate:
         writer = _Writer(send, request_id)
         try:
             self._check(scope, headers)
-            await self._app(scope, _limited(receive, self._limits), writer)
+            await self._app(scope, _limited(receive, self._limits, self._turns), writer)
         except ApiError as error:
             await _answer_error(error, scope, receive, writer)
         except ConnectionError:
@@ -198,8 +201,23 @@ def _too_large(limits: TransportLimits) -> ApiError:
     return ApiError(413, f"The body is larger than {limits.max_body_bytes} bytes.")
 
 
-def _limited(receive: Receive, limits: TransportLimits) -> Receive:
-    """Return ``receive`` with limits on the size of the body and the time it takes."""
+class _Turns:
+    """Lets everything else that is ready run between two pieces of long work."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+
+    async def take(self) -> None:
+        """Return when the next piece may begin."""
+        async with self._lock:
+            await asyncio.sleep(0)
+
+
+def _limited(receive: Receive, limits: TransportLimits, turns: _Turns) -> Receive:
+    """Return ``receive`` with limits on the size of the body and the time it takes.
+
+    Large bodies arrive in turns: what receives the end of one reads all of it at once.
+    """
     total = 0
     is_whole = False
     end_s = asyncio.get_running_loop().time() + limits.read_timeout_s
@@ -217,6 +235,8 @@ def _limited(receive: Receive, limits: TransportLimits) -> Receive:
         is_whole = not message.get("more_body", False)
         if total > limits.max_body_bytes:
             raise _too_large(limits)
+        if is_whole and total > LARGE_BODY_BYTES:
+            await turns.take()
         return message
 
     return limited

@@ -1,8 +1,10 @@
 import json
+from dataclasses import replace
 
 import pytest
 
 from llmpq.cli.commands.profile import main
+from llmpq.cli.render import table_summary
 from llmpq.spec.precision import Phase
 from llmpq.spec.tables import (
     LatencySample,
@@ -58,6 +60,22 @@ def test_fit_in_words_has_a_line_a_phase(table, capsys):
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
         "prefill", "decode",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("factor", [5.0, 0.2])
+def test_a_sample_that_forecasts_leave_out_is_named(table, capsys, factor):
+    found = read_latency_table(table)
+    wrong = next(one for one in found.samples if (one.batch, one.tokens) == (4, 64))
+    samples = (
+        replace(one, seconds=factor * one.seconds) if one is wrong else one for one in found.samples
+    )
+    write_latency_table(table, LatencyTable(samples=tuple(samples)))
+    assert main(["fit", "--table", str(table)]) == 0
+    text = "prefill      16  4 x 64 is left out of forecasts: its "
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
+    assert line.startswith(text)
+    assert f"{factor:.2g} times" in line
+    assert line in table_summary(read_latency_table(table))
 
 
 def test_fit_of_no_file_is_bad_input(tmp_path, capsys):

@@ -749,7 +749,7 @@ CLAIMS: dict[str, dict[str, Callable[[], str] | str]] = {
         "Placing first the model": placed_last_first,
         "of the other sample": estimates,
         "without preemption 1.0-1.2": PAPER,
-        "1.69 and 1.83": without_preemption,
+        "1.73 and 1.85": without_preemption,
         "With known lengths": with_known_lengths,
     },
     "evidence/vllm": {"300 requests": SET_UP},

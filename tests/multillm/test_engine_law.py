@@ -42,11 +42,14 @@ def iterations():
     ]
     columns = np.array(rows, np.float64).T
     is_prefill, batch, tokens, longest = columns
+    is_uneven = (is_prefill == 0) & (longest == 200)
+    tokens = np.where(is_uneven, batch + 199, tokens)
     seconds = 0.02 + 1e-4 * batch + np.where(is_prefill, 1e-4, 1e-7) * tokens
+    seconds += np.where(is_prefill, 0.0, 2e-7) * batch * longest
     return IterationModel(
         IterationTable(
             is_prefill=is_prefill > 0, batch=batch, tokens=tokens, longest=longest,
-            tflop=tokens, seconds=seconds * chance.uniform(0.99, 1.01, len(seconds)),
+            seconds=seconds * chance.uniform(0.99, 1.01, len(seconds)),
             parts=np.stack([seconds, seconds, seconds]),
         )
     )  # fmt: skip
@@ -58,8 +61,10 @@ def test_a_measured_engine_has_the_seconds_of_its_iterations():
         fitted, Operations(1.0, 1.0), prompt_tokens=64, kv_tokens=10_000, max_model_len=4096
     )
     for batch in (1, 7, 256):
-        decode = law.decode[batch] @ [1.0, batch * 90.0, 0.0]
+        decode = law.decode[batch] @ [1.0, batch * 90.0, batch * 90.0]
         assert decode == pytest.approx(fitted.seconds(Phase.DECODE, batch, 90), rel=0.02)
+        uneven = law.decode[batch] @ [1.0, batch * 90.0, batch * 1000.0]
+        assert uneven == pytest.approx(fitted.seconds(Phase.DECODE, batch, 90, 1000), rel=0.05)
         prefill = law.prefill[batch] @ [1.0, batch * 64.0]
         assert prefill == pytest.approx(fitted.seconds(Phase.PREFILL, batch, 64), rel=0.02)
     assert law.max_tokens == 10_000

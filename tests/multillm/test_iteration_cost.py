@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.iteration_costs import FORMS, errors, main
+from benchmarks.iteration_costs import FORMS, errors, least_errors, main
 from llmpq.costmodel.tables.latency import RegressionLatencyModel
 from llmpq.errors import SpecError
 from llmpq.multillm.cost import COLUMNS, IterationModel, IterationTable, read_iterations
@@ -35,23 +35,14 @@ def rows(overhead=True):
     for batch in range(1, 41):
         for longest in (1, 64, 512):
             total, *parts = law_ms(True, batch, batch * longest, longest)
-            work = batch * longest / 1000
-            yield [
-                1,
-                batch,
-                batch * longest,
-                longest,
-                work,
-                total if overhead else sum(parts),
-                *parts,
-            ]
+            yield [1, batch, batch * longest, longest, total if overhead else sum(parts), *parts]
         for tokens, longest in ((batch, 1), (batch * 300, 300), (batch + 299, 300)):
             total, *parts = law_ms(False, batch, tokens, longest)
-            yield [0, batch, tokens, longest, batch, total if overhead else sum(parts), *parts]
+            yield [0, batch, tokens, longest, total if overhead else sum(parts), *parts]
 
 
 def table(path, lines):
-    warm_up = [[1, 40, 40, 1, 1, 1e5, 1, 1, 1]] * 2
+    warm_up = [[1, 40, 40, 1, 1e5, 1, 1, 1]] * 2
     text = "\n".join(",".join(map(repr, line)) for line in (*warm_up, *lines))
     path.write_text(",".join(COLUMNS) + "\n" + text + "\n")
     return path
@@ -74,6 +65,15 @@ def test_a_law_is_found_at_measured_and_unmeasured_batches(tmp_path):
             assert found == pytest.approx(1e-3 * wanted_ms, rel=0.06)
 
 
+def test_uneven_requests_take_the_time_of_the_longest(tmp_path):
+    model = fitted(tmp_path, [line for line in rows() if line[1] not in (7, 8, 23)])
+    for batch, tokens, longest in ((7, 500, 300), (20, 700, 280), (23, 400, 200), (40, 900, 300)):
+        wanted_ms = law_ms(False, batch, tokens, longest)[0]
+        found = model.seconds(Phase.DECODE, batch, tokens / batch, longest)
+        assert found == pytest.approx(1e-3 * wanted_ms, rel=0.03)
+        assert found > model.seconds(Phase.DECODE, batch, tokens / batch)
+
+
 def test_the_law_of_iterations_is_that_of_layers(tmp_path):
     found = read_iterations(table(tmp_path / "t.csv", rows()))
     own = found.select(found.is_prefill & np.isin(found.batch, (1, 2, 4, 8, 16, 32)))
@@ -83,7 +83,6 @@ def test_the_law_of_iterations_is_that_of_layers(tmp_path):
         batch=np.concatenate([own.batch, decode.batch]),
         tokens=np.concatenate([own.tokens, decode.tokens]),
         longest=np.concatenate([own.longest, decode.longest]),
-        tflop=np.concatenate([own.tflop, decode.tflop]),
         seconds=np.concatenate([own.seconds, decode.seconds]),
         parts=np.concatenate([own.parts, decode.parts], axis=1),
     )
@@ -114,7 +113,7 @@ def test_one_iteration_in_twenty_that_is_slow_or_fast_moves_no_other(tmp_path, f
     spiked = fitted(
         tmp_path,
         [
-            [*line[:5], line[5] * (factor if place in chosen else 1.0), *line[6:]]
+            [*line[:4], line[4] * (factor if place in chosen else 1.0), *line[5:]]
             for place, line in enumerate(lines)
         ],
     )
@@ -137,11 +136,11 @@ def test_beyond_the_measured_batches_time_grows_on(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda text: text.replace("tflop", "flops"), "field 'tflop'"),
-        (lambda text: text + "0,1,1,1,0,0,1,1,1\n", "field 'iter_ms': found 0.0"),
-        (lambda text: text + "0,0,1,1,0,1,1,1,1\n", "field 'num_seqs': found 0.0"),
-        (lambda text: text + "0,1,x,1,0,1,1,1,1\n", "not of numbers"),
-        (lambda text: text + "0,1,nan,1,0,1,1,1,1\n", "field 'total_tokens'"),
+        (lambda text: text.replace("exec_ms", "exec_s"), "field 'exec_ms'"),
+        (lambda text: text + "0,1,1,1,0,1,1,1\n", "field 'iter_ms': found 0.0"),
+        (lambda text: text + "0,0,1,1,1,1,1,1\n", "field 'num_seqs': found 0.0"),
+        (lambda text: text + "0,1,x,1,1,1,1,1\n", "not of numbers"),
+        (lambda text: text + "0,1,nan,1,1,1,1,1\n", "field 'total_tokens'"),
     ],
 )
 def test_every_bad_table_is_one_error_with_file_and_column(tmp_path, change, message):
@@ -189,3 +188,14 @@ def test_the_benchmark_names_a_folder_without_tables_and_one_with_too_few_batche
     (folder / "few.csv.gz").write_bytes(gzip.compress(text))
     assert main(["--data", str(tmp_path)]) != 0
     assert "few.csv.gz: found 3 batch sizes of both phases" in capsys.readouterr().err
+
+
+def test_the_least_error_of_a_repeated_shape_is_that_of_the_best_answer(tmp_path):
+    lines = [[0, 4, 400, 100, ms, 1, 1, 1] for ms in (10.0, 13.0, 20.0)]
+    lines += [[0, 8, 800, 100, 15.0, 1, 1, 1], [1, 1, 1, 1, 9.0, 1, 1, 1]]
+    found = read_iterations(table(tmp_path / "t.csv", lines))
+    least = least_errors(found.select(~found.is_prefill), Phase.DECODE)
+    seconds = np.array([10.0, 13.0, 20.0])
+    best = min(np.abs(answer / seconds - 1.0).mean() for answer in np.linspace(9, 21, 12001))
+    assert np.mean(least[:3]) == pytest.approx(best, abs=1e-4)
+    assert np.isnan(least[3])

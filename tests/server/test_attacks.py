@@ -16,24 +16,35 @@ import pytest
 from helpers.clocks import PATIENCE_S
 from helpers.fake_engine import FakeEngine
 from helpers.served import CHAT_TEMPLATE, make_service, serving
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from llmpq.cli import server_options
 from llmpq.dist.io.export_tokenizer import export_tokenizer
-from llmpq.dist.io.sampling_params import SamplingParams
+from llmpq.dist.io.sampling_params import SamplingParams, TokenLogprobs
 from llmpq.dist.limited.limited_process import JobLimits
 from llmpq.dist.transport.endpoint import Acceptor, Endpoint
 from llmpq.errors import SpecError
-from llmpq.server import protocol, text_process
+from llmpq.server import protocol, service, text_process
 from llmpq.server.admission import (
     CORRECTION,
     LARGEST_CORRECTION,
     Admission,
     AdmissionLimits,
 )
-from llmpq.server.errors import ApiError
+from llmpq.server.choices import Piece
+from llmpq.server.errors import PART_ITEMS, ApiError, dump_json, json_parts
+from llmpq.server.responses import Answers, CompletionFormat
 from llmpq.server.tokenizer import THREAD_CHARACTERS, ServerTokenizer
-from llmpq.server.translate import MAX_LOGPROB_VALUES, MAX_SHARED_IDS
+from llmpq.server.translate import (
+    MAX_LOGPROB_VALUES,
+    MAX_SHARED_IDS,
+    EncodedPrompt,
+    ServedModel,
+    Work,
+)
+from llmpq.server.transport import LARGE_BODY_BYTES, Gate, TransportLimits
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "models" / "demo"
@@ -409,3 +420,90 @@ def test_a_tokenizer_that_is_code_is_refused_in_own_words(tmp_path, monkeypatch)
     with pytest.raises(SpecError, match="llmpq never runs") as found:
         export_tokenizer(tmp_path)
     assert "trust_remote_code" not in str(found.value)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=9) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=30,
+)
+
+
+@settings(max_examples=50)
+@given(value=JSON, long=st.integers(0, 3 * PART_ITEMS))
+def test_json_in_parts_is_the_same_json(value, long):
+    for whole in (value, {"a": [value] * long, "b": value}):
+        assert b"".join(json_parts(whole)) == dump_json(whole)
+
+
+def test_others_run_between_the_parts_of_a_long_answer():
+    values = {"top_logprobs": [{"a" * 100: 1.0}] * 20 * PART_ITEMS, "text": "x"}
+    turns = []
+
+    async def scenario():
+        async def other():
+            while True:
+                turns.append(None)
+                await asyncio.sleep(0)
+
+        beside = asyncio.create_task(other())
+        whole = await service.dump_in_parts(values)
+        beside.cancel()
+        assert whole == dump_json(values)
+
+    asyncio.run(scenario())
+    assert len(turns) >= 20
+
+
+def test_large_bodies_take_turns_with_all_other_work():
+    order = []
+
+    async def app(scope, receive, send):
+        while (await receive()).get("more_body"):
+            pass
+        order.append(scope["path"])
+
+    async def scenario():
+        gate = Gate(app, TransportLimits(), lambda: None)
+
+        async def call(path, size):
+            async def receive():
+                return {"type": "http.request", "body": bytes(size), "more_body": False}
+
+            scope = {"type": "http", "method": "POST", "path": path, "headers": []}
+            await gate(scope, receive, None)
+
+        large = [asyncio.create_task(call("large", 1 + LARGE_BODY_BYTES)) for _ in range(6)]
+        await asyncio.sleep(0)
+        small = asyncio.create_task(call("small", 10))
+        await asyncio.gather(small, *large)
+
+    asyncio.run(scenario())
+    assert order.index("small") <= 1
+
+
+def test_logprobs_of_a_prompt_are_made_once_for_all_its_answers_but_are_those_of_each():
+    body = protocol.CompletionRequest(
+        prompt=[[2, 3], [4]], n=3, max_tokens=1, echo=True, logprobs=2
+    )
+    prompts = [
+        EncodedPrompt(token_ids=ids, sampling=SamplingParams(), echo=echo)
+        for ids, echo in (((2, 3), "ab"), ((4,), "c"))
+    ]
+    work = Work(prompts=tuple(prompts), n=3)
+    model = ServedModel(
+        names=("m",), root=".", tokenizer=None, max_model_len=100, vocab_size=10
+    )  # fmt: skip
+    answers = Answers("id", model, work, "text_completion")
+    form = CompletionFormat(body, answers)
+    for index in (0, 3, 1, 4, 5, 2):
+        ids = prompts[index // 3].token_ids
+        found = [TokenLogprobs(token, -float(token), ((token, -1.0),)) for token in ids[1:]]
+        piece = Piece(
+            text="d", token_ids=[5], offsets=[0], logprobs=[TokenLogprobs(5, -float(index))],
+            prompt_logprobs=(None, *found),
+        )  # fmt: skip
+        made = form.choice(index, piece, is_chunk=False)["logprobs"]
+        assert made["tokens"] == [f"token_id:{token}" for token in (*ids, 5)]
+        assert made["token_logprobs"] == [None, *(-float(one) for one in ids[1:]), -float(index)]
+        assert all(len(values) == len(ids) + 1 for values in made.values())

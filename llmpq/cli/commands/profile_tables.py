@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.cli.common import print_json, print_points, require
-from llmpq.cli.render import table_summary
+from llmpq.cli.render import outlier_lines, table_summary
 from llmpq.costmodel.comm import fit_links
 from llmpq.costmodel.importers.imported import (
     DEVICE_TYPES,
@@ -51,6 +51,8 @@ def _fit(options: argparse.Namespace) -> int:
             f"{phase.value:8} mean {report.mean:.2%}  median {report.median:.2%}  "
             f"p95 {report.p95:.2%}  of {report.points} points"
         )
+    for line in () if options.law == "paper" else outlier_lines(table):
+        print(line)
     return 0
 
 

@@ -49,7 +49,7 @@ _TWO_THIRDS = 0.68
 
 
 class Curve:
-    """Seconds of one phase and bitwidth; positive, non-decreasing in batch and in tokens.
+    """Seconds of one phase and bitwidth; positive, non-decreasing in batch, tokens and the longest.
 
     A shape costs at least what any measured shape that is no larger costs, and at most what any
     that is no smaller does. Where measurements contradict each other, the smaller one is the lower
@@ -58,22 +58,37 @@ class Curve:
     """
 
     def __init__(self, samples: Samples) -> None:
-        self._law, self._samples = fit_without_outliers(samples)
+        self._law, is_kept = fit_without_outliers(samples)
+        self._samples = samples.take(is_kept)
+        self._outliers = samples.take(~is_kept)
         self._least, self._most = _bounds(self._samples)
-        self._known: dict[tuple[float, float], float] = {}
+        self._known: dict[tuple[float, float, float], float] = {}
 
-    def seconds(self, batch: float, tokens: float) -> float:
-        """Return the seconds at a shape, ``batch`` and ``tokens`` at least 1."""
-        shape = (batch, tokens)
+    def seconds(self, batch: float, tokens: float, longest: float | None = None) -> float:
+        """Return the seconds at a shape, ``batch`` and ``tokens`` at least 1.
+
+        Args:
+            batch: sequences.
+            tokens: of each of them, in the mean.
+            longest: tokens of the longest; by default all have equally many.
+        """
+        shape = (batch, tokens, tokens if longest is None else longest)
         if shape not in self._known:
-            least, most = self._bounds_at(batch, tokens)
-            self._known[shape] = min(max(self._law.seconds(batch, tokens), least), most)
+            least, most = self._bounds_at(*shape)
+            self._known[shape] = min(max(self._law.seconds(*shape), least), most)
         return self._known[shape]
+
+    def outliers(self) -> list[tuple[float, float, float, float]]:
+        """Return batch, tokens and seconds of the samples left out, and their ratio to the law."""
+        left = self._outliers
+        ratios = left.seconds / self._law.seconds_of(left)
+        columns = (left.batch, left.tokens, left.seconds, ratios)
+        return list(zip(*(column.tolist() for column in columns), strict=True))
 
     def estimate(self, batch: float, tokens: float) -> Estimate:
         """Return the seconds at a shape with how far to trust them."""
         seconds = self.seconds(batch, tokens)
-        least, most = self._bounds_at(batch, tokens)
+        least, most = self._bounds_at(batch, tokens, tokens)
         # Neighbours that cost nearly the same leave little room, however poor the fit is.
         room = log(most / least) / 2.0 if least > 0.0 else inf
         parts = [LEAST_DEVIATION, min(self._deviation_inside, room)]
@@ -88,11 +103,13 @@ class Curve:
             relative_deviation=hypot(*parts),
         )
 
-    def _bounds_at(self, batch: float, tokens: float) -> tuple[float, float]:
+    def _bounds_at(self, batch: float, tokens: float, longest: float) -> tuple[float, float]:
         """Return the least and the most seconds that measurements allow."""
         own = self._samples
-        below = self._least[(own.batch <= batch) & (own.tokens <= tokens)]
-        above = self._most[(own.batch >= batch) & (own.tokens >= tokens)]
+        below = self._least[
+            (own.batch <= batch) & (own.tokens <= tokens) & (own.longest <= longest)
+        ]
+        above = self._most[(own.batch >= batch) & (own.tokens >= tokens) & (own.longest >= longest)]
         return float(below.max(initial=0.0)), float(above.min(initial=inf))
 
     @cached_property
@@ -104,8 +121,8 @@ class Curve:
         errors: list[float] = []
         for one in range(_FOLDS):
             curve, held = Curve(self._samples.take(fold != one)), self._samples.take(fold == one)
-            shapes = zip(held.batch.tolist(), held.tokens.tolist(), held.seconds, strict=True)
-            errors += [abs(log(curve.seconds(*shape) / measured)) for *shape, measured in shapes]
+            pairs = zip(held.shapes, held.seconds, strict=True)
+            errors += [abs(log(curve.seconds(*shape) / measured)) for shape, measured in pairs]
         return float(np.quantile(errors, _TWO_THIRDS))
 
     def _regime_change(self, batch: float, tokens: float, seconds: float) -> float:
@@ -151,6 +168,10 @@ class PaperCurve:
         shape = np.array([float(batch)]), np.array([float(tokens)])
         return float((paper_features(self._samples.phase, *shape) @ self._coefficients)[0])
 
+    def outliers(self) -> list[tuple[float, float, float, float]]:
+        """Return nothing: the regression of the paper learns from every sample."""
+        return []
+
     def estimate(self, batch: float, tokens: float) -> Estimate:
         """Return the seconds with the deviation of the fit from its own samples."""
         return Estimate(
@@ -186,6 +207,18 @@ class RegressionLatencyModel:
     def estimate(self, phase: Phase, bits: int, batch: float, tokens: float) -> Estimate:
         """Return the seconds with how far to trust them; raises as ``seconds`` does."""
         return self._curve(phase, bits).estimate(batch, tokens)
+
+    def outliers(self) -> list[tuple[LatencySample, float]]:
+        """Return the samples that the law leaves out, each with its ratio to the law."""
+        found: list[tuple[LatencySample, float]] = []
+        for phase, bits in self._samples:
+            curve = self._curve(phase, bits)
+            for batch, tokens, seconds, ratio in curve.outliers():
+                sample = LatencySample(
+                    phase=phase, bits=bits, batch=int(batch), tokens=int(tokens), seconds=seconds
+                )
+                found.append((sample, ratio))
+        return found
 
     def _curve(self, phase: Phase, bits: int) -> Curve | PaperCurve:
         if (phase, bits) not in self._curves:

@@ -4,6 +4,8 @@ Matrix products take a function of the rows that they multiply, with steps where
 kernels; attention one of its work, rows times tokens, and rows times one of the tokens. A constant
 and terms in tokens and in sequences are added. No coefficient is negative, so the law is positive
 and never falls with batch or tokens. Without knots it is the regression of LLM-PQ, Sec. 4.1.
+Where sequences of a step differ, tokens are their mean, and a term in the longest of them is added:
+attention ends with its longest sequence, and tables of blocks are padded to it.
 
 Samples far from the law on which most others agree are left out. Weighted fits find that law: of
 least absolute errors, and then of errors that count no more than small ones.
@@ -53,11 +55,15 @@ _LEAST_SHARE = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Samples:
-    """Measured shapes of one phase and bitwidth: arrays of equal length ``[P]``."""
+    """Measured shapes of one phase and bitwidth: arrays of equal length ``[P]``.
+
+    ``tokens`` are those of each sequence in the mean, ``longest`` those of the longest.
+    """
 
     phase: Phase
     batch: Array
     tokens: Array
+    longest: Array
     seconds: Array
 
     def take(self, chosen: npt.NDArray[np.bool_]) -> Samples:
@@ -66,14 +72,22 @@ class Samples:
             phase=self.phase,
             batch=self.batch[chosen],
             tokens=self.tokens[chosen],
+            longest=self.longest[chosen],
             seconds=self.seconds[chosen],
         )
 
     def precedes(self) -> npt.NDArray[np.bool_]:
         """Return whether the sample of a row is no larger than that of a column ``[P, P]``."""
-        fewer = self.batch[:, None] <= self.batch
-        result: npt.NDArray[np.bool_] = fewer & (self.tokens[:, None] <= self.tokens)
+        axes = (self.batch, self.tokens, self.longest)
+        found = [axis[:, None] <= axis for axis in axes]
+        result: npt.NDArray[np.bool_] = np.logical_and.reduce(found)
         return result
+
+    @property
+    def shapes(self) -> list[tuple[float, float, float]]:
+        """Batch, tokens and longest sequence of each."""
+        axes = (self.batch, self.tokens, self.longest)
+        return list(zip(*(axis.tolist() for axis in axes), strict=True))
 
     @property
     def rows(self) -> Array:
@@ -90,10 +104,12 @@ def gather(samples: Sequence[LatencySample]) -> Samples:
     for sample in samples:
         repeated.setdefault((sample.batch, sample.tokens), []).append(sample.seconds)
     shapes = sorted(repeated)
+    tokens = np.array([float(tokens) for _, tokens in shapes])
     return Samples(
         phase=samples[0].phase,
         batch=np.array([float(batch) for batch, _ in shapes]),
-        tokens=np.array([float(tokens) for _, tokens in shapes]),
+        tokens=tokens,
+        longest=tokens,
         seconds=np.array([median(repeated[shape]) for shape in shapes]),
     )
 
@@ -120,7 +136,8 @@ class Law:
     """Seconds of a layer: a non-negative sum of piecewise-linear functions of its shape.
 
     ``jumps`` sums the jumps of the seconds up to each of the ``steps`` of the rows, from 0;
-    ``of_work`` is a function of rows times tokens, ``of_length`` one of the tokens, times rows.
+    ``of_work`` is a function of rows times tokens, ``of_length`` one of the tokens, times rows;
+    ``each_longest`` and ``of_longest``, one of the rows, are multiplied by the longest sequence.
     """
 
     phase: Phase
@@ -133,23 +150,25 @@ class Law:
     of_rows: Polyline
     of_work: Polyline
     of_length: Polyline
+    each_longest: float
+    of_longest: Polyline
 
-    def seconds(self, batch: float, tokens: float) -> float:
-        """Return the seconds at a shape, ``batch`` and ``tokens`` at least 1."""
+    def seconds(self, batch: float, tokens: float, longest: float | None = None) -> float:
+        """Return the seconds at a shape, all at least 1; ``longest`` is ``tokens`` by default."""
         rows = batch * tokens if self.phase is Phase.PREFILL else batch
         total = self.constant + self.each_sequence * batch + self.each_token * tokens
         total += self.jumps[bisect_left(self.steps, rows)] + self.of_rows(rows)
         total += self.of_work(rows * tokens) + rows * self.of_length(tokens)
+        total += (longest or tokens) * (self.each_longest + self.of_longest(rows))
         return max(total, self.least)
 
     def seconds_of(self, samples: Samples) -> Array:
         """Return the seconds at the shapes of samples ``[P]``."""
-        shapes = zip(samples.batch.tolist(), samples.tokens.tolist(), strict=True)
-        return np.array([self.seconds(batch, tokens) for batch, tokens in shapes])
+        return np.array([self.seconds(*shape) for shape in samples.shapes])
 
 
-def fit_without_outliers(samples: Samples) -> tuple[Law, Samples]:
-    """Return the law of the samples that agree with most others, and the samples to trust.
+def fit_without_outliers(samples: Samples) -> tuple[Law, npt.NDArray[np.bool_]]:
+    """Return the law of the samples that agree with most others, and which to trust ``[P]``.
 
     These have in addition a slow one without a larger shape and a fast one without a smaller one:
     kernels change, and nothing else was measured there.
@@ -158,15 +177,15 @@ def fit_without_outliers(samples: Samples) -> tuple[Law, Samples]:
     gaps = _gaps(law, samples)
     # An outlier bends the first fit towards itself.
     if len(samples) < MIN_TESTED or np.abs(gaps).max() <= math.log(OUTLIER) / 2.0:
-        return law, samples
+        return law, np.ones(len(samples), dtype=bool)
     for weights in FITS * (_absolute,) + FITS * (_bounded,):
         gaps = _gaps(fit_law(samples, weights(gaps)), samples)
     spread = _STANDARD * float(np.median(np.abs(gaps)))
     most = max(math.log(OUTLIER), OUTLIER_SPREADS * spread)
     precedes = samples.precedes()
     has_larger, has_smaller = precedes.sum(axis=1) > 1, precedes.sum(axis=0) > 1
-    kept = ~((gaps > most) & has_larger | (gaps < -most) & has_smaller)
-    return fit_law(samples.take(np.abs(gaps) <= most)), samples.take(kept)
+    is_outlier = (gaps > most) & has_larger | (gaps < -most) & has_smaller
+    return fit_law(samples.take(np.abs(gaps) <= most)), ~is_outlier
 
 
 def _gaps(law: Law, samples: Samples) -> Array:
@@ -195,7 +214,8 @@ def fit_law(samples: Samples, weights: Array | None = None) -> Law:
         samples: of one phase and bitwidth.
         weights: of the relative errors, up to 1 ``[P]``; 1 by default.
     """
-    rows, tokens = samples.rows, samples.tokens
+    rows, tokens, longest = samples.rows, samples.tokens, samples.longest
+    differ = bool((longest > tokens).any())
     bends_with_length = len(samples) >= MIN_LENGTH_SAMPLES
     knots = {
         "rows": _knots(rows, ROW_OCTAVES),
@@ -213,6 +233,8 @@ def fit_law(samples: Samples, weights: Array | None = None) -> Law:
         "steps": (rows[:, None] > steps).astype(float),
         "work": _pieces(rows * tokens, knots["work"]),
         "length": rows[:, None] * _pieces(tokens, knots["length"]) * bends_with_length,
+        "longest": one * longest[:, None] * differ,
+        "padding": longest[:, None] * _pieces(rows, knots["rows"]) * differ,
     }
     # A single sample is explained by the first part: rows in prefill, the constant in decode.
     order = (
@@ -224,6 +246,7 @@ def fit_law(samples: Samples, weights: Array | None = None) -> Law:
         "rows": _smoothing(rows, rates, knots["rows"]),
         "work": _smoothing(rows * tokens, rates, knots["work"]),
         "length": float(np.median(rows)) * _smoothing(tokens, rates, knots["length"]),
+        "padding": float(np.median(longest)) * _smoothing(rows, rates, knots["rows"]),
     }
     target = np.ones(len(samples)) if weights is None else weights
     found = _solve({name: parts[name] for name in order}, charges, rates, target)
@@ -239,6 +262,8 @@ def fit_law(samples: Samples, weights: Array | None = None) -> Law:
         of_rows=Polyline(knots["rows"], found["rows"]),
         of_work=Polyline(knots["work"], found["work"]),
         of_length=Polyline(knots["length"], found["length"]),
+        each_longest=float(found["longest"][0]),
+        of_longest=Polyline(knots["rows"], found["padding"]),
     )
 
 

@@ -357,18 +357,16 @@ class OnlineEngine:
         ]
 
     def _row(self, chunk: ScheduledChunk, answer: OnlineAnswer, first: int, length: int) -> Row:
-        limits, rope_length = self._limits, 0
-        if limits.grows_after is not None:
-            rope_length = answer.num_prompt_tokens
-        elif limits.switches_after is not None:
-            rope_length = max(length, len(answer.tokens))
+        limits = self._limits
         width = limits.blocks_for(length)
         return Row(
             blocks=chunk.blocks[:width],
             window_blocks=chunk.window_blocks[:width],
             first=first,
             length=length,
-            rope_length=rope_length,
+            rope_length=limits.rope_length(
+                answer.num_prompt_tokens, max(length, len(answer.tokens))
+            ),
         )
 
     def _complete(self) -> None:

@@ -29,6 +29,8 @@ from llmpq.errors import SpecError, StageError
 from llmpq.units import format_bytes
 
 MEMORY = "memory"
+NICENESS = 5
+"""Of the children: the ranks, which serve other clients, have three times their share of a core."""
 SILENCE_S = 600.0
 """A child that gives no answer for so long, whatever its processor time, is ended."""
 _ENVIRONMENT = {
@@ -215,6 +217,9 @@ def serve_jobs(load: Callable[[Any], Handle]) -> None:
         load: takes the setup and returns the function that does a job; without limits.
     """
     cpu_s, memory_bytes = float(sys.argv[1]), int(sys.argv[2])
+    os.nice(NICENESS)
+    with contextlib.suppress(OSError):  # where sessions have equal shares, whatever their processes
+        Path("/proc/self/autogroup").write_text(str(NICENESS), encoding="ascii")
     source, target = sys.stdin.buffer, sys.stdout.buffer
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     handle = load(json.loads(source.readline()))

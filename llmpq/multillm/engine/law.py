@@ -51,6 +51,8 @@ SHORT, LONG = 64.0, 2048.0
 
 Seconds = Callable[[int, float], float]
 """Returns the seconds of so many sequences of so many tokens each."""
+Uneven = Callable[[int, float, float], float]
+"""The same with the longest of them; the tokens are those of a sequence in the mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,7 @@ def team_law(
     def prefill_s(batch: int, tokens: float) -> float:
         return seconds(Phase.PREFILL, batch, tokens)
 
-    def decode_s(batch: int, tokens: float) -> float:
+    def decode_s(batch: int, tokens: float, longest: float) -> float:  # noqa: ARG001
         return seconds(Phase.DECODE, batch, tokens)
 
     return _separate(
@@ -163,7 +165,7 @@ def plan_law(plan: Plan, costs: ClusterCosts) -> EngineLaw:
             found += own.master_s(phase, rows, tokens if phase is Phase.PREFILL else 1.0)
         return found
 
-    def decode_s(batch: int, context: float) -> float:
+    def decode_s(batch: int, context: float, longest: float) -> float:  # noqa: ARG001
         steps = min(depth, batch)
         rows = -(-batch // steps)
         shape = BatchShape(phase=Phase.DECODE, rows=rows, longest=1, total=rows)
@@ -237,17 +239,18 @@ def _grid(most: int) -> Array:
     return np.array(found, np.float64)
 
 
-def _decode_weights(seconds: Seconds, most: int, longest: float = LONG) -> Array:
-    """Return the weights of 1, ``S`` and ``B s`` by batch [most + 1, 3], linear in the context."""
+def _decode_weights(seconds: Uneven, most: int, longest: float = LONG) -> Array:
+    """Return the weights of 1, ``S`` and ``B s`` by batch [most + 1, 3], linear in the contexts."""
     batches = _grid(most)
     low, high = min(SHORT, longest / 2.0), max(longest, 2.0)
-    at = np.array([[seconds(int(batch), low), seconds(int(batch), high)] for batch in batches])
-    slope = np.maximum(0.0, at[:, 1] - at[:, 0]) / (high - low)
+    shapes = ((low, low), (high, high), (low, high))
+    at = np.array([[seconds(int(batch), *shape) for shape in shapes] for batch in batches])
+    both = np.maximum(0.0, at[:, 1] - at[:, 0]) / (high - low)
+    padding = np.minimum(both, np.maximum(0.0, at[:, 2] - at[:, 0]) / (high - low))
     every = np.arange(most + 1).clip(1)
-    constant = np.interp(every, batches, np.maximum(0.0, at[:, 0] - slope * low))
-    return np.stack(
-        [constant, np.interp(every, batches, slope) / every, np.zeros(most + 1)], axis=1
-    )
+    constant = np.interp(every, batches, np.maximum(0.0, at[:, 0] - both * low))
+    slopes = [np.interp(every, batches, one) / every for one in (both - padding, padding)]
+    return np.stack([constant, *slopes], axis=1)
 
 
 def _prefill_weights(seconds: Seconds, tokens: float, most: int) -> Array:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
 from helpers.clocks import PATIENCE_S
 
-from llmpq.dist.limited.limited_process import JobLimitError, JobLimits, LimitedProcesses
+from llmpq.dist.limited.limited_process import (
+    NICENESS,
+    JobLimitError,
+    JobLimits,
+    LimitedProcesses,
+)
 from llmpq.errors import StageError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -31,6 +37,15 @@ def test_jobs_share_a_child_and_have_its_setup(processes):
         first, second = [await processes.run(job) for job in ("x", ["é", None])]
         assert (first[:2], second[:2]) == ([{"a": 1}, "x"], [{"a": 1}, ["é", None]])
         assert first[2] == second[2]
+
+    run(scenario)
+
+
+def test_children_yield_the_processor_to_the_ranks(processes):
+    async def scenario():
+        _, _, child = await processes.run("x")
+        own = os.getpriority(os.PRIO_PROCESS, 0)
+        assert os.getpriority(os.PRIO_PROCESS, child) == min(19, own + NICENESS)
 
     run(scenario)
 
