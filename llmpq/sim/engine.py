@@ -144,7 +144,8 @@ class SimulatedEngine:
                 token_ids=_token_ids(item),
                 prompt_tokens=item.prompt_tokens,
                 max_tokens=max(item.new_tokens, max_tokens or 0),
-                arrival_s=item.arrival_s,
+                # The engine takes it from its channel between two tasks.
+                arrival_s=max(item.arrival_s, self.now_s),
                 predicted_tokens=float(item.new_tokens),
             )
         )

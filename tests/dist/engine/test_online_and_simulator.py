@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llmpq.assigner.even_plan import even_plan
@@ -206,6 +206,11 @@ def recorded(scheduler: EngineScheduler) -> list[tuple[float, EngineStep]]:
     drafts=st.sampled_from([0, 0, 1, 5]),
     draft_blocks=st.none() | st.integers(1, 30),
 )
+@example(  # the last request arrives during a task: both count its wait from the end of it
+    items=[(0, 8, 1), (0, 8, 2), (1, 1, 1), (0, 14, 1), (3, 8, 1)], num_stages=3, budget=8,
+    num_blocks=11, max_sequences=2, prefix_caching=False, order="larry", drafts=0,
+    draft_blocks=None,
+)  # fmt: skip
 def test_decisions_are_equal(
     items, num_stages, budget, num_blocks, max_sequences, prefix_caching, order, drafts,
     draft_blocks,
