@@ -12,7 +12,7 @@ from llmpq.batching.draft_model import DraftLimits, planned_limits
 from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.queue_order import ALPHA, QUEUE_ORDERS, queue_order
 from llmpq.cli.common import print_json, progress_bar
-from llmpq.dist.engine.policy import engine_limits
+from llmpq.dist.engine.policy import engine_limits, with_windows
 from llmpq.dist.io.job import EngineOptions
 from llmpq.errors import SpecError
 from llmpq.routing import BALANCERS, load_balancer
@@ -20,6 +20,7 @@ from llmpq.sim.engine_costs import PlanEngineCosts
 from llmpq.sim.engine_report import capacity
 from llmpq.sim.fleet import FleetReplica, FleetReport, simulate_fleet
 from llmpq.sim.plan_costs import PlanCosts
+from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import Plan
 from llmpq.spec.runtime_constants import POLL_S, PROMPT_CHUNK_TOKENS
 from llmpq.spec.trace import (
@@ -193,7 +194,7 @@ def run_engine(
             "1 and more than 0"
         )
     acceptance_rate = _acceptance_rate(options, plan)
-    limits = simulated_limits(options, plan)
+    limits = simulated_limits(options, plan, costs.model)
     order = queue_order(options.scheduler, alpha=options.alpha, unit=options.unit)
     requests = _with_arrivals(options, requests)
     room = limits.num_blocks * limits.block_size
@@ -273,8 +274,8 @@ def _slice(text: str) -> tuple[int, int | None]:
         raise argparse.ArgumentTypeError(f"found '{text}', expected FIRST:END") from None
 
 
-def simulated_limits(options: argparse.Namespace, plan: Plan) -> EngineLimits:
-    """Return the limits of the engine that runs a plan with these options."""
+def simulated_limits(options: argparse.Namespace, plan: Plan, model: ModelSpec) -> EngineLimits:
+    """Return the limits of the engine that runs a plan of a model with these options."""
     served = engine_limits(plan, EngineOptions(num_blocks=options.num_blocks))
     names = ("token_budget", "max_sequences", "num_blocks")
     asked = {name: getattr(options, name) for name in names}
@@ -284,6 +285,7 @@ def simulated_limits(options: argparse.Namespace, plan: Plan) -> EngineLimits:
         watermark=options.watermark,
         prefix_caching=not options.no_prefix_caching,
     )
+    limits = with_windows(limits, plan, model.window_tokens)
     most = options.num_speculative_tokens
     if options.draft_cost is not None:
         if not most:

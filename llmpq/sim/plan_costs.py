@@ -22,6 +22,7 @@ from llmpq.costmodel import ClusterCosts
 from llmpq.costmodel.base import chunked_s, prompt_s
 from llmpq.sim.costs import BatchShape, Hop, PipelineLayout
 from llmpq.spec.cluster import Device
+from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import Plan, handovers_of
 from llmpq.spec.precision import Phase
 
@@ -76,6 +77,11 @@ class PlanCosts:
         self._attention: dict[tuple[int, int], float] = {}
         self._project: dict[tuple[Phase, int, float], float] = {}
         self._hops: dict[tuple[int, Phase, int], Hop] = {}
+
+    @property
+    def model(self) -> ModelSpec:
+        """The model of the plan."""
+        return self._costs.model
 
     @property
     def layout(self) -> PipelineLayout:

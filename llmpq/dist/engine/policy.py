@@ -8,6 +8,7 @@ Needs no torch, so that a command can check a schedule before it starts a rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from llmpq.batching import BatchingPolicy, PipelineShape, make_policy, uniform_depth
@@ -23,7 +24,7 @@ from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import Plan
 from llmpq.spec.precision import DTYPE_BYTES, Phase
-from llmpq.spec.runtime_constants import KV_BLOCK_SIZE, PROMPT_CHUNK_TOKENS
+from llmpq.spec.runtime_constants import KV_BLOCK_SIZE, PROMPT_CHUNK_TOKENS, kept_blocks
 from llmpq.spec.schedule import Schedule
 
 MAX_SEQUENCES = 256
@@ -96,6 +97,35 @@ def engine_limits(plan: Plan, options: EngineOptions) -> EngineLimits:
         row_cost=row_cost_of(plan),
         draft=draft_limits(plan, config, num_blocks),
     )
+
+
+def with_windows(limits: EngineLimits, plan: Plan, largest: int | None) -> EngineLimits:
+    """Return the limits of an engine for a model with a largest window, ``None`` without any."""
+    blocks = window_blocks(plan, largest)
+    return replace(
+        limits,
+        window_tokens=own_window(plan, largest),
+        num_window_blocks=min(blocks or 0, limits.num_blocks),
+    )
+
+
+def own_window(plan: Plan, largest: int | None) -> int | None:
+    """Return the largest window of a model whose layers with windows have blocks of their own.
+
+    Returns:
+        ``None`` where all layers have the same: no window is shorter than a sequence of the plan,
+        or stages send each other keys and values.
+    """
+    longest = plan.workload.max_context_tokens
+    if largest is None or plan.is_split:
+        return None
+    return None if kept_blocks(longest, largest) == kept_blocks(longest, None) else largest
+
+
+def window_blocks(plan: Plan, largest: int | None) -> int | None:
+    """Return the blocks of layers with windows, ``None`` where all layers have the same."""
+    window, work = own_window(plan, largest), plan.workload
+    return None if window is None else work.batch * kept_blocks(work.max_context_tokens, window)
 
 
 def draft_limits(

@@ -21,7 +21,15 @@ from llmpq.dist.engine.draft_model import Drafter, RemoteDraftModel
 from llmpq.dist.engine.engine import MasterEngine, OnFinish, OnTokens, ShouldAbort
 from llmpq.dist.engine.online import EngineChannel, OnlineEngine
 from llmpq.dist.engine.packed_steps import PipelineSteps
-from llmpq.dist.engine.policy import engine_limits, max_model_len, policy_of, schedule_of
+from llmpq.dist.engine.policy import (
+    engine_limits,
+    max_model_len,
+    own_window,
+    policy_of,
+    schedule_of,
+    window_blocks,
+    with_windows,
+)
 from llmpq.dist.engine.running_requests import drafts_of
 from llmpq.dist.engine.sampler import Sampler
 from llmpq.dist.engine.stage import StageRunner, StageWorker
@@ -73,7 +81,6 @@ from llmpq.spec.gguf.config import config_bytes
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan import Plan, plan_text
 from llmpq.spec.precision import Phase
-from llmpq.spec.runtime_constants import kept_blocks
 from llmpq.spec.schedule import draft_bytes
 from llmpq.units import format_bytes
 
@@ -164,33 +171,22 @@ def frame_limits(
 
 
 def window_of(plan: Plan, config: PreTrainedConfig) -> int | None:
-    """Return the largest window of a model whose layers with windows have blocks of their own.
-
-    Returns:
-        ``None`` where all layers have the same: no window is shorter than a sequence of the plan,
-        or stages send each other keys and values.
-    """
-    window, longest = largest_window(config), plan.workload.max_context_tokens
-    if window is None or plan.is_split or kept_blocks(longest, window) == blocks_of(longest):
-        return None
-    return window
+    """Return the window of layers with blocks of their own; see ``own_window``."""
+    return own_window(plan, largest_window(config))
 
 
 def window_blocks_of(plan: Plan, config: PreTrainedConfig) -> int | None:
     """Return the blocks of layers with windows, ``None`` where all layers have the same."""
-    window, work = window_of(plan, config), plan.workload
-    return None if window is None else work.batch * kept_blocks(work.max_context_tokens, window)
+    return window_blocks(plan, largest_window(config))
 
 
 def with_model(limits: EngineLimits, plan: Plan, config: PreTrainedConfig) -> EngineLimits:
     """Return the limits of an engine for a model's rotary angles and windows."""
     scaling = length_scaling(config)
     return replace(
-        limits,
+        with_windows(limits, plan, largest_window(config)),
         switches_after=scaling.switches_after,
         grows_after=scaling.grows_after,
-        window_tokens=window_of(plan, config),
-        num_window_blocks=min(window_blocks_of(plan, config) or 0, limits.num_blocks),
     )
 
 

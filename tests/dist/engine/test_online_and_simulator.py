@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -27,11 +28,14 @@ from llmpq.dist.io.engine_messages import AddedRequest, ModelLimits, added_to_js
 from llmpq.dist.io.generation import GenerationRequest
 from llmpq.dist.io.job import EngineOptions
 from llmpq.dist.io.sampling_params import SamplingParams
+from llmpq.dist.launch.rank import with_model
 from llmpq.dist.transport.frames import Row
+from llmpq.models import load_config
 from llmpq.sim.costs import Hop
 from llmpq.sim.engine import SimulatedEngine
 from llmpq.sim.engine_costs import StepShape
-from llmpq.spec.runtime_constants import PROMPT_CHUNK_TOKENS
+from llmpq.spec.huggingface.families import load_model_dir
+from llmpq.spec.runtime_constants import PROMPT_CHUNK_TOKENS, kept_blocks
 from llmpq.spec.trace import TraceRequest
 
 VOCAB = 5000
@@ -206,14 +210,20 @@ def recorded(scheduler: EngineScheduler) -> list[tuple[float, EngineStep]]:
     order=st.sampled_from(["fcfs", "spf", "no_preempt", "larry", "hrrn"]),
     drafts=st.sampled_from([0, 0, 1, 5]),
     draft_blocks=st.none() | st.integers(1, 30),
+    window=st.none() | st.tuples(st.integers(1, 20), st.integers(0, 8)),
 )
 @example(  # a request arrives while a step is computed, and waits from then on
     items=[*[(0, 1, 1)] * 5, (1, 9, 1), (1, 1, 1)], num_stages=2, budget=1, num_blocks=11,
-    max_sequences=1, prefix_caching=False, order="larry", drafts=0, draft_blocks=None,
+    max_sequences=1, prefix_caching=False, order="larry", drafts=0, draft_blocks=None, window=None,
+)  # fmt: skip
+@example(
+    items=[(0, 8, 1), (0, 8, 2), (1, 1, 1), (0, 14, 1), (3, 8, 1)], num_stages=3, budget=8,
+    num_blocks=11, max_sequences=2, prefix_caching=False, order="larry", drafts=0,
+    draft_blocks=None, window=None,
 )  # fmt: skip
 def test_decisions_are_equal(
     items, num_stages, budget, num_blocks, max_sequences, prefix_caching, order, drafts,
-    draft_blocks,
+    draft_blocks, window,
 ):  # fmt: skip
     draft = None
     if drafts and draft_blocks is not None:
@@ -228,6 +238,8 @@ def test_decisions_are_equal(
         num_speculative_tokens=drafts,
         draft=draft,
     )
+    if window is not None:
+        limits = windowed(limits, *window)
     arrivals = np.cumsum([8.0 * gap for gap, _, _ in items]).tolist()
 
     simulated = SimulatedEngine(
@@ -268,6 +280,15 @@ def test_decisions_are_equal(
     assert engine.scheduler.num_preemptions == simulated.scheduler.num_preemptions
     assert engine.scheduler.num_accepted_tokens == simulated.scheduler.num_accepted_tokens
     assert engine.scheduler.free_blocks == num_blocks
+    assert engine.scheduler.free_window_blocks == limits.num_window_blocks
+
+
+def windowed(limits, window, more):
+    """Return the limits of a model with windows, and more blocks for these than one needs."""
+    needed = kept_blocks(
+        limits.num_blocks * limits.block_size, window, limits.block_size, limits.token_budget
+    )
+    return replace(limits, window_tokens=window, num_window_blocks=needed + more)
 
 
 def test_the_comparison_sees_accepted_and_rejected_drafts():
@@ -301,6 +322,18 @@ def test_the_comparison_sees_preemptions():
     assert simulated.scheduler.num_preemptions > 0
 
 
+def test_the_comparison_sees_preemptions_by_windows_alone():
+    plain = EngineLimits(token_budget=8, max_sequences=4, num_blocks=40, block_size=4)
+    preemptions = []
+    for limits in (plain, windowed(plain, 6, 1)):
+        simulated = SimulatedEngine(Costs(2), limits, queue_order("fcfs"))
+        for number in range(3):
+            simulated.add(number, TraceRequest(arrival_s=0.0, prompt_tokens=6, new_tokens=12))
+        simulated.advance(float("inf"))
+        preemptions.append(simulated.scheduler.num_preemptions)
+    assert preemptions[0] == 0 < preemptions[1]
+
+
 @pytest.mark.parametrize("order", ["fcfs", "spf"])
 def test_orders_differ_on_the_same_arrivals(order):
     limits = EngineLimits(token_budget=8, max_sequences=1, num_blocks=20, block_size=4)
@@ -327,8 +360,26 @@ def test_the_command_simulates_the_limits_that_the_engine_has(stages, tiny_model
     """Fewer steps in flight idle where the engine's do not; a step has as many tokens."""
     folder = tiny_model("llama")
     plan = even_plan(folder, bits=(16,), stages=stages, shape=(2, 12, 4), micro_batch=(1, 2))
-    parser = argparse.ArgumentParser()
-    add_engine_options(parser)
-    simulated = simulated_limits(parser.parse_args([]), plan)
+    simulated = simulated_limits(asked(), plan, load_model_dir(folder))
     assert simulated == engine_limits(plan, EngineOptions())
     assert simulated.token_budget < PROMPT_CHUNK_TOKENS
+
+
+@pytest.mark.parametrize("blocks", [None, 70, 90, 500])
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3", "gpt_oss"])
+def test_the_command_simulates_the_blocks_of_windows(family, blocks, tiny_model):
+    folder = tiny_model(family, sliding_window=9, max_position_embeddings=2048)
+    plan = even_plan(folder, bits=(16,), stages=2, shape=(3, 1200, 4), micro_batch=(1, 2))
+    given_blocks = [] if blocks is None else ["--num_blocks", str(blocks)]
+    simulated = simulated_limits(asked(*given_blocks), plan, load_model_dir(folder))
+    served = engine_limits(plan, EngineOptions(num_blocks=blocks))
+    assert simulated == with_model(served, plan, load_config(folder))
+    assert simulated.window_tokens == 9
+    # A window of 9 tokens and a chunk of 1,024, wherever a block begins, of three sequences.
+    assert 66 <= simulated.num_window_blocks <= 3 * 66
+
+
+def asked(*words):
+    parser = argparse.ArgumentParser()
+    add_engine_options(parser)
+    return parser.parse_args(words)

@@ -30,7 +30,7 @@ from llmpq.dist.io.generation import GenerationRequest
 from llmpq.dist.io.job import EngineOptions
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.sampling_params import SamplingParams
-from llmpq.dist.launch.draft_runner import run_draft_model
+from llmpq.dist.launch.draft_runner import load_draft_model, run_draft_model
 from llmpq.dist.launch.rank import frame_limits, master_rank, ring_errors, run_stage
 from llmpq.dist.metrics.stats import StageClock
 from llmpq.dist.transport.frames import Frame, FrameKind, Row
@@ -265,19 +265,37 @@ def test_one_that_cannot_be_loaded_ends_the_start(model_dir):
 def test_its_memory_is_that_of_the_forecast(model_dir):
     """Weights, head and KV blocks of the process are those that the planner counted."""
     plan = placed(model_dir, 1, "idle")
+    _, made = run_threads(plan, model_dir, requests(), speculative=config_of(model_dir))
+    assert made.draft is not None
+    _assert_forecast(made.draft.held, plan, model_dir)
+
+
+@pytest.mark.parametrize("place", ["idle", "beside"])
+def test_its_layers_with_windows_keep_all_tokens_as_forecast(tiny_model, place):
+    """Its blocks have no tables of windows, so that it may begin with any sequence."""
+    folder = tiny_model("mistral", sliding_window=6, max_position_embeddings=2048)
+    plan = placed(folder, 1, place)
+    plan = replace(plan, workload=replace(plan.workload, prompt_tokens=1200))
+    engine = EngineOptions(speculative_config=config_of(folder))
+    context, *_ = contexts_of(plan, folder, engine=engine)
+    model = load_draft_model(context.job, plan, torch.device("cpu"))
+    assert model is not None
+    _assert_forecast(model.held, plan, folder)
+
+
+def _assert_forecast(held, plan, model_dir):
+    assert held is not None
     own = build_costs(
         load_model_dir(model_dir), plan.cluster, dtype="float32", kv_bits=32, latency="roofline"
     )
     request = DraftRequest(costs=own, source=str(model_dir), bits=None, acceptance_rate=1.0, most=3)
-    _, made = run_threads(plan, model_dir, requests(), speculative=config_of(model_dir))
-    assert made.draft is not None
-    held = made.draft.held
-    assert held is not None
-    device, work = plan.cluster.devices[1], plan.workload
-    rest = own.runtime_bytes(device) + own.temporary_bytes(
-        device, work, plan.micro_batching, is_master=True, is_last=True
+    place = plan.draft.device
+    device = plan.cluster.devices[place]
+    rest = own.temporary_bytes(
+        device, plan.workload, plan.micro_batching, is_master=True, is_last=True
     )
-    assert held.weights + held.master + held.kv + rest == _memory_bytes(plan, request, 1)
+    rest += own.runtime_bytes(device) if place != plan.stages[0].device else 0
+    assert held.weights + held.master + held.kv + rest == _memory_bytes(plan, request, place)
 
 
 def test_bad_frames_and_transports_are_refused(model_dir):

@@ -9,11 +9,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.ranks import make_plan, run_threads, serve_script
+from helpers.ranks import make_plan, make_split_plan, run_threads, serve_script
 from helpers.scripted_channel import Script
 from helpers.tiny_configs import stored_fields, tiny_config
 from helpers.tiny_models import generate_alone, load_reference, load_stage
 
+from llmpq.assigner.plan_estimate import stage_memory
+from llmpq.costmodel import build_costs
 from llmpq.costmodel.stored import layer_kv_bytes
 from llmpq.dist.engine.stage import StageRunner, slot_row
 from llmpq.dist.io.generation import GenerationRequest
@@ -27,8 +29,8 @@ from llmpq.errors import StageError
 from llmpq.models import PackedBatch, kv_shapes, load_config
 from llmpq.models.config import largest_window
 from llmpq.models.families import TESTED
-from llmpq.spec.huggingface.families import model_from_config, model_types
-from llmpq.spec.runtime_constants import PROMPT_CHUNK_TOKENS, kept_blocks
+from llmpq.spec.huggingface.families import load_model_dir, model_from_config, model_types
+from llmpq.spec.runtime_constants import KV_BLOCK_SIZE, PROMPT_CHUNK_TOKENS, kept_blocks
 
 torch.set_num_threads(1)
 
@@ -73,6 +75,30 @@ def test_offline_tokens_equal_generate(tiny_model, family, shape):
     answers, _ = run_threads(plan, model_dir, requests)
     for number, tokens in enumerate(expected_tokens(model_dir)):
         assert list(answers[number][0]) == tokens
+
+
+@pytest.mark.parametrize("is_split", [False, True], ids=["one ring", "waa"])
+def test_stages_keep_the_bytes_that_the_plan_counts(tiny_model, is_split):
+    """Stages that send keys and values keep all tokens, in the plan and in the runtime."""
+    model_dir = tiny_model("gemma2", seed=1, **FAMILIES["gemma2"])
+    plan = plan_of(2)
+    if is_split:
+        sizes = {"batch": 3, "prompt_tokens": LONG, "new_tokens": NEW, "prefill": 2, "decode": 3}
+        plan = make_split_plan((0, 1, 3), (0, 2, 3), **sizes)
+    requests = [
+        Request(id=number, prompt_token_ids=tuple(prompt), max_new_tokens=NEW)
+        for number, prompt in enumerate(PROMPTS)
+    ]
+    answers, made = run_threads(plan, model_dir, requests)
+    for number, tokens in enumerate(expected_tokens(model_dir)):
+        assert list(answers[number][0]) == tokens
+    costs = build_costs(
+        load_model_dir(model_dir), plan.cluster, dtype="float32", kv_bits=32, latency="roofline"
+    )
+    planned = [stage_memory(plan, costs, stage).kv for stage in plan.stages]
+    assert [stage.held.kv for stage in made.stages] == planned
+    all_tokens = 3 * blocks_of(LONG + NEW) * KV_BLOCK_SIZE * 2 * 2 * 8 * 4
+    assert (planned[0] == all_tokens) == is_split
 
 
 def serve(model_dir, num_stages, prompts, kv_bits=32, **options):
