@@ -248,16 +248,21 @@ def format_text(plan: Plan) -> tuple[str, ...]:
 
 def _cpu_text(plan: Plan) -> list[str]:
     """Return what each kind of CPU worker has, and what 16 bits mean on it."""
-    lines = []
+    kinds: dict[str, dict[str, list[str]]] = {}
     for stage in plan.stages:
         device = plan.device_of(stage)
         used = limited_set(device.instruction_set, device.cpu_isa)
         if used is not None:
-            what = f"cpu            {device.node}/{device.type}: {host_text(device)}"
+            what = host_text(device)
             if (form := plan.dtype_of(stage)) != "float32" and used not in BF16_SETS:
                 what += f"; 16 bits are {form} stored, float32 computed"
-            lines.append(what)
-    return list(dict.fromkeys(lines))
+            kind = kinds.setdefault(f"{device.node}/{device.type}", {})
+            kind.setdefault(what, []).append(device.label)
+    return [
+        f"cpu            {name if len(kind) == 1 else ', '.join(labels)}: {what}"
+        for name, kind in kinds.items()
+        for what, labels in kind.items()
+    ]
 
 
 def _memory_text(used: int, capacity: int) -> str:

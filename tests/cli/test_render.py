@@ -6,6 +6,7 @@ import importlib.util
 from dataclasses import replace
 
 import pytest
+from helpers import ranks
 from helpers.builders import cluster_of, plan_request
 
 from llmpq.assigner import make_plan
@@ -81,6 +82,22 @@ def test_a_plan_states_the_cpu_and_what_16_bits_mean_on_it(tmp_path, has, limit,
     assert f"cpu            desk/cpu: 2 threads, {shown}" in format_text(plan)
     write_plan(tmp_path / "plan.json", plan)
     assert read_plan(tmp_path / "plan.json").cluster == cluster
+
+
+def test_workers_of_one_host_that_differ_are_named_apart() -> None:
+    def told(*limits: str | None) -> list[str]:
+        groups = tuple(
+            DeviceGroup(
+                type="cpu", count=1, threads=1, memory_bytes=GIB, instruction_set="amx", cpu_isa=isa
+            )
+            for isa in limits
+        )
+        cluster = Cluster(name="c", nodes=(Node(name="desk", devices=groups),))
+        plan = ranks.make_plan((0, 1, 3), cluster=cluster)
+        return [line.split(":")[0] for line in format_text(plan) if line.startswith("cpu ")]
+
+    assert told(None, None) == ["cpu            desk/cpu"]
+    assert told(None, "avx2") == ["cpu            desk/cpu#0", "cpu            desk/cpu#1"]
 
 
 def test_plan_table_shows_the_phase_of_split_stages() -> None:

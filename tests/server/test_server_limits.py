@@ -71,7 +71,7 @@ def test_full_queue_is_refused_at_once_and_says_when_to_come_back():
     limits = AdmissionLimits(max_num_queued_reqs=4)
     with (
         serving(make_service(engine, limits=limits)) as served,
-        httpx.Client(base_url=served.url) as client,
+        httpx.Client(base_url=served.url, timeout=PATIENCE_S) as client,
     ):
         readers = [connect(served) for _ in range(4)]
         for sock in readers:
@@ -170,7 +170,7 @@ def test_queued_tokens_count_until_the_first_token():
     limits = AdmissionLimits(max_num_queued_tokens=10)
     with (
         serving(make_service(engine, limits=limits)) as served,
-        httpx.Client(base_url=served.url) as client,
+        httpx.Client(base_url=served.url, timeout=PATIENCE_S) as client,
     ):
         served.call(engine.starts.clear)
         held = [connect(served) for _ in range(2)]
@@ -282,7 +282,7 @@ def test_streamed_body_is_refused_at_the_limit():
         wait_until(lambda: not served.engine.active)
     with serving(make_service(FakeEngine()), limits) as served:
         body = [b" " * 60_000] * 2
-        with httpx.Client() as client:
+        with httpx.Client(timeout=PATIENCE_S) as client:
             answer = client.post(
                 f"{served.url}/v1/completions",
                 content=iter(body),
@@ -454,7 +454,7 @@ def test_keys_are_asked_for_everywhere_but_where_only_numbers_are():
     keys = ("first-key-0123456789", "second-key-0123456789")
     with (
         serving(make_service(FakeEngine()), api_keys=keys) as served,
-        httpx.Client(base_url=served.url) as client,
+        httpx.Client(base_url=served.url, timeout=PATIENCE_S) as client,
     ):
         for path in ("/health", "/ping", "/metrics", "/load", "/version"):
             assert client.get(path).status_code == 200
@@ -475,7 +475,7 @@ def test_keys_are_asked_for_everywhere_but_where_only_numbers_are():
 def test_request_id_is_returned_and_made_when_missing():
     with (
         serving(make_service(FakeEngine())) as served,
-        httpx.Client(base_url=served.url) as client,
+        httpx.Client(base_url=served.url, timeout=PATIENCE_S) as client,
     ):
         answer = client.post(
             "/v1/completions", json={"prompt": "x"}, headers={"x-request-id": "mine-1"}
@@ -491,7 +491,7 @@ def test_no_log_holds_text_of_a_request(caplog, monkeypatch):
     with (
         caplog.at_level(logging.DEBUG),
         serving(make_service(FakeEngine())) as served,
-        httpx.Client(base_url=served.url) as client,
+        httpx.Client(base_url=served.url, timeout=PATIENCE_S) as client,
     ):
         served.engine.fails_after = 1
         message = {"role": "user", "content": SECRET_TEXT}
@@ -505,7 +505,10 @@ def test_no_log_holds_text_of_a_request(caplog, monkeypatch):
 
 def test_health_follows_the_engine_and_the_drain():
     service = make_service(FakeEngine())
-    with serving(service) as served, httpx.Client(base_url=served.url) as client:
+    with (
+        serving(service) as served,
+        httpx.Client(base_url=served.url, timeout=PATIENCE_S) as client,
+    ):
         assert client.get("/health").status_code == 200
         service.engine.is_alive = False  # while it restarts
         assert client.get("/health").status_code == 503
@@ -519,7 +522,10 @@ def test_health_follows_the_engine_and_the_drain():
 
 def test_metrics_have_the_names_and_values_of_vllm():
     service = make_service(FakeEngine())
-    with serving(service) as served, httpx.Client(base_url=served.url) as client:
+    with (
+        serving(service) as served,
+        httpx.Client(base_url=served.url, timeout=PATIENCE_S) as client,
+    ):
         for _ in range(3):
             client.post(
                 "/v1/completions",

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from helpers.clocks import PATIENCE_S
 from helpers.fake_engine import FakeEngine
 from helpers.piece_tokenizer import TOKENS, piece_server_tokenizer, piece_tokenizer, pieces
 from helpers.served import demo_tokenizer, make_service, serving
@@ -33,7 +34,9 @@ def answering(
     with serving(make_service(engine, tokenizer=tokenizer)) as server:
 
         def post(path: str, **body: Any) -> dict[str, Any]:
-            found = httpx.post(f"{server.url}/v1/{path}", json={"temperature": 0, **body})
+            found = httpx.post(
+                f"{server.url}/v1/{path}", json={"temperature": 0, **body}, timeout=PATIENCE_S
+            )
             assert found.status_code == 200, found.text
             choice: dict[str, Any] = found.json()["choices"][0]
             return choice

@@ -91,7 +91,9 @@ def test_replicas_start_answer_in_turn_and_end_with_the_router():
             word, url, *replicas = process.stdout.readline().split()
             assert word == "ready"
             assert len(replicas) == 2
-            names = {httpx.get(f"{url}/v1/models").json()["name"] for _ in range(2)}
+            names = {
+                httpx.get(f"{url}/v1/models", timeout=PATIENCE_S).json()["name"] for _ in range(2)
+            }
             assert names == {"one", "two"}
             process.send_signal(signal.SIGTERM)
             _, errors = process.communicate(timeout=PATIENCE_S)
@@ -175,7 +177,7 @@ def test_two_real_replicas_answer_as_one_server(tmp_path):
             assert len(texts) == 1
             found = re.findall(
                 r'router_requests_total\{outcome="answered".*\} (.*)',
-                httpx.get(f"{url}/metrics").text,
+                httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text,
             )
             assert found == ["1.0", "1.0"]
             process.send_signal(signal.SIGTERM)

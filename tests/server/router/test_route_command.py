@@ -17,6 +17,7 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
+from helpers.clocks import PATIENCE_S
 from helpers.fake_engine import FakeEngine
 from helpers.processes import wait_for
 from helpers.served import Served, make_service, serving
@@ -57,7 +58,7 @@ def router(replicas: list[Served]) -> Iterator[tuple[subprocess.Popen[str], str]
 
 
 def test_a_server_reports_what_the_router_reads(replicas):
-    report = report_of_load(httpx.get(f"{replicas[0].url}/load").json())
+    report = report_of_load(httpx.get(f"{replicas[0].url}/load", timeout=PATIENCE_S).json())
     assert report is not None
     assert report.stats.free_tokens <= report.capacity.kv_tokens
 
@@ -81,7 +82,7 @@ def test_an_openai_client_talks_to_all_replicas(replicas, router):
 
 def test_state_and_metrics_of_the_router(router):
     url = router[1]
-    assert httpx.get(f"{url}/health").status_code == 200
+    assert httpx.get(f"{url}/health", timeout=PATIENCE_S).status_code == 200
     assert httpx.get(f"{url}/load").json() == {"server_load": 0}
     text = httpx.get(f"{url}/metrics").text
     assert text.count("llmpq_router_replica_ready{") == 2
