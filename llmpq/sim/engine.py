@@ -144,7 +144,7 @@ class SimulatedEngine:
                 token_ids=_token_ids(item),
                 prompt_tokens=item.prompt_tokens,
                 max_tokens=max(item.new_tokens, max_tokens or 0),
-                arrival_s=item.arrival_s,
+                arrival_s=self.now_s,  # the runtime takes requests between steps
                 predicted_tokens=float(item.new_tokens),
             )
         )

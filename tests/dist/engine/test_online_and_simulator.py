@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llmpq.assigner.even_plan import even_plan
@@ -205,6 +205,29 @@ def recorded(scheduler: EngineScheduler) -> list[tuple[float, EngineStep]]:
     order=st.sampled_from(["fcfs", "spf", "no_preempt", "larry"]),
     drafts=st.sampled_from([0, 0, 1, 5]),
     draft_blocks=st.none() | st.integers(1, 30),
+)
+@example(  # waits count from the end of the step in which a request arrives
+    items=[
+        (5, 12, 11),
+        (0, 29, 7),
+        (2, 25, 6),
+        (0, 15, 8),
+        (0, 10, 4),
+        (0, 9, 11),
+        (1, 29, 10),
+        (0, 29, 7),
+        (0, 13, 5),
+        (0, 12, 2),
+        (0, 15, 3),
+    ],
+    num_stages=2,
+    budget=33,
+    num_blocks=28,
+    max_sequences=4,
+    prefix_caching=True,
+    order="larry",
+    drafts=0,
+    draft_blocks=None,
 )
 def test_decisions_are_equal(
     items, num_stages, budget, num_blocks, max_sequences, prefix_caching, order, drafts,
