@@ -46,7 +46,7 @@ Propose = Callable[[int, int], int]
 """Returns how many draft tokens there are for a request, at most the given number."""
 RESERVED_SHARE = 8
 """One of so many sequences and blocks is not for further answers of a request that runs."""
-FURTHER_STARTS = 8
+FURTHER_STARTS = 4
 """Further answers of requests that start in a step, while there are other requests."""
 SCORED_SHARE = 8
 """One of so many tokens of a step may be of prompts with a score at every position, while there are
