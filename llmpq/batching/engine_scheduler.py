@@ -46,6 +46,11 @@ Propose = Callable[[int, int], int]
 """Returns how many draft tokens there are for a request, at most the given number."""
 RESERVED_SHARE = 8
 """One of so many sequences and blocks is not for further answers of a request that runs."""
+FURTHER_STARTS = 4
+"""Further answers of requests that start in a step, while there are other requests."""
+SCORED_SHARE = 8
+"""One of so many tokens of a step may be of prompts with a score at every position, while there are
+other requests: each of these tokens passes the head and has its log-probabilities sorted."""
 NO_TOKENS: Mapping[int, Sequence[int]] = {}
 
 
@@ -75,6 +80,9 @@ class EngineScheduler:
         self._preempted: deque[EngineSequence] = deque()  # admitted before all others
         self._running: dict[int, EngineSequence] = {}  # in order of admission
         self._in_flight: dict[int, StepInFlight] = {}
+        self._num_scored = 0  # unfinished requests with a score at every position of the prompt
+        self._scored_left = 0  # tokens of their prompts that the next step may still take
+        self._further_left = 0  # further answers that may still start in it
         self._row_cost = RowCost(limits.row_cost)
         draft = limits.draft
         self._model = None if draft is None else DraftModelSchedule(draft, limits.block_size)
@@ -169,6 +177,7 @@ class EngineScheduler:
         self._num_arrived += 1
         self._arrived_tokens += request.prompt_tokens
         self._waiting_tokens += request.prompt_tokens
+        self._num_scored += request.scores_prompt
 
     def abort(self, request: int) -> bool:
         """Remove a request; its blocks are released when its step in flight is complete.
@@ -198,6 +207,10 @@ class EngineScheduler:
         if len(self._in_flight) == self._limits.steps_in_flight:
             return None
         before = self.num_preemptions
+        has_others = len(self._sequences) > self._num_scored
+        budget = self._limits.token_budget
+        self._scored_left = max(1, budget // SCORED_SHARE) if has_others else budget
+        self._further_left = FURTHER_STARTS
         chunks, left = self._continue()
         if self.num_preemptions == before:
             chunks += self._admit(left, now_s)
@@ -334,6 +347,7 @@ class EngineScheduler:
         self._free(sequence)
         if self._model is not None:
             self._model.forget(number)
+        self._num_scored -= sequence.request.scores_prompt
         del self._sequences[number]
 
     def _free(self, sequence: EngineSequence) -> None:
@@ -363,8 +377,8 @@ class EngineScheduler:
                 break
             if not sequence.blocks:
                 continue  # preempted in this step
-            count = min(sequence.tokens - sequence.computed, left, self._chunk_tokens)
-            if self._make_room(sequence, sequence.computed + count):
+            count = self._next_tokens(sequence, left)
+            if count and self._make_room(sequence, sequence.computed + count):
                 chunks.append(self._advance(sequence, count))
                 left -= count
         return chunks, left
@@ -414,10 +428,19 @@ class EngineScheduler:
         """Start waiting requests in order, until one does not fit."""
         chunks: list[ScheduledChunk] = []
         for sequence in self._in_order(now_s):
-            is_full = len(self._running) == self._limits.max_sequences
-            if is_full or not left or not self._start(sequence):
+            if len(self._running) == self._limits.max_sequences or not left:
                 break
-            count = min(sequence.tokens - sequence.computed, left, self._chunk_tokens)
+            is_further = not sequence.was_admitted and self._turns.is_further(
+                sequence.request.group
+            )
+            if not self._has_share(sequence, left, is_further=is_further):
+                if sequence.was_admitted:
+                    break  # preempted sequences start in order
+                continue  # others may pass it
+            if not self._start(sequence, is_further=is_further):
+                break
+            self._further_left = max(0, self._further_left - is_further)
+            count = self._next_tokens(sequence, left)
             if self._windows is not None:
                 has_room = self._windows.advance(
                     sequence, sequence.computed, sequence.computed + count
@@ -445,10 +468,17 @@ class EngineScheduler:
         for request in self._order(waiting, QueueState(now_s, mean, prefill_s)):
             yield self._sequences[request.request]
 
-    def _start(self, sequence: EngineSequence) -> bool:
+    def _has_share(self, sequence: EngineSequence, left: int, *, is_further: bool) -> bool:
+        """Return whether this step may still start a sequence of this kind."""
+        if is_further and not self._further_left:
+            own = self._turns.num_unfinished(sequence.request.group)
+            if len(self._sequences) > own:
+                return False
+        return self._next_tokens(sequence, left) > 0
+
+    def _start(self, sequence: EngineSequence, *, is_further: bool) -> bool:
         """Allocate the blocks of a waiting sequence; return whether they were free."""
         request, limits = sequence.request, self._limits
-        is_further = not sequence.was_admitted and self._turns.is_further(request.group)
         most = limits.max_sequences - limits.max_sequences // RESERVED_SHARE
         if is_further and len(self._running) >= most:
             return False
@@ -456,7 +486,7 @@ class EngineScheduler:
         if self._order.reserves_answer:
             tokens = request.prompt_tokens + request.max_tokens - 1
         shared: list[int] = []
-        if limits.prefix_caching and not request.skip_prefix_cache:
+        if limits.prefix_caching and not request.scores_prompt:
             # The last token is always computed, because its output is needed.
             shared = self._allocator.find(
                 sequence.keys[: (sequence.tokens - 1) // limits.block_size]
@@ -495,7 +525,16 @@ class EngineScheduler:
             )
         return limits.window_blocks_for(tokens) <= free
 
+    def _next_tokens(self, sequence: EngineSequence, left: int) -> int:
+        """Return how many tokens of a sequence the next step can take, of ``left`` in all."""
+        missing = sequence.tokens - sequence.computed
+        if sequence.request.scores_prompt and missing > 1:
+            left = min(left, self._scored_left)
+        return min(missing, left, self._chunk_tokens)
+
     def _advance(self, sequence: EngineSequence, count: int) -> ScheduledChunk:
+        if sequence.request.scores_prompt and sequence.tokens - sequence.computed > 1:
+            self._scored_left -= count
         first, end = sequence.computed, sequence.computed + count
         sequence.computed = end
         sequence.in_step = sequence.last_step = self._next_step

@@ -143,8 +143,9 @@ class EngineRequest:
         cache_salt: requests share blocks only under the same salt.
         group: equal for answers of one request of a client, which take turns with other requests;
             ``None`` for a request of one answer.
-        skip_prefix_cache: compute the whole prompt, because every position has an output that is
-            needed (log-probabilities of the prompt).
+        scores_prompt: every position of the prompt has an output that is needed
+            (log-probabilities of the prompt). All of it is computed, and a step has a share of its
+            tokens for such prompts while there are other requests.
     """
 
     request: int
@@ -156,7 +157,7 @@ class EngineRequest:
     predicted_tokens: float | None = None
     cache_salt: str = ""
     group: str | None = None
-    skip_prefix_cache: bool = False
+    scores_prompt: bool = False
 
     def __post_init__(self) -> None:
         tokens = self.prompt_tokens if self.token_ids is None else len(self.token_ids)

@@ -275,6 +275,10 @@ class FairTurns:
         if not found.unfinished:
             del self._groups[group]
 
+    def num_unfinished(self, group: str | None) -> int:
+        """Return how many answers of the same request are unfinished."""
+        return 1 if group is None else self._groups[group].unfinished
+
     def is_further(self, group: str | None) -> bool:
         """Return whether an answer of the same request runs."""
         return group is not None and self._groups[group].running > 0

@@ -12,7 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmpq.batching.engine_scheduler import EngineScheduler
+from llmpq.batching.engine_scheduler import (
+    FURTHER_STARTS,
+    SCORED_SHARE,
+    EngineScheduler,
+)
 from llmpq.batching.engine_step import EngineLimits, EngineRequest
 from llmpq.batching.queue_order import QUEUE_ORDERS, queue_order
 from llmpq.batching.speculation import DraftCredit
@@ -232,7 +236,7 @@ def test_equal_prompts_share_full_blocks_from_the_next_step_on():
     engine.add(_request(2, prompt), 4)
     engine.add(_request(3, prompt[:8]), 4)
     engine.add(_request(4, prompt, cache_salt="other"), 4)
-    engine.add(_request(5, prompt, skip_prefix_cache=True), 4)
+    engine.add(_request(5, prompt, scores_prompt=True), 4)
     engine.run()
     starts = {chunk.request: chunk.first for step in engine.history for chunk in step.chunks[::-1]}
     assert starts
@@ -243,6 +247,37 @@ def test_equal_prompts_share_full_blocks_from_the_next_step_on():
     # The last token of a prompt is always computed: its output is needed.
     assert firsts == {0: 0, 1: 0, 2: 8, 3: 4, 4: 0, 5: 0}
     assert (scheduler.prefix_cache_queries, scheduler.prefix_cache_hits) == (58, 12)
+
+
+def test_prompts_with_a_score_at_every_position_leave_most_of_a_step_to_other_requests():
+    scheduler = _scheduler(token_budget=8 * SCORED_SHARE, num_blocks=400, max_sequences=40)
+    engine = Engine(scheduler, 4)
+    for number in range(3):
+        engine.add(_request(number, 100, scores_prompt=True), 4)
+    assert _chunks(engine.schedule()) == [(0, 0, 8 * SCORED_SHARE, False)]  # there are no others
+    engine.complete()
+    engine.add(_request(3, 20), 4)
+    engine.add(_request(4, 2), 4)
+    step = engine.schedule()
+    assert _chunks(step) == [(0, 64, 8, False), (3, 0, 20, True), (4, 0, 2, True)]
+    engine.run()
+    assert engine.done == set(range(5))
+
+
+def test_few_further_answers_start_in_a_step_while_there_are_other_requests():
+    alone, beside = (
+        _scheduler(token_budget=400, num_blocks=400, max_sequences=100) for _ in range(2)
+    )
+    beside.add(_request(99, 2))
+    for number in range(30):
+        for scheduler in (alone, beside):
+            scheduler.add(_request(number, 5, group="many"))
+    assert len(alone.schedule(0.0).chunks) == 30
+    assert len(beside.schedule(0.0).chunks) == 2 + FURTHER_STARTS  # the first ones of both
+    beside.add(_request(100, 3))
+    beside.complete(0, dict.fromkeys([99, *range(30)], 1))
+    step = beside.schedule(0.0)
+    assert 100 in [chunk.request for chunk in step.chunks]  # it passes those that wait
 
 
 def test_aborted_sequence_keeps_its_blocks_until_its_step_is_complete():
@@ -459,6 +494,8 @@ class RandomRun:
             priority=chance.randrange(3),
             predicted_tokens=chance.choice([None, 2.0, 5.0]),
             cache_salt=chance.choice(["", "", "salt"]),
+            scores_prompt=chance.random() < 0.2,
+            group=chance.choice([None, None, "a", "b"]),
         )
         self.engine.add(request, new)
         self.number += 1

@@ -241,7 +241,9 @@ def test_a_file_that_is_no_model_is_named(tmp_path):
         load_model_dir(tmp_path / "notes")
 
 
-@pytest.mark.parametrize("name", ["tekken.json", "tokenizer.model.v3", "tiktoken.model"])
+@pytest.mark.parametrize(
+    "name", ["tekken.json", "tekken_240911.json", "tokenizer.model.v3", "tiktoken.model"]
+)
 def test_a_tokenizer_in_another_format_is_named(tmp_path, name):
     assert missing_tokenizer(tmp_path) == "the model has no tokenizer"
     (tmp_path / name).write_text("{}")

@@ -266,7 +266,7 @@ class OnlineEngine:
                 priority=request.priority,
                 cache_salt=request.cache_salt,
                 group=request.group,
-                skip_prefix_cache=added.needs_prompt_logprobs,
+                scores_prompt=added.needs_prompt_logprobs,
             )
         )
         self._numbers[request.id] = number

@@ -9,7 +9,7 @@ from llmpq.spec.fields import LFS_BYTES, check_downloaded
 from llmpq.spec.gguf.header import find_gguf, read_header
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
-UNREAD_FILES = ("tekken.json", "tokenizer.model.*", "*.tiktoken", "tiktoken.model")
+UNREAD_FILES = ("*tekken*.json", "tokenizer.model.*", "*.tiktoken", "tiktoken.model")
 """Patterns of tokenizers in formats that are not read."""
 _TOKENS = "tokenizer.ggml.tokens"
 
