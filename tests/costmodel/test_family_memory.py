@@ -9,7 +9,7 @@ import torch
 from helpers.live_tensors import LiveTensors
 from helpers.tiny_configs import SIZES, stored_fields, tiny_config
 
-from llmpq.costmodel.layer_tensors import Step
+from llmpq.costmodel.forward_step import Step
 from llmpq.costmodel.memory import live_bytes, temporary_bytes
 from llmpq.costmodel.stored import layer_kv_bytes, token_kv_bytes
 from llmpq.dist.kv.blocks import slot_blocks
@@ -61,7 +61,7 @@ SENDING_MORE = {"gemma3n_text", "gemma4_text"}
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("model_type", sorted(TESTED - SENDING_MORE))
-def test_tensors_of_a_family_are_counted(tmp_path, model_type, dtype):
+def test_tensors_of_every_family_are_within_the_bound(tmp_path, model_type, dtype):
     fields = stored_fields(tiny_config(model_type, SIZES_OF_A_PROMPT))
     (tmp_path / "config.json").write_text(json.dumps(fields))
     model, config = model_from_config(fields, "tiny", "config.json"), load_config(tmp_path)
@@ -82,7 +82,7 @@ def test_tensors_of_a_family_are_counted(tmp_path, model_type, dtype):
         model=model, dtype=str(dtype).removeprefix("torch."), kv_bits=8 * dtype.itemsize,
         batch=ROWS, tokens=TOKENS, context=TOKENS,
     )  # fmt: skip
-    assert live.peak + hidden.nbytes <= 1.03 * live_bytes(step)
+    assert live.peak + hidden.nbytes <= 1.01 * live_bytes(step)
 
 
 @pytest.mark.parametrize("model_type", sorted(TESTED & set(model_types())))

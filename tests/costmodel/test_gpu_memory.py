@@ -8,8 +8,8 @@ import pytest
 import torch
 from helpers.live_tensors import LiveTensors
 
-from llmpq.costmodel.gpu_memory import _gpu_attention
-from llmpq.costmodel.layer_tensors import Step
+from llmpq.costmodel.forward_step import Step
+from llmpq.costmodel.memory import _attention
 from llmpq.dist.kv.cache import KVCache
 from llmpq.models import KVShape, PackedBatch
 from llmpq.models.attention import ScoreOptions
@@ -44,11 +44,12 @@ def test_a_decode_step_takes_what_is_forecast(name, kv_bits):
     step = DecodeAttention(places[:, -1], view)
     with torch.inference_mode(), LiveTensors() as live:
         step.attend(query, new, new, ScoreOptions(scaling=1.0))
-    forecast = _gpu_attention(
+    forecast = _attention(
         Step(
             model=model, dtype="bfloat16", kv_bits=kv_bits, batch=batch, tokens=1, context=context
         ),
         layer,
+        in_place=False,
     )
     assert live.peak <= forecast <= 1.2 * live.peak
 
@@ -79,7 +80,7 @@ def test_a_chunk_takes_what_is_forecast(name, context):
         StepAttention(batch, view).attend(query, new, new, ScoreOptions(scaling=1.0, **options))
     step = Step.of_prompts(model, "bfloat16", 16, 1, context)
     assert step.is_chunk
-    forecast = _gpu_attention(step, layer)
+    forecast = _attention(step, layer, in_place=False)
     own = query.nbytes + 2 * new.nbytes  # of the projections, rotated: they are counted, too
     assert live.peak <= forecast
     assert forecast <= 1.2 * live.peak + 2 * own + query.nbytes

@@ -1,57 +1,33 @@
-"""What decides which tensors a layer holds: the step, its family, and the places of its operators.
-
-The counts by family are those of transformers' code; ``tests/costmodel/test_family_memory.py``
-compares them with the tensors that are alive while layers of every tested family run.
-"""
+"""What decides which tensors a layer holds: the step, and the places of its operators."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from llmpq.spec.model import LinearSpec, ModelSpec
+from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
 from llmpq.spec.precision import DTYPE_BYTES, Dtype
-from llmpq.spec.runtime_constants import PROMPT_CHUNK_TOKENS
+from llmpq.spec.runtime_constants import (
+    HEAD_LANES,
+    MAX_PAGED_HEAD_DIM,
+    PROMPT_CHUNK_TOKENS,
+    ROW_BLOCK,
+)
 
 SCORES_ATTENTION = ("gemma2", "gpt_oss", "vaultgemma")
 """Families whose attention writes out its scores, as they are capped or have sinks: for a block of
 queries of one row at a time."""
 BIASED_ATTENTION = ("bloom", "mpt")
 """Families whose attention adds a bias of the keys: for a block of queries at a time."""
-STEPWISE_ACTIVATION = {"bloom": 4, "phi": 3}
-"""Families whose activation is a formula of tensor operations: results alive besides its input."""
-INNER_TENSORS = {
-    "apertus": 6,
-    **dict.fromkeys(("codegen", "gpt2", "gptj"), 4),
-    **dict.fromkeys(("arcee", "jais2", "nanochat", "nemotron"), 3),
-}
-"""Other families without a gate whose activation is one: tensors of the inner size; of others 2."""
-MORE_HELD = {
-    **dict.fromkeys(("afmoe", "apertus", "codegen", "ernie4_5", "ernie4_5_moe", "gpt2"), 1),
-    **dict.fromkeys(("gpt_neox", "helium", "hunyuan_v1_moe", "phi3", "stablelm"), 1),
-    **dict.fromkeys(("dbrx", "gptj", "phi"), 2),
-    **dict.fromkeys(("diffllama", "gpt_oss"), 3),
-    **dict.fromkeys(("llama4_text", "persimmon"), 4),
-}
-"""Tensors as large as hidden states that layers of a family hold in a prompt on a CPU, beyond those
-of Llama's: parts that are rotated apart, a gate, steps of an activation."""
-IN_FLOAT32 = {
-    **dict.fromkeys(("gemma3_text", "gemma4_text", "nanochat"), 1),
-    **dict.fromkeys(("afmoe", "diffllama"), 2),
-    "hy_v3": 3,
-    **dict.fromkeys(("ernie4_5", "ernie4_5_moe", "flex_olmo", "olmo", "olmo2", "olmo3"), 4),
-    **dict.fromkeys(("cohere", "cohere2"), 6),
-}
-"""How many of the tensors as large as hidden states at their worst moment layers of a family hold
-in float32, whatever the run's dtype: rotated queries, norms of heads, sums of experts."""
+STEPWISE_ACTIVATION = ("bloom", "phi")
+"""Families whose activation is a formula of tensor operations."""
+EXPERT_SHARE = 2.0
+"""Rows of the busiest expert, as a multiple of an even share."""
 
 _ATTENTION_PREFIXES = (
     *("self_attn.", "self_attention.", "attention.", "attn.", "norm_attn_norm."),
     *("linear_attn.", "conv."),  # what some layers have in its place
 )
-
-
-_BESIDE_PREFIXES = ("per_layer_", "laurel.", "altup.")
-"""What layers of Gemma 3n and 4 have beside attention and feed-forward; all of it is narrower."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +70,13 @@ class Step:
         """Bytes of ``[rows, features]``, in the run's dtype by default."""
         return self.rows * features * (value_bytes or DTYPE_BYTES[self.dtype])
 
+    def rows_of(self, op: LinearSpec, *, on_cpu: bool) -> int:
+        """Rows that an operator computes at a time, those of all its experts."""
+        if not (on_cpu and runs_in_blocks(op)):
+            return self.rows * op.active
+        share = 1.0 if op.count == 1 else min(1.0, EXPERT_SHARE * op.active / op.count)
+        return min(math.ceil(share * self.rows), ROW_BLOCK)
+
     @property
     def hidden(self) -> int:
         """Bytes of the hidden states."""
@@ -106,19 +89,25 @@ class Step:
         return rows * self.model.message_features * DTYPE_BYTES[self.dtype]
 
     @property
+    def joined(self) -> int:
+        """Bytes of the outputs of all chunks, put together; 0 for whole prompts."""
+        return self.message if self.is_chunk else 0
+
+    @property
     def apart(self) -> int:
         """Bytes of a message being taken apart, or put together again; 0 for one part."""
         return 2 * self.of(self.model.message_features) if self.model.sent_features else 0
 
 
+def fits_kernel(layer: LayerSpec) -> bool:
+    """Whether the kernel of CPUs that reads blocks in place takes a layer's heads."""
+    lanes = layer.head_dim % HEAD_LANES
+    return layer.value_dim is None and lanes == 0 and layer.head_dim <= MAX_PAGED_HEAD_DIM
+
+
 def is_attention(op: LinearSpec) -> bool:
     """Whether an operator belongs to attention, or to what a layer has in its place."""
     return op.name.startswith(_ATTENTION_PREFIXES)
-
-
-def is_beside(op: LinearSpec) -> bool:
-    """Whether an operator belongs to neither attention nor feed-forward."""
-    return op.name.startswith(_BESIDE_PREFIXES)
 
 
 def runs_in_blocks(op: LinearSpec) -> bool:
