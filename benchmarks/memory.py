@@ -131,10 +131,10 @@ def _print(compared: Iterable[tuple[Row, float, float, bool]]) -> None:
             f"| {'equal' if is_exact else 'DIFFER'} |"
         )
     if errors:
-        good = sum(-0.01 <= error <= 0.10 for error in errors)
+        good = sum(-0.01 <= error <= 0.12 for error in errors)
         print(
             f"\n{len(errors)} stages: {min(errors):+.1%} to {max(errors):+.1%}, mean "
-            f"{sum(errors) / len(errors):+.1%}; {good} between -1 % and +10 %"
+            f"{sum(errors) / len(errors):+.1%}; {good} between -1 % and +12 %"
         )
 
 
@@ -149,7 +149,7 @@ def _plot(compared: Sequence[tuple[Row, float, float, bool]], path: Path) -> Non
             )
         for marker, (family, points) in zip("osD^v<>P", families.items(), strict=False):
             axes.plot(*zip(*points, strict=True), marker, label=family, markersize=5, alpha=0.8)
-        axes.axhspan(-1, 10, color="0.92", zorder=0, label="required")
+        axes.axhspan(-1, 12, color="0.92", zorder=0, label="required")
         axes.axhline(0, color="0.5", linewidth=0.8)
         axes.set_xlabel("measured peak resident memory of a stage, MB")
         axes.set_ylabel("predicted, % above measured")

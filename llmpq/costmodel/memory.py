@@ -115,6 +115,7 @@ def temporary_bytes(  # noqa: PLR0913  what a step is, and where it runs
     these the result is an upper bound. The step takes::
 
         links M h e                        messages of the neighbours, two of each if shared
+      + M h e                              outputs of chunks; on the master also its input
       + 1.4 * max( layer, compiled buffers + R h e, logits )
     """
     prompts = Step.of_prompts(model, dtype, kv_bits, micro_batching.prefill, workload.prompt_tokens)
@@ -128,7 +129,8 @@ def temporary_bytes(  # noqa: PLR0913  what a step is, and where it runs
         return GPU_WORKSPACE_BYTES + math.ceil((1.0 + GPU_MARGIN) * worst)
     links = (not is_master) + (not is_last)
     worst = max(_cpu_peak(step, is_master=is_master, links=links) for step in steps)
-    worst += 0 if is_last else prompts.joined
+    # Beside them the master keeps the embedded tokens of the chunks to come.
+    worst += 0 if is_last else (1 + is_master) * prompts.joined
     worst += _scratch_bytes(model, dtype, head_bits if is_master else 16)
     worst += read_buffer_bytes(steps)
     worst += MASTER_BYTES if is_master else 0

@@ -231,7 +231,8 @@ def _use_linear(layer: nn.Module) -> None:
 def fill_constants(part: nn.Module, model: PreTrainedModel) -> None:
     """Compute buffers that checkpoints do not store, such as Gemma's embedding scale.
 
-    The initializer of transformers sets them; it skips parameters on the meta device.
+    The initializer of transformers sets them. Parameters count as initialized, and nothing is
+    computed on the meta device: random numbers there import torch's compiler, 77 MB.
 
     Raises:
         SpecError: the initializer leaves one of them unset.
@@ -240,8 +241,11 @@ def fill_constants(part: nn.Module, model: PreTrainedModel) -> None:
         names = [name for name, value in module.named_buffers(recurse=False) if value.is_meta]
         for name in names:
             unset = module.get_buffer(name)
-            module._buffers[name] = torch.full_like(unset, _marker(unset.dtype), device="cpu")
+            marker = _marker(unset.dtype)
+            module._buffers[name] = torch.full(unset.shape, marker, dtype=unset.dtype)
         if names:
+            for parameter in module.parameters(recurse=False):
+                parameter._is_hf_initialized = True  # type: ignore[attr-defined]
             model._init_weights(module)  # type: ignore[no-untyped-call]
         for name in names:
             value = module.get_buffer(name)
