@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from llmpq.errors import LlmpqError, SpecError
 from llmpq.spec.cluster import load_cluster
 from llmpq.spec.fields import Fields
+from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan import read_plan
 from llmpq.spec.workload import load_workload
 
@@ -24,6 +25,9 @@ FILES = {
     "plan": (sorted((ROOT / "strategies").glob("*llmpq.json"))[0], read_plan),
     "cluster": (ROOT / "inputs" / "clusters" / "paper-03.json", load_cluster),
     "workload": (ROOT / "inputs" / "workloads" / "s512-n100-b32.json", load_workload),
+}
+READ = FILES | {
+    "model": (ROOT / "models" / "demo" / "config.json", lambda file: load_model_dir(file.parent)),
 }
 # A loaded machine is slow, and every example writes its own file.
 CHECKS = (HealthCheck.function_scoped_fixture, HealthCheck.too_slow)
@@ -66,11 +70,11 @@ def test_a_missing_field_is_named_in_a_sentence(tmp_path):
         read_plan(file)
 
 
-@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize("kind", READ)
 @settings(max_examples=40, suppress_health_check=CHECKS)
 @given(data=st.data())
 def test_file_with_one_invalid_value_loads_or_raises_a_typed_error(tmp_path, kind, data):
-    source, read = FILES[kind]
+    source, read = READ[kind]
     value = json.loads(source.read_text())
     *path, last = data.draw(st.sampled_from(_places(value)))
     inner = value
@@ -80,7 +84,7 @@ def test_file_with_one_invalid_value_loads_or_raises_a_typed_error(tmp_path, kin
         inner[last] = data.draw(STRANGE)
     else:
         del inner[last]
-    file = tmp_path / "file.json"
+    file = tmp_path / "config.json"
     file.write_text(json.dumps(value))
     try:
         read(file)
@@ -88,15 +92,15 @@ def test_file_with_one_invalid_value_loads_or_raises_a_typed_error(tmp_path, kin
         assert str(file) in str(error)  # noqa: PT017  that none is raised is as good
 
 
-@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize("kind", READ)
 @settings(max_examples=40, suppress_health_check=CHECKS)
 @given(data=st.data())
 def test_file_with_damaged_bytes_loads_or_raises_a_typed_error(tmp_path, kind, data):
-    source, read = FILES[kind]
+    source, read = READ[kind]
     text = bytearray(source.read_bytes())
     at = data.draw(st.integers(0, len(text) - 1))
     text[at : at + data.draw(st.integers(0, 30))] = data.draw(st.binary(max_size=30))
-    file = tmp_path / "file.json"
+    file = tmp_path / "config.json"
     file.write_bytes(text)
     try:
         read(file)
@@ -108,3 +112,10 @@ def test_file_with_damaged_bytes_loads_or_raises_a_typed_error(tmp_path, kind, d
 def test_numbers_are_finite(number):
     with pytest.raises(SpecError, match=r"field 'x'.*a finite number"):
         Fields({"x": number}, "file").number("x", minimum=-float("inf"))
+
+
+@pytest.mark.parametrize("family", [["llama"], {"a": 1}, 5])
+def test_a_family_is_a_name(tmp_path, family):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    with pytest.raises(SpecError, match=r"config.json: field 'model_type'"):
+        load_model_dir(tmp_path)

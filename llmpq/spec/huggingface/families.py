@@ -40,7 +40,8 @@ def load_model_dir(path: str | Path) -> ModelSpec:
     file = folder / CONFIG_FILE
     config, name = model_fields(folder), absolute_model_path(folder).name
     described = folder / MODEL_FILE
-    is_known = language_fields(config).get("model_type") in VARIANTS
+    family = language_fields(config).get("model_type")
+    is_known = isinstance(family, str) and family in VARIANTS
     if not is_known and described.is_file():
         model = replace(read_model_file(described), name=name)
     else:
