@@ -2,9 +2,8 @@
 
 They follow the law of layers (``llmpq.costmodel.tables.latency``), over the running requests and
 the tokens of each: the padded length in prefill, the mean and the longest in decode. Whole
-iterations count,
-with the overhead that computation, preparation and sampling leave out (scheduler, output
-processing; 16 to 38 % of decode in the published tables).
+iterations count, with the overhead that computation, preparation and sampling leave out (scheduler,
+output processing; 16 to 38 % of decode in the published tables).
 """
 
 from __future__ import annotations

@@ -116,12 +116,12 @@ def device_type(name: str, cluster: Cluster | None = None) -> str:
     own = [entry.type for entry in _own_types(cluster)]
     if name in own or name in _devices():
         return name
-    found = names.matching(name, _devices(), _other_names())
     if _ANY_GPU.fullmatch(name):
         raise SpecError(
             f"device type: found '{name}', expected the name of a GPU, such as RTX4090; "
             "nvidia-smi -L prints those of a host"
         )
+    found = names.matching(name, _devices(), _other_names())
     if len(found) != 1:
         raise _unknown("device type", name, (*own, *_devices()), found, names.folded)
     return found[0]
