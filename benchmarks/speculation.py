@@ -40,14 +40,15 @@ import torch
 from tokenizers import Tokenizer
 from workbench import ROOT, SMALL_LLAMA, add_isa_option, keep_document, make_model, restrict
 
-from llmpq.batching.draft_model import DraftLimits, DraftWork
+from llmpq.batching.drafts import DraftLimits, DraftWork
 from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.queue_order import queue_order
 from llmpq.batching.speculation import SpeculativeConfig
-from llmpq.dist.engine import online
+from llmpq.dist.engine import engine as engine_module
 from llmpq.dist.engine.compiled_steps import step_runner_of
 from llmpq.dist.engine.draft_model import DraftModel
-from llmpq.dist.engine.packed_steps import PipelineSteps
+from llmpq.dist.engine.executor import PipelineExecutor
+from llmpq.dist.engine.online_run import OnlineRun
 from llmpq.dist.engine.sampler import SampledToken, SamplingState, ScoredRows
 from llmpq.dist.engine.stage import StageRunner
 from llmpq.dist.io.engine_messages import AddedRequest, ModelLimits, added_to_json
@@ -83,7 +84,7 @@ def main() -> int:
     with torch.inference_mode():
         master = load_master(model, dtype=DTYPE, device=CPU)
         for bits in options.bits:
-            steps = PipelineSteps(master=master, runner=_runner(model, bits), communicator=None)
+            steps = PipelineExecutor(master=master, runner=_runner(model, bits), communicator=None)
             for batch in options.batches:
                 if not options.draft_bits:
                     rows += _measure(options, steps, (bits, None), batch)
@@ -125,13 +126,13 @@ def _runner(model: Path, bits: int) -> StageRunner:
 def _draft_model(bits: int) -> DraftModel:
     """Load the shipped model as a draft model."""
     master = load_master(DEMO, dtype=DTYPE, device=CPU, head_bits=None if bits == 16 else 8)
-    steps = PipelineSteps(master=master, runner=_runner(DEMO, bits), communicator=None)
+    steps = PipelineExecutor(master=master, runner=_runner(DEMO, bits), communicator=None)
     return DraftModel(steps, block_size=16, token_budget=16 * LENGTH)
 
 
 def _measure(
     options: argparse.Namespace,
-    steps: PipelineSteps,
+    steps: PipelineExecutor,
     all_bits: tuple[int, int | None],
     batch: int,
 ) -> list[list[str]]:
@@ -234,7 +235,7 @@ class Channel:
 
 
 def _run(
-    steps: PipelineSteps,
+    steps: PipelineExecutor,
     texts: Sequence[Sequence[int]],
     config: SpeculativeConfig | None,
     model: DraftModel | None,
@@ -243,10 +244,10 @@ def _run(
     has_model = config is not None and model is not None
     channel = Channel(texts)
     Forced.texts = texts
-    online.ScoredRows = Forced  # type: ignore[misc]
-    engine = online.OnlineEngine(
+    engine_module.ScoredRows = Forced  # type: ignore[misc]
+    engine = OnlineRun(
         channel=channel,
-        runner=steps,
+        executor=steps,
         limits=EngineLimits(
             token_budget=16 * LENGTH,
             max_sequences=16,
@@ -264,7 +265,7 @@ def _run(
     engine.run()
     scheduler = engine.scheduler
     assert scheduler.free_blocks == BLOCKS
-    found = scheduler.num_draft_tokens, scheduler.num_accepted_tokens
+    found = scheduler.drafts.num_draft_tokens, scheduler.drafts.num_accepted_tokens
     return channel.last_s - channel.first_s, found
 
 

@@ -25,6 +25,7 @@ from llmpq.dist.async_engine import AsyncEngine as AsyncEngine
 from llmpq.dist.io.generation import GenerationRequest as GenerationRequest
 from llmpq.dist.io.generation import TokenOutput as TokenOutput
 from llmpq.dist.io.sampling_params import StructuredOutputsParams as StructuredOutputsParams
+from llmpq.dist.io.sampling_params import TokenLogprobs
 from llmpq.dist.metrics.progress import RunProgress
 from llmpq.errors import SpecError
 from llmpq.profiler.device import host_cpu, with_host_cpu
@@ -177,6 +178,7 @@ class Output:
         token_ids: the new tokens; a stop token is the last one.
         text: the same as text, without special tokens; empty for a model without a tokenizer.
         finish_reason: ``stop`` by a stop token, ``length`` by reaching ``max_tokens``.
+        logprobs: of each new token where the sampling parameters ask for them, else ``None``.
     """
 
     id: int
@@ -184,6 +186,7 @@ class Output:
     token_ids: tuple[int, ...]
     text: str
     finish_reason: str
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,6 +286,7 @@ class Pipeline:
                 token_ids=result.token_ids,
                 text=result.text,
                 finish_reason=result.finish_reason,
+                logprobs=result.logprobs,
             )
             for number, (item, result) in enumerate(zip(batch, results, strict=True))
         ]

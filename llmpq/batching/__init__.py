@@ -20,8 +20,8 @@ from llmpq.batching.policies.multibin import MultiBinFormer
 from llmpq.batching.policies.rra import RraPolicy
 from llmpq.batching.policies.static import FirstComeFormer, StaticPolicy
 from llmpq.batching.policies.waa import WaaPolicy
+from llmpq.batching.policy_scheduler import PipelineDepth, PolicyScheduler, uniform_depth
 from llmpq.batching.record import RequestRecord, percentile, summarise
-from llmpq.batching.scheduler import PipelineDepth, Scheduler, uniform_depth
 
 __all__ = [
     "Admission",
@@ -35,11 +35,11 @@ __all__ = [
     "MultiBinFormer",
     "PipelineDepth",
     "PipelineShape",
+    "PolicyScheduler",
     "Prefill",
     "ReadySequence",
     "RequestRecord",
     "RraPolicy",
-    "Scheduler",
     "SchedulerView",
     "StaticPolicy",
     "WaaPolicy",

@@ -1,7 +1,7 @@
 """The interface of batching policies: their input, a ``SchedulerView``, and their ``Decision``.
 
-The scheduler (``llmpq.batching.scheduler``) calls the policy whenever the pipeline can take another
-micro-batch, in the runtime and in the simulator. Equal views give equal decisions.
+A ``PolicyScheduler`` calls the policy whenever the pipeline can take another micro-batch, in the
+runtime and in the simulator. Equal views give equal decisions.
 """
 
 from __future__ import annotations

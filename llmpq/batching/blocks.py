@@ -131,13 +131,6 @@ class BlockAllocator:
             else:
                 self._empty.append(block)
 
-    def clear_cache(self) -> None:
-        """Forget the content of all blocks."""
-        self._empty += self._reusable
-        self._reusable.clear()
-        self._key.clear()
-        self._block.clear()
-
     def _evict(self) -> int:
         block, _ = self._reusable.popitem(last=False)
         del self._block[self._key.pop(block)]

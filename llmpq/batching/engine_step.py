@@ -1,16 +1,24 @@
-"""Values of an engine of packed steps: limits, requests, chunks of a step, unfinished requests."""
+"""Steps of an engine: its limits, requests, chunks of a step, and the interface of a scheduler.
+
+A ``BlockScheduler`` mixes decode rows and prompt chunks over KV blocks that sequences take as they
+grow; a ``PolicyScheduler`` obeys a batching policy over slots.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from llmpq.batching.blocks import BlockKey
-from llmpq.batching.draft_model import DraftLimits, DraftWork
+from llmpq.batching.drafts import DraftLimits, DraftWork, Propose, StepDrafts
 from llmpq.batching.speculation import ROW_COST, DraftCredit
 from llmpq.errors import SpecError
+from llmpq.spec.precision import Phase
 from llmpq.spec.runtime_constants import PROMPT_CHUNK_TOKENS, kept_blocks
+
+NO_TOKENS: Mapping[int, Sequence[int]] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +94,16 @@ class EngineLimits:
                 f"engine limits: field 'watermark': found {self.watermark}, expected 0 to 1"
             )
 
+    def new_drafts(self, propose: Propose | None = None) -> StepDrafts:
+        """Return the draft tokens of a new scheduler; see :class:`StepDrafts`."""
+        return StepDrafts(
+            most=self.num_speculative_tokens,
+            row_cost=self.row_cost,
+            model=self.draft,
+            block_size=self.block_size,
+            propose=propose,
+        )
+
     def rope_length(self, prompt_tokens: int, tokens: int) -> int:
         """Return the length for which the rotary angles of a sequence are made; 0 for any.
 
@@ -137,7 +155,7 @@ class EngineRequest:
             request finds its own blocks again.
         prompt_tokens: length of the prompt, at least 1.
         max_tokens: largest number of answer tokens, at least 1.
-        arrival_s: arrival on the clock given to ``EngineScheduler.schedule``.
+        arrival_s: arrival on the clock given to ``BlockScheduler.schedule``.
         priority: a lower value is admitted earlier by the order ``priority``.
         predicted_tokens: predicted answer tokens, for the order ``trail``.
         cache_salt: requests share blocks only under the same salt.
@@ -182,6 +200,8 @@ class ScheduledChunk:
         num_draft_tokens: tokens at its end that are only proposed; each has an output, too.
         window_blocks: as many in layers with windows, where these have blocks of their own; those
             before the window may belong to others.
+        origin: number of the step that filled the blocks of the prompt, where stages that prefill
+            send keys and values to those that decode.
     """
 
     request: int
@@ -191,6 +211,7 @@ class ScheduledChunk:
     makes_token: bool
     num_draft_tokens: int = 0
     window_blocks: tuple[int, ...] = ()
+    origin: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,12 +223,76 @@ class EngineStep:
         chunks: at least one; each of another sequence.
         preempted: requests preempted since the step before.
         drafts: what a draft model computes before the step, for chunks with draft tokens.
+        phase: of a step of one phase; ``None`` for one that mixes both.
     """
 
     number: int
     chunks: tuple[ScheduledChunk, ...]
-    preempted: tuple[int, ...]
+    preempted: tuple[int, ...] = ()
     drafts: tuple[DraftWork, ...] = ()
+    phase: Phase | None = None
+
+    @property
+    def rows(self) -> int:
+        """Tokens without drafts."""
+        return sum(chunk.count - chunk.num_draft_tokens for chunk in self.chunks)
+
+
+class StepScheduler(Protocol):
+    """Decides the steps of an engine, in the runtime and in simulations."""
+
+    @property
+    def drafts(self) -> StepDrafts:
+        """Draft tokens of its sequences."""
+        ...
+
+    @property
+    def wake_s(self) -> float:
+        """When it may decide otherwise although nothing happens; infinite for never."""
+        ...
+
+    def add(self, request: EngineRequest) -> None:
+        """Put a request at the end of the queue; ``CapacityError`` if it does not fit at all."""
+        ...
+
+    def abort(self, request: int) -> bool:
+        """Remove a request, or end it with its step in flight; return if it was unfinished."""
+        ...
+
+    def schedule(self, now_s: float) -> EngineStep | None:
+        """Return the next step, or ``None`` if there is none now.
+
+        Args:
+            now_s: time on the clock of the arrivals.
+        """
+        ...
+
+    def complete_drafts(self, step: EngineStep, now_s: float, *, has_ended: bool = False) -> None:
+        """Take the time at which the draft model has computed the drafts of a step, or ended."""
+        ...
+
+    def complete(
+        self,
+        number: int,
+        tokens: Mapping[int, int],
+        finished: Collection[int] = (),
+        accepted: Mapping[int, Sequence[int]] = NO_TOKENS,
+        *,
+        now_s: float | None = None,
+    ) -> None:
+        """Complete a step in flight.
+
+        Args:
+            number: of the step.
+            tokens: token id of each chunk that makes a token; aborted requests are ignored.
+            finished: requests whose answer is complete with this token.
+            accepted: draft tokens of a request that come before its token, if there are any.
+            now_s: time on the clock of ``schedule``; without it, the step measures nothing.
+
+        Raises:
+            LlmpqError: the step is not in flight, or a token is missing.
+        """
+        ...
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -2,7 +2,7 @@
 
 Prompt lookup (Saxena 2023; ``ngram`` in vLLM) proposes the tokens that followed the last tokens of
 a sequence where they were before, a draft model those that it finds most likely
-(``batching.draft_model``). One step computes the next token and the draft tokens as rows of
+(``batching.drafts``). One step computes the next token and the draft tokens as rows of
 their own. The model chooses a token at each of these positions as it would without a draft; the
 draft is accepted as far as it consists of these tokens. As a draft here has no probabilities of its
 own, this is rejection sampling: a draft token is accepted with the model's probability of it, and
@@ -13,7 +13,6 @@ A draft token takes a part of a step, its ``RowCost``. ``DraftCredit`` bounds wh
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -139,7 +138,6 @@ class RowCost:
     __slots__ = (
         "_first",
         "_last",
-        "_last_end_s",
         "_mean_rows",
         "_mean_s",
         "_products",
@@ -153,7 +151,6 @@ class RowCost:
         self._mean_rows = self._mean_s = 0.0  # of the steps
         self._last = (0, 0.0)
         self._squares = self._products = 0.0
-        self._last_end_s = -math.inf
 
     @property
     def share(self) -> float:
@@ -171,20 +168,6 @@ class RowCost:
     def step_s(self, rows: int) -> float | None:
         """Return the expected seconds of a step; ``None`` before any is measured."""
         return self._mean_s + self._row_s * (rows - self._mean_rows) if self._steps else None
-
-    def complete_step(self, start_s: float, end_s: float, rows: int | None = None) -> float:
-        """Take a complete step; return the seconds since it began or the last was complete.
-
-        Args:
-            start_s: when it was dispatched.
-            end_s: when its tokens were chosen.
-            rows: of a decode step; ``None`` for a step with prompts, which says nothing of a row.
-        """
-        seconds = end_s - max(start_s, self._last_end_s)
-        self._last_end_s = end_s
-        if rows is not None:
-            self.observe(rows, seconds)
-        return seconds
 
     def observe(self, rows: int, seconds: float) -> None:
         """Take a measured decode step; at most ``MOST_DISTURBED`` of the expected time counts."""

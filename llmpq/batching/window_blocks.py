@@ -82,10 +82,6 @@ class WindowBlocks:
         self._allocator.free(sequence.window_blocks[sequence.window_first :])
         sequence.window_blocks, sequence.window_table, sequence.window_first = [], (), 0
 
-    def clear_cache(self) -> None:
-        """Forget the content of all blocks."""
-        self._allocator.clear_cache()
-
     def _first_seen(self, position: int) -> int:
         """Return the first block that a token at ``position`` or later reads."""
         window = self._limits.window_tokens

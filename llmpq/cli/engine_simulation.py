@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from llmpq.batching import RequestRecord
-from llmpq.batching.draft_model import DraftLimits, planned_limits
+from llmpq.batching.drafts import DraftLimits, planned_limits
 from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.queue_order import ALPHA, QUEUE_ORDERS, queue_order
 from llmpq.cli.common import print_json, progress_bar

@@ -20,14 +20,14 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from llmpq.batching import HybridPolicy
+from llmpq.batching import HybridPolicy, PolicyScheduler, uniform_depth
+from llmpq.batching.policy_scheduler import slot_limits
+from llmpq.dist.engine.batch_run import BatchRun, FinishedAnswer
 from llmpq.dist.engine.compiled_steps import step_runner_of
 from llmpq.dist.engine.cuda_graphs import DecodeGraphs, StepShape
-from llmpq.dist.engine.engine import MasterEngine
-from llmpq.dist.engine.sampler import Sampler
+from llmpq.dist.engine.executor import PipelineExecutor
 from llmpq.dist.engine.stage import StageRunner
 from llmpq.dist.io.prompts import Request
-from llmpq.dist.io.results import FinishReason
 from llmpq.dist.kv.blocks import blocks_of, slot_blocks
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.launch.process_environment import tune_malloc_for_serving
@@ -287,15 +287,16 @@ class Bench:
             layers=None, cache=None, device=self.job.device, is_last=True,
             other=self._other, spent_s=[], now=self.now,
         )  # fmt: skip
-        engine = MasterEngine(
-            master=self._masters[bits],
-            runner=runner,
-            communicator=None,
-            policy=HybridPolicy(micro_batching=sizes, num_slots=shape.batch, num_stages=1),
-            sampler=Sampler(),
-            clock=StageClock(micro_batching=sizes),
-            num_slots=shape.batch,
-            max_tokens=shape.tokens + 1 + MASTER_STEPS,
+        clock = StageClock(micro_batching=sizes)
+        limits = slot_limits(shape.batch, shape.tokens + 1 + MASTER_STEPS)
+        policy = HybridPolicy(micro_batching=sizes, num_slots=shape.batch, num_stages=1)
+        run = BatchRun(
+            executor=PipelineExecutor(
+                master=self._masters[bits], runner=runner, communicator=None, clock=clock
+            ),
+            scheduler=PolicyScheduler(policy, limits, uniform_depth(1)),
+            limits=limits,
+            clock=clock,
         )
         requests = [
             Request(
@@ -306,7 +307,7 @@ class Bench:
             for number in range(shape.batch)
         ]
         step_ends_s = [self.now()]
-        engine.run(requests, _forget, lambda _: step_ends_s.append(self.now()))
+        run.run(requests, _forget, lambda _: step_ends_s.append(self.now()))
         spans = [
             after - before - spent_s
             for (before, after), spent_s in zip(pairwise(step_ends_s), runner.spent_s, strict=True)
@@ -319,5 +320,5 @@ class Bench:
         ]
 
 
-def _forget(request: Request, token_ids: tuple[int, ...], reason: FinishReason) -> None:
-    del request, token_ids, reason
+def _forget(_: FinishedAnswer) -> None:
+    return

@@ -1,6 +1,6 @@
 """Simulation of one engine of packed steps on a virtual clock.
 
-The simulator runs the :class:`~llmpq.batching.engine_scheduler.EngineScheduler` of the runtime. As
+The simulator runs the :class:`~llmpq.batching.block_scheduler.BlockScheduler` of the runtime. As
 there, the master does one task at a time: it completes a step (head, sampling), or schedules and
 dispatches the next one (embedding, its own layers). Other stages compute the steps in order.
 
@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from llmpq.batching import RequestRecord
-from llmpq.batching.draft_model import DraftWork
-from llmpq.batching.engine_scheduler import EngineScheduler
+from llmpq.batching.block_scheduler import BlockScheduler
+from llmpq.batching.drafts import DraftWork
 from llmpq.batching.engine_step import EngineLimits, EngineRequest, EngineStep, ScheduledChunk
 from llmpq.batching.queue_order import QueueOrder
 from llmpq.sim.engine_costs import EngineCosts, StepShape, step_shape
@@ -119,7 +119,7 @@ class SimulatedEngine:
     ) -> None:
         looks_up = accepts is not None and limits.draft is None
         propose = (lambda _request, most: most) if looks_up else None
-        self.scheduler = EngineScheduler(limits, order, propose)
+        self.scheduler = BlockScheduler(limits, order, propose)
         self._accepts = accepts
         self._draft_s = draft_s
         self._draft_stage = None if limits.draft is None else limits.draft.stage
@@ -179,8 +179,8 @@ class SimulatedEngine:
             preemptions=self.scheduler.num_preemptions,
             prefix_cache_queries=self.scheduler.prefix_cache_queries,
             prefix_cache_hits=self.scheduler.prefix_cache_hits,
-            draft_tokens=self.scheduler.num_draft_tokens,
-            accepted_tokens=self.scheduler.num_accepted_tokens,
+            draft_tokens=self.scheduler.drafts.num_draft_tokens,
+            accepted_tokens=self.scheduler.drafts.num_accepted_tokens,
         )
 
     def _dispatch(self, step: EngineStep) -> None:

@@ -1,6 +1,6 @@
 """Discrete-event simulation of the engine's loop on a pipeline.
 
-Like ``llmpq.dist.engine.engine``, the master does one task at a time: it completes a micro-batch
+Like ``llmpq.dist.engine``, the master does one task at a time: it completes a micro-batch
 (projection, sampling), or asks the policy and dispatches the next one (embedding, its own layers).
 Other ranks process micro-batches in order of arrival. The simulator uses the scheduler of the
 runtime, so that both make the same decisions for the same times.
@@ -12,6 +12,7 @@ rate.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,12 +20,11 @@ from itertools import count
 
 from llmpq.batching import (
     BatchingPolicy,
-    InFlightBatch,
+    PolicyScheduler,
     RequestRecord,
-    Scheduler,
-    Wait,
-    WaitingRequest,
 )
+from llmpq.batching.engine_step import EngineRequest, EngineStep
+from llmpq.batching.policy_scheduler import slot_limits
 from llmpq.batching.workload_shift import LengthMonitor
 from llmpq.errors import LlmpqError
 from llmpq.sim.costs import BatchShape, Hop, StepCosts, batch_shape
@@ -58,7 +58,9 @@ def simulate(
     Raises:
         LlmpqError: the policy makes an invalid decision, or waits forever.
     """
-    scheduler = Scheduler(policy=policy, num_slots=num_slots, monitor=monitor)
+    longest = max((item.prompt_tokens + item.new_tokens for item in trace), default=1)
+    limits = slot_limits(num_slots, longest, block_size=longest)
+    scheduler = PolicyScheduler(policy, limits, costs.layout.depth, monitor=monitor)
     return _Simulation(costs, scheduler, trace, with_activities).run()
 
 
@@ -67,13 +69,13 @@ class _Message:
     """A micro-batch between ranks.
 
     Attributes:
-        batch: the micro-batch.
+        step: the micro-batch.
         shape: its size.
         position: index of the next rank on the path; past the end it returns to the master.
         received_s: seconds of work of the receiver for the transfer.
     """
 
-    batch: InFlightBatch
+    step: EngineStep
     shape: BatchShape
     position: int = 0
     received_s: float = 0.0
@@ -96,13 +98,12 @@ class _Simulation:
     def __init__(
         self,
         costs: StepCosts,
-        scheduler: Scheduler,
+        scheduler: PolicyScheduler,
         trace: Sequence[TraceRequest],
         with_activities: bool,
     ) -> None:
         self._costs = costs
         self._layout = costs.layout
-        self._depth = self._layout.depth
         self._trace = trace
         self._scheduler = scheduler
         self._workers = [
@@ -113,7 +114,6 @@ class _Simulation:
         self._arrived = 0
         self._micro_batches = 0
         self._is_waiting = False  # until the next event
-        self._wake_s: float | None = None  # end of a wait of the policy
         self._messages: list[tuple[float, int, int, _Message]] = []
         self._tie = count()
         self._delivered_s: dict[tuple[int, int], float] = {}  # last delivery by link
@@ -149,10 +149,12 @@ class _Simulation:
             item = trace[self._arrived]
             if item.arrival_s > self._now_s:
                 return
-            self._scheduler.arrive(
-                WaitingRequest(
+            self._scheduler.add(
+                EngineRequest(
                     request=self._arrived,
+                    token_ids=None,
                     prompt_tokens=item.prompt_tokens,
+                    max_tokens=item.new_tokens,
                     arrival_s=item.arrival_s,
                 )
             )
@@ -169,20 +171,19 @@ class _Simulation:
         if master.waiting:
             self._begin(master)
             return
-        open_phases = self._depth.open_phases(self._scheduler)
-        if self._is_waiting or not open_phases or self._scheduler.is_done:
+        if self._is_waiting or self._scheduler.is_done:
             return
-        decision, batch = self._scheduler.decide(self._now_s, open_phases)
-        if batch is None:
+        step = self._scheduler.schedule(self._now_s)
+        if step is None:
             self._is_waiting = True
-            self._wake_s = decision.until_s if isinstance(decision, Wait) else None
             return
         self._micro_batches += 1
-        if batch.phase is Phase.PREFILL:
-            for number in batch.requests:
-                self._times[number].start_s = self._now_s
-        shape = batch_shape(batch.phase, [item.context_tokens for item in batch.sequences])
-        master.waiting.append(_Message(batch=batch, shape=shape))
+        assert step.phase is not None
+        if step.phase is Phase.PREFILL:
+            for chunk in step.chunks:
+                self._times[chunk.request].start_s = self._now_s
+        shape = batch_shape(step.phase, [chunk.first + chunk.count for chunk in step.chunks])
+        master.waiting.append(_Message(step=step, shape=shape))
         self._begin(master)
 
     def _begin(self, worker: _Worker) -> None:
@@ -222,8 +223,8 @@ class _Simulation:
         event_s = self._next_event_s(rates)
         passed_s = event_s - self._now_s
         self._now_s = event_s
-        if self._wake_s is not None and self._now_s >= self._wake_s:
-            self._is_waiting, self._wake_s = False, None
+        if self._now_s >= self._scheduler.wake_s:
+            self._is_waiting = False
         for worker in self._workers:
             if worker.message is not None:
                 worker.left_s -= passed_s * rates[worker.rank]
@@ -246,8 +247,8 @@ class _Simulation:
             events.append(self._messages[0][0])
         if self._arrived < len(self._trace):
             events.append(max(self._now_s, self._trace[self._arrived].arrival_s))
-        if self._is_waiting and self._wake_s is not None:
-            events.append(max(self._now_s, self._wake_s))
+        if self._is_waiting and self._scheduler.wake_s < math.inf:
+            events.append(max(self._now_s, self._scheduler.wake_s))
         if not events:
             raise LlmpqError("batching policy: waits although nothing is in flight")
         return min(events)
@@ -289,16 +290,18 @@ class _Simulation:
         heapq.heappush(self._messages, entry)
 
     def _complete(self, message: _Message) -> None:
-        batch = message.batch
-        complete = []
-        for item in batch.sequences:
-            times = self._times[item.request]
-            if not item.is_finished:
+        step = message.step
+        tokens: dict[int, int] = {}
+        finished: set[int] = set()
+        for chunk in step.chunks:
+            if chunk.makes_token:
+                tokens[chunk.request], times = 0, self._times[chunk.request]
                 times.add_token(self._now_s)
-            complete.append(times.tokens == self._trace[item.request].new_tokens)
+                if times.tokens == self._trace[chunk.request].new_tokens:
+                    times.end_s = self._now_s
+                    finished.add(chunk.request)
         self._is_waiting = False
-        for number in self._scheduler.complete(batch.number, complete):
-            self._times[number].end_s = self._now_s
+        self._scheduler.complete(step.number, tokens, finished)
 
     def _record_activity(self, worker: _Worker, message: _Message) -> None:
         if self._activities is not None:
@@ -306,7 +309,7 @@ class _Simulation:
                 Activity(
                     stage=worker.rank,
                     phase=message.shape.phase,
-                    micro_batch=message.batch.number,
+                    micro_batch=message.step.number,
                     rows=message.shape.rows,
                     start_s=worker.start_s,
                     end_s=self._now_s,

@@ -121,11 +121,6 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.owned.remove(entry)
         self.blocks.free(entry[0])
 
-    @rule()
-    def clear_cache(self):
-        self.blocks.clear_cache()
-        self.content.clear()
-
     @invariant()
     def no_block_is_lost(self):
         used = {block for blocks, _ in self.owned for block in blocks}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from helpers.slots import complete, request_of, slots_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,9 +14,7 @@ from llmpq.batching import (
     IterationPolicy,
     MultiBinFormer,
     RraPolicy,
-    Scheduler,
     StaticPolicy,
-    WaitingRequest,
 )
 from llmpq.batching.length import OraclePredictor
 from llmpq.errors import LlmpqError
@@ -42,9 +41,9 @@ POLICIES = {
 @pytest.mark.parametrize("name", POLICIES)
 @given(wanted=st.lists(st.integers(1, 6), min_size=1, max_size=15), at=st.integers(0, 20))
 def test_drain_finishes_what_has_begun_and_nothing_else(name, wanted, at):
-    scheduler = Scheduler(policy=POLICIES[name](wanted), num_slots=SLOTS)
+    scheduler = slots_of(POLICIES[name](wanted), SLOTS)
     for number in range(len(wanted)):
-        scheduler.arrive(WaitingRequest(request=number, prompt_tokens=1, arrival_s=0.0))
+        scheduler.add(request_of(number))
     scheduler.close()
     made = [0] * len(wanted)
     begun: set[int] = set()
@@ -56,24 +55,65 @@ def test_drain_finishes_what_has_begun_and_nothing_else(name, wanted, at):
             dropped = scheduler.drain()
         if scheduler.is_done:
             break
-        _, batch = scheduler.decide(float(step_number))
-        if batch is not None:
-            assert step_number < at or begun.issuperset(batch.requests)
-            begun.update(batch.requests)
-            in_flight.append(batch)
+        step = scheduler.schedule(float(step_number))
+        if step is not None:
+            requests = [chunk.request for chunk in step.chunks]
+            assert step_number < at or begun.issuperset(requests)
+            begun.update(requests)
+            in_flight.append(step)
         elif in_flight:
             oldest = in_flight.pop(0)
-            for item in oldest.sequences:
-                made[item.request] += not item.is_finished
-            complete = [made[item.request] >= wanted[item.request] for item in oldest.sequences]
-            finished.update(scheduler.complete(oldest.number, complete))
+            ended = set()
+            for chunk in oldest.chunks:
+                made[chunk.request] += chunk.makes_token
+                if chunk.makes_token and made[chunk.request] >= wanted[chunk.request]:
+                    ended.add(chunk.request)
+            complete(scheduler, oldest, ended)
+            finished |= ended
     assert scheduler.is_done
     assert finished == begun
     assert sorted(begun | set(dropped)) == list(range(len(wanted)))
 
 
 def test_drained_scheduler_admits_no_request():
-    scheduler = Scheduler(policy=IterationPolicy(micro_batching=SIZES), num_slots=SLOTS)
+    scheduler = slots_of(IterationPolicy(micro_batching=SIZES), SLOTS)
     scheduler.drain()
     with pytest.raises(LlmpqError, match="after the last one"):
-        scheduler.arrive(WaitingRequest(request=0, prompt_tokens=1, arrival_s=0.0))
+        scheduler.add(request_of(0))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(
+    wanted=st.lists(st.integers(1, 6), min_size=1, max_size=12),
+    aborts=st.lists(st.tuples(st.integers(0, 25), st.integers(0, 11)), max_size=8),
+)
+def test_aborted_requests_free_their_slots_and_the_others_are_answered(name, wanted, aborts):
+    scheduler = slots_of(POLICIES[name](wanted), SLOTS)
+    for number in range(len(wanted)):
+        scheduler.add(request_of(number))
+    scheduler.close()
+    made = [0] * len(wanted)
+    ended: set[int] = set()
+    in_flight = []
+    for step_number in range(10_000):
+        for at, number in aborts:
+            if at == step_number and number < len(wanted):
+                assert scheduler.abort(number) is (number not in ended)
+                ended.add(number)
+        if scheduler.is_done:
+            break
+        step = scheduler.schedule(float(step_number))
+        if step is not None:
+            in_flight.append(step)
+        elif in_flight:
+            oldest = in_flight.pop(0)
+            finished = set()
+            for chunk in oldest.chunks:
+                made[chunk.request] += chunk.makes_token
+                if chunk.makes_token and made[chunk.request] >= wanted[chunk.request]:
+                    finished.add(chunk.request)
+            complete(scheduler, oldest, finished)
+            ended |= finished
+    assert scheduler.is_done
+    assert ended == set(range(len(wanted)))
+    assert scheduler.view(0.0).free_slots == SLOTS

@@ -5,17 +5,17 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmpq.batching.engine_scheduler import EngineScheduler
+from llmpq.batching.block_scheduler import BlockScheduler
 from llmpq.batching.engine_step import EngineLimits, EngineRequest
 from llmpq.batching.queue_order import FairTurns, queue_order
 
 
-def scheduler(**given_) -> EngineScheduler:
+def scheduler(**given_) -> BlockScheduler:
     values = {"token_budget": 8, "max_sequences": 8, "num_blocks": 64, "block_size": 4}
-    return EngineScheduler(EngineLimits(**{**values, **given_}), queue_order("fcfs"))
+    return BlockScheduler(EngineLimits(**{**values, **given_}), queue_order("fcfs"))
 
 
-def add(engine: EngineScheduler, number: int, group: str | None = None, prompt: int = 4) -> None:
+def add(engine: BlockScheduler, number: int, group: str | None = None, prompt: int = 4) -> None:
     engine.add(
         EngineRequest(
             request=number,
@@ -28,7 +28,7 @@ def add(engine: EngineScheduler, number: int, group: str | None = None, prompt: 
     )
 
 
-def admitted(engine: EngineScheduler) -> list[int]:
+def admitted(engine: BlockScheduler) -> list[int]:
     """Return the requests in the order of their first step, until all are finished."""
     order: list[int] = []
     while (step := engine.schedule(0.0)) is not None:

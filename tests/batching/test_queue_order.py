@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmpq.batching.engine_scheduler import EngineScheduler
+from llmpq.batching.block_scheduler import BlockScheduler
 from llmpq.batching.engine_step import EngineLimits, EngineRequest
 from llmpq.batching.queue_order import QueueOrder, QueueState, queue_order
 from llmpq.errors import SpecError
@@ -79,7 +79,7 @@ def _decisions(seed, name, **given_):
     """Return every step of a random workload that presses on memory; a step takes 0.1 s."""
     chance = random.Random(seed)
     limits = EngineLimits(token_budget=48, max_sequences=8, num_blocks=40, block_size=4)
-    scheduler = EngineScheduler(limits, queue_order(name, **given_))
+    scheduler = BlockScheduler(limits, queue_order(name, **given_))
     arrivals, now_s = [], 0.0
     for number in range(40):
         now_s += chance.uniform(0.01, 0.2)
@@ -168,7 +168,7 @@ def test_the_prefill_time_of_a_prompt_is_that_of_the_steps_with_prompts():
         return [0.0] * len(waiting)
 
     limits = EngineLimits(token_budget=10, max_sequences=1, num_blocks=99, block_size=4)
-    scheduler = EngineScheduler(limits, QueueOrder(name="recorded", scores=scores))
+    scheduler = BlockScheduler(limits, QueueOrder(name="recorded", scores=scores))
     for number, prompt in enumerate((20, 60)):
         scheduler.add(_request(number, prompt, max_tokens=2))
     now_s = 0.0
@@ -190,7 +190,7 @@ def test_larry_differs_from_its_limits():
 def _steps_until_long_prompt_runs(name, most, queue=20, **given_):
     """Keep the queue at a constant length with short prompts; a step takes a second."""
     limits = EngineLimits(token_budget=64, max_sequences=4, num_blocks=64, block_size=4)
-    scheduler = EngineScheduler(limits, queue_order(name, **given_))
+    scheduler = BlockScheduler(limits, queue_order(name, **given_))
     numbers = count()
     scheduler.add(_request(next(numbers), 100, max_tokens=1))
     for now_s in range(most):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from helpers.slots import complete, request_of, slots_of
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from llmpq.batching import Decode, InFlightBatch, Prefill, Scheduler, WaitingRequest
-from llmpq.errors import CapacityError, LlmpqError
+from llmpq.batching import Decode, Prefill
+from llmpq.batching.engine_step import EngineStep
+from llmpq.errors import CapacityError, LlmpqError, SpecError
 
 SLOTS = 4
 
@@ -32,9 +34,9 @@ class SlotsHaveOneOwner(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.policy = Scripted(holds_finished=self.holds_finished)
-        self.scheduler = Scheduler(policy=self.policy, num_slots=SLOTS)
+        self.scheduler = slots_of(self.policy, SLOTS)
         self.arrived = 0
-        self.in_flight: dict[int, InFlightBatch] = {}
+        self.in_flight: dict[int, EngineStep] = {}
 
     @property
     def owned(self):
@@ -48,13 +50,13 @@ class SlotsHaveOneOwner(RuleBasedStateMachine):
 
     def dispatch(self, decision):
         self.policy.decision = decision
-        _, batch = self.scheduler.decide(0.0)
-        self.in_flight[batch.number] = batch
-        return batch
+        step = self.scheduler.schedule(0.0)
+        self.in_flight[step.number] = step
+        return step
 
     @rule()
     def arrive(self):
-        self.scheduler.arrive(WaitingRequest(request=self.arrived, prompt_tokens=1))
+        self.scheduler.add(request_of(self.arrived))
         self.arrived += 1
 
     @rule(data=st.data())
@@ -64,9 +66,10 @@ class SlotsHaveOneOwner(RuleBasedStateMachine):
         chosen = data.draw(
             st.lists(st.sampled_from(self.waiting), min_size=1, max_size=len(free), unique=True)
         )
-        batch = self.dispatch(Prefill(requests=tuple(chosen)))
-        assert batch.requests == tuple(chosen)
-        assert batch.slots == tuple(free[: len(chosen)])  # the lowest ones
+        step = self.dispatch(Prefill(requests=tuple(chosen)))
+        assert [chunk.request for chunk in step.chunks] == chosen
+        # The lowest slots, whose blocks are one each here.
+        assert [chunk.blocks for chunk in step.chunks] == [(slot,) for slot in free[: len(chosen)]]
 
     @rule()
     @precondition(lambda self: len(self.waiting) > SLOTS - len(self.owned))
@@ -81,7 +84,8 @@ class SlotsHaveOneOwner(RuleBasedStateMachine):
     def decode(self, data):
         ready = [item.slot for item in self.scheduler.view(0.0).ready]
         chosen = data.draw(st.lists(st.sampled_from(ready), min_size=1, unique=True))
-        assert self.dispatch(Decode(slots=tuple(chosen))).slots == tuple(chosen)
+        step = self.dispatch(Decode(slots=tuple(chosen)))
+        assert [chunk.blocks for chunk in step.chunks] == [(slot,) for slot in chosen]
 
     @rule(slot=st.integers(-1, SLOTS))
     def decode_a_slot_that_is_not_ready(self, slot):
@@ -92,12 +96,17 @@ class SlotsHaveOneOwner(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: self.in_flight)
     def complete(self, data):
-        number = data.draw(st.sampled_from(sorted(self.in_flight)))
-        count = len(self.in_flight.pop(number).sequences)
-        ends = data.draw(st.lists(st.booleans(), min_size=count, max_size=count))
-        self.scheduler.complete(number, ends)
+        step = self.in_flight.pop(data.draw(st.sampled_from(sorted(self.in_flight))))
+        requests = [chunk.request for chunk in step.chunks]
+        ends = data.draw(st.sets(st.sampled_from(requests)))
+        complete(self.scheduler, step, ends)
         with pytest.raises(LlmpqError, match="not in flight"):
-            self.scheduler.complete(number, ends)
+            complete(self.scheduler, step, ends)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.arrived)
+    def abort(self, data):
+        self.scheduler.abort(data.draw(st.integers(0, self.arrived - 1)))
 
     @invariant()
     def no_slot_has_two_owners(self):
@@ -120,19 +129,30 @@ TestHeldSlotsHaveOneOwner.settings = TestSlotsHaveOneOwner.settings
 
 def test_a_step_may_make_several_tokens_of_a_sequence():
     policy = Scripted(holds_finished=False)
-    scheduler = Scheduler(policy=policy, num_slots=2)
-    scheduler.arrive(WaitingRequest(request=0, prompt_tokens=5))
-    scheduler.arrive(WaitingRequest(request=1, prompt_tokens=3))
+    scheduler = slots_of(policy, 2, drafts=4)
+    scheduler.add(request_of(0, 5))
+    scheduler.add(request_of(1, 3))
+    scheduler.drafts.propose = lambda _, most: most
     policy.decision = Prefill(requests=(0, 1))
-    _, batch = scheduler.decide(0.0)
-    scheduler.complete(batch.number, [False, False])
+    complete(scheduler, scheduler.schedule(0.0))
     policy.decision = Decode(slots=(0, 1))
-    _, batch = scheduler.decide(0.0)
-    assert scheduler.complete(batch.number, [False, True], [4, 2]) == (1,)
+    step = scheduler.schedule(0.0)
+    assert [(chunk.first, chunk.count) for chunk in step.chunks] == [(5, 5), (3, 5)]
+    complete(scheduler, step, {1}, {0: [0, 0, 0], 1: [0]})
     (left,) = scheduler.view(0.0).ready
     assert (left.request, left.context_tokens, left.new_tokens) == (0, 10, 5)
+    drafts = scheduler.drafts
+    assert (drafts.num_drafts, drafts.num_draft_tokens, drafts.num_accepted_tokens) == (2, 8, 4)
 
 
 def test_a_scheduler_needs_a_slot():
-    with pytest.raises(CapacityError, match="found 0 slots"):
-        Scheduler(policy=Scripted(holds_finished=False), num_slots=0)
+    with pytest.raises(SpecError, match="found 0, expected at least 1"):
+        slots_of(Scripted(holds_finished=False), 0)
+
+
+def test_a_request_longer_than_a_slot_does_not_enter():
+    scheduler = slots_of(Scripted(holds_finished=False), 2)
+    scheduler.add(request_of(0, 60, 5))
+    with pytest.raises(CapacityError, match="need 2 KV blocks, more than the 1 of a sequence"):
+        scheduler.add(request_of(1, 60, 6))
+    assert [item.request for item in scheduler.view(0.0).waiting] == [0]

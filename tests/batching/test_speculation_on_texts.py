@@ -8,7 +8,7 @@ import pytest
 from helpers.docs_pages import ROOT
 from tokenizers import Tokenizer
 
-from llmpq.batching.engine_scheduler import EngineScheduler
+from llmpq.batching.block_scheduler import BlockScheduler
 from llmpq.batching.engine_step import EngineLimits, EngineRequest
 from llmpq.batching.prompt_lookup import PromptLookup
 from llmpq.batching.queue_order import queue_order
@@ -50,7 +50,7 @@ def seconds_of(text: list[int], row_cost: float, drafts: bool, first: float = 0.
         num_speculative_tokens=CONFIG.num_speculative_tokens if drafts else 0,
         row_cost=first,
     )
-    scheduler = EngineScheduler(limits, queue_order("fcfs"), propose if drafts else None)
+    scheduler = BlockScheduler(limits, queue_order("fcfs"), propose if drafts else None)
     scheduler.add(
         EngineRequest(
             request=0,

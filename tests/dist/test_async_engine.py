@@ -21,7 +21,7 @@ from helpers.ranks import make_plan
 from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.queue_order import queue_order
 from llmpq.dist.async_engine import RESTART_WINDOW_S, AsyncEngine
-from llmpq.dist.engine.online import OnlineEngine
+from llmpq.dist.engine.online_run import OnlineRun
 from llmpq.dist.io.control_channel import ControlChannel
 from llmpq.dist.io.engine_messages import ModelLimits
 from llmpq.dist.io.generation import GenerationRequest, TokenOutput
@@ -45,7 +45,7 @@ class Ranks:
         self.slow_s = 0.0
         self.may_step = threading.Event()
         self.may_step.set()
-        self.engines: list[OnlineEngine] = []
+        self.engines: list[OnlineRun] = []
 
     def launch(self, job, *rest) -> None:
         check: Callable[[], None] = rest[-1]
@@ -59,9 +59,9 @@ class Ranks:
         options = job.engine
         with Endpoint(path=str(job.prompts)).connect(PATIENCE_S) as sock:
             sock.settimeout(None)
-            engine = OnlineEngine(
+            engine = OnlineRun(
                 channel=ControlChannel(sock),
-                runner=Checked(self, check),
+                executor=Checked(self, check),
                 limits=EngineLimits(
                     token_budget=options.token_budget or 16,
                     max_sequences=options.max_sequences or 8,

@@ -6,7 +6,26 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from llmpq.batching import BatchingPolicy, Decision, InFlightBatch, Scheduler, Wait, WaitingRequest
+from helpers.slots import TOKENS, complete, request_of, slots_of
+
+from llmpq.batching import BatchingPolicy, Decision, PolicyScheduler, SchedulerView
+from llmpq.batching.engine_step import EngineStep
+
+
+class Recorder:
+    """A policy that remembers its decisions."""
+
+    def __init__(self, policy: BatchingPolicy) -> None:
+        self.policy = policy
+        self.decisions: list[Decision] = []
+
+    @property
+    def holds_finished(self) -> bool:
+        return self.policy.holds_finished
+
+    def decide(self, view: SchedulerView) -> Decision:
+        self.decisions.append(self.policy.decide(view))
+        return self.decisions[-1]
 
 
 @dataclass
@@ -34,46 +53,52 @@ class Pipeline:
 
     def run(self, policy: BatchingPolicy) -> None:
         """Serve every request; fail when that takes unreasonably many steps."""
-        scheduler = Scheduler(policy=policy, num_slots=self.num_slots)
-        in_flight: deque[InFlightBatch] = deque()
+        recorder = Recorder(policy)
+        self.decisions = recorder.decisions
+        scheduler = slots_of(recorder, self.num_slots)
+        in_flight: deque[EngineStep] = deque()
         arrived, now = 0, 0
         times = self.arrivals or [0] * len(self.wanted)
         while not scheduler.is_done:
             while arrived < len(times) and times[arrived] <= now:
-                scheduler.arrive(
-                    WaitingRequest(
-                        request=arrived, prompt_tokens=self.prompt_tokens, arrival_s=times[arrived]
+                scheduler.add(
+                    request_of(
+                        arrived,
+                        self.prompt_tokens,
+                        TOKENS - self.prompt_tokens,
+                        arrival_s=times[arrived],
                     )
                 )
                 arrived += 1
                 if arrived == len(times):
                     scheduler.close()
             if len(in_flight) < self.limit:
-                decision, batch = scheduler.decide(now)
-                self.decisions.append(decision)
-                if batch is not None:
-                    self.sizes.append((str(batch.phase), len(batch.slots)))
-                    in_flight.append(batch)
+                step = scheduler.schedule(now)
+                if step is not None:
+                    self.sizes.append((str(step.phase), len(step.chunks)))
+                    in_flight.append(step)
                     self._check(in_flight)
                     continue
-                assert isinstance(decision, Wait)
             now += 1
             assert now < 100_000, "the policy never ends"
             if in_flight:
                 self._complete(scheduler, in_flight.popleft())
 
-    def _check(self, in_flight: Sequence[InFlightBatch]) -> None:
-        slots = [slot for batch in in_flight for slot in batch.slots]
+    def _check(self, in_flight: Sequence[EngineStep]) -> None:
+        slots = [chunk.blocks for step in in_flight for chunk in step.chunks]
         assert len(slots) == len(set(slots)), "a slot with two owners"
-        assert all(0 <= slot < self.num_slots for slot in slots)
+        assert all(0 <= slot < self.num_slots for (slot,) in slots)
         self.most_alive = max(self.most_alive, len(slots))
 
-    def _complete(self, scheduler: Scheduler, batch: InFlightBatch) -> None:
-        complete = []
-        for item in batch.sequences:
+    def _complete(self, scheduler: PolicyScheduler, step: EngineStep) -> None:
+        finished = []
+        for chunk in step.chunks:
             self.computed += 1
-            if not item.is_finished:
-                assert item.new_tokens == self.made.get(item.request, 0)
-                self.made[item.request] = item.new_tokens + 1
-            complete.append(self.made[item.request] == self.wanted[item.request])
-        self.finished += scheduler.complete(batch.number, complete)
+            if chunk.makes_token:
+                made = self.made.get(chunk.request, 0)
+                assert chunk.first + chunk.count == self.prompt_tokens + made
+                self.made[chunk.request] = made + 1
+                if made + 1 == self.wanted[chunk.request]:
+                    finished.append(chunk.request)
+        complete(scheduler, step, finished)
+        self.finished += finished

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from llmpq.batching.draft_model import DraftModelSchedule
+from llmpq.batching.drafts import DraftModelSchedule
 from llmpq.batching.speculation import DraftCredit, SpeculativeConfig
-from llmpq.dist.engine import running_requests
+from llmpq.dist.engine import engine
 
 DRAFTS = SpeculativeConfig(num_speculative_tokens=4, prompt_lookup_min=1)
 
@@ -44,4 +44,4 @@ def draft_freely(patch: pytest.MonkeyPatch, drafts: AnswerDrafts | None = None) 
         lambda _, wishes, most, __: ({wish.request: most for wish in wishes}, 0.0),
     )
     if drafts is not None:
-        patch.setattr(running_requests, "PromptLookup", drafts)
+        patch.setattr(engine, "PromptLookup", drafts)

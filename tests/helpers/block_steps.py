@@ -26,7 +26,7 @@ class BlockSteps:
         self.block_size = block_size
         self.cells = np.full((num_blocks, block_size), -1)
         self.most = most
-        self.steps: deque[tuple[list[list[int]], Sequence[int]]] = deque()
+        self.steps: deque[tuple[int, list[list[int]], Sequence[int]]] = deque()
         self.delay = 0  # calls of has_result before a step is back
         self.waits = 0
         self.known: dict[tuple[int, ...], torch.Tensor] = {}
@@ -34,7 +34,8 @@ class BlockSteps:
         self.dispatched = 0
         self.most_in_flight = 0
 
-    def dispatch(self, token_ids: np.ndarray, rows: Sequence[Row], outputs) -> None:
+    def dispatch(self, number, phase, token_ids: np.ndarray, rows: Sequence[Row], outputs) -> None:
+        assert phase is None
         self.dispatched += 1
         if self.fails_at == self.dispatched:
             raise StageError("stage 1: was ended by SIGKILL")
@@ -50,7 +51,7 @@ class BlockSteps:
         for row in rows:
             held = self.cells[list(row.blocks)].reshape(-1)[: row.length]
             contexts.append([int(token) for token in held])
-        self.steps.append((contexts, list(outputs)))
+        self.steps.append((number, contexts, list(outputs)))
         self.most_in_flight = max(self.most_in_flight, len(self.steps))
         self.waits = self.delay
 
@@ -62,10 +63,13 @@ class BlockSteps:
         self.waits = 0
         return True
 
-    def collect(self) -> torch.Tensor | None:
-        contexts, outputs = self.steps.popleft()
+    def collect(self) -> tuple[int, torch.Tensor | None]:
+        number, contexts, outputs = self.steps.popleft()
         scores = [self.scores(tuple(contexts[row])) for row in outputs]
-        return torch.stack(scores) if scores else None
+        return number, torch.stack(scores) if scores else None
+
+    def end_step(self) -> None:
+        """No time passes."""
 
     def check(self) -> None:
         assert not self.steps

@@ -7,7 +7,7 @@ from helpers.scripted_channel import Script
 
 from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.queue_order import queue_order
-from llmpq.dist.engine.online import OnlineEngine
+from llmpq.dist.engine.online_run import OnlineRun
 from llmpq.dist.io.engine_messages import ModelLimits
 from llmpq.dist.io.generation import GenerationRequest
 from llmpq.dist.io.sampling_params import SamplingParams
@@ -49,10 +49,10 @@ def serve(
     order: str = "fcfs",
     delay: int = 0,
     **options,
-) -> OnlineEngine:
-    engine = OnlineEngine(
+) -> OnlineRun:
+    engine = OnlineRun(
         channel=script,
-        runner=fresh(steps, engine_limits.steps_in_flight, delay),
+        executor=fresh(steps, engine_limits.steps_in_flight, delay),
         limits=engine_limits,
         order=queue_order(order),
         model=ModelLimits(max_model_len=40, vocab_size=VOCAB, eos_token_ids=frozenset({2})),

@@ -16,6 +16,7 @@ from helpers.in_process_ring import in_process_ring
 from helpers.scripted_channel import Script
 
 from llmpq.batching.speculation import SpeculativeConfig
+from llmpq.dist.engine.batch_run import FinishedAnswer
 from llmpq.dist.engine.policy import engine_limits, max_model_len
 from llmpq.dist.io.job import EngineOptions, Job
 from llmpq.dist.io.prompts import Request
@@ -226,9 +227,9 @@ def run_threads(
     """Run every rank of ``plan`` in a thread; the master in this one."""
     answers: Answers = {}
 
-    def finish(request: Request, token_ids: tuple[int, ...], reason: FinishReason) -> None:
-        assert request.id not in answers
-        answers[request.id] = (token_ids, reason)
+    def finish(answer: FinishedAnswer) -> None:
+        assert answer.request.id not in answers
+        answers[answer.request.id] = (answer.token_ids, answer.reason)
 
     limits = frame_limits(plan, model_dir, has_drafts=speculative is not None)
     engine = EngineOptions(speculative_config=speculative)

@@ -9,7 +9,7 @@ from helpers.builders import cluster_of
 from llmpq.assigner.fleet.partition import Pools
 from llmpq.assigner.planner import make_plan
 from llmpq.assigner.request import PlanRequest
-from llmpq.batching.engine_scheduler import EngineLimits
+from llmpq.batching.block_scheduler import EngineLimits
 from llmpq.batching.queue_order import queue_order
 from llmpq.costmodel import build_costs
 from llmpq.dist.engine.policy import engine_limits

@@ -28,8 +28,8 @@ def recorded() -> dict[str, dict[str, int]]:
 
 
 ON_THE_WAY = {
-    "token_offline": ("llmpq.dist.engine.engine.MasterEngine", "llmpq.dist.kv.cache.KVCache"),
-    "token_online": ("llmpq.dist.engine.online.OnlineEngine", "llmpq.dist.kv.cache.KVCache"),
+    "token_offline": ("llmpq.dist.engine.engine.Engine", "llmpq.dist.kv.cache.KVCache"),
+    "token_online": ("llmpq.dist.engine.engine.Engine", "llmpq.dist.kv.cache.KVCache"),
     "plan": ("llmpq.spec.plan.Plan",),
     "weight": ("llmpq.quant.modules.linear.QuantLinear",),
     "request": ("llmpq.server.service.Service",),

@@ -19,15 +19,17 @@ from llmpq.batching import (
     BatchingPolicy,
     Decision,
     PipelineShape,
+    PolicyScheduler,
     SchedulerView,
     Wait,
     make_policy,
 )
 from llmpq.batching.length import Prediction, make_predictor
 from llmpq.batching.policies.multibin import quantile_boundaries
+from llmpq.batching.policy_scheduler import slot_limits
 from llmpq.batching.workload_shift import LengthMonitor, make_length_monitor
-from llmpq.dist.engine.engine import MasterEngine
-from llmpq.dist.engine.sampler import SampledToken
+from llmpq.dist.engine.batch_run import BatchRun
+from llmpq.dist.engine.executor import PipelineExecutor
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.metrics.stats import StageClock
 from llmpq.dist.transport.frames import Frame, FrameKind
@@ -177,7 +179,7 @@ class TimedRing:
 
 @dataclass
 class TimedEnds:
-    """Master, first stage's runner and sampler in one: nothing but the passing of time."""
+    """Master and first stage's runner in one: nothing but the passing of time."""
 
     costs: Costs
     clock: Clock
@@ -205,9 +207,6 @@ class TimedEnds:
         shape = BatchShape(phase=Phase.DECODE, rows=rows, longest=1, total=rows)
         self.clock.now_s += self.costs.project_s(shape)
         return torch.zeros(rows, VOCABULARY)
-
-    def sample(self, logits, keys):  # noqa: ARG002
-        return [SampledToken(token_id=0) for _ in keys]
 
 
 @dataclass
@@ -367,17 +366,21 @@ def run_engine(costs, trace, sizes, slots, policy, monitor):
     """Run the runtime's engine on a clock that only costs advance; every request is answered."""
     clock = Clock()
     ends = TimedEnds(costs, clock)
-    engine = MasterEngine(
-        master=ends,
-        runner=ends,
-        communicator=TimedRing(costs, clock) if len(costs.prefill) > 1 else None,
-        policy=policy,
-        sampler=ends,
-        clock=StageClock(micro_batching=sizes, now=clock.now, sleep=clock.sleep),
-        num_slots=slots,
-        max_tokens=max(item.prompt_tokens + item.new_tokens for item in trace),
-        depth=costs.layout.depth,
-        prefill_runner=None if costs.decoding is None else ends,
+    depth = costs.layout.depth
+    stage_clock = StageClock(micro_batching=sizes, now=clock.now, sleep=clock.sleep)
+    limits = slot_limits(slots, max(item.prompt_tokens + item.new_tokens for item in trace))
+    engine = BatchRun(
+        executor=PipelineExecutor(
+            master=ends,
+            runner=ends,
+            communicator=TimedRing(costs, clock) if len(costs.prefill) > 1 else None,
+            clock=stage_clock,
+            prefill_runner=None if costs.decoding is None else ends,
+            local_phases=[phase for phase in Phase if depth.is_local(phase)],
+        ),
+        scheduler=PolicyScheduler(policy, limits, depth, monitor=monitor),
+        limits=limits,
+        clock=stage_clock,
         monitor=monitor,
     )
     requests = [
@@ -390,6 +393,6 @@ def run_engine(costs, trace, sizes, slots, policy, monitor):
         for number, item in enumerate(trace)
     ]
     finished: list[int] = []
-    made = engine.run(requests, lambda request, *_: finished.append(request.id))
+    made = engine.run(requests, lambda answer: finished.append(answer.request.id))
     assert sorted(finished) == list(range(len(trace))), "a request lost or answered twice"
     return made

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from sim.test_sim_plan_costs import _plan
 
-from llmpq.batching.draft_model import DraftLimits, DraftWork
+from llmpq.batching.drafts import DraftLimits, DraftWork
 from llmpq.batching.engine_step import EngineLimits, ScheduledChunk
 from llmpq.batching.queue_order import queue_order
 from llmpq.errors import CapacityError

@@ -55,8 +55,9 @@ class StaticPolicy:
 
     def decide(self, view: SchedulerView) -> Decision:
         """Prefill the whole batch, then decode its micro-batches unchanged."""
-        if not view.waiting:
-            self._to_prefill.clear()  # the run drains: the chosen requests were removed
+        if self._to_prefill:  # some that were chosen may have been removed from the queue
+            waiting = {item.request for item in view.waiting}
+            self._to_prefill = deque(one for one in self._to_prefill if one in waiting)
         if not (self._to_prefill or view.ready or view.in_flight):
             self._to_prefill.extend(self._former(view))
             self._groups.clear()

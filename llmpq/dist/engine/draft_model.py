@@ -1,7 +1,7 @@
 """Draft models: a small model with KV blocks of its own computes the draft tokens of a step.
 
 Which sequences have drafts, how long, and in which blocks, is the scheduler's decision
-(``llmpq.batching.draft_model``). ``DraftModel`` runs in the process of rank 0, or in one of its own
+(``llmpq.batching.drafts``). ``DraftModel`` runs in the process of rank 0, or in one of its own
 on another device: there a ``DraftWorker`` serves the master's ``RemoteDraftModel``.
 
 Both send rows of token ids: the master the tokens that are not known yet, with a 0 for each draft
@@ -18,8 +18,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from llmpq.batching.draft_model import FEW_TOKENS, DraftWork
-from llmpq.dist.engine.packed_steps import StepRunner
+from llmpq.batching.drafts import FEW_TOKENS, DraftWork
+from llmpq.dist.engine.executor import StepExecutor
 from llmpq.dist.metrics.measurement import HeldBytes, StageStats
 from llmpq.dist.metrics.stats import StageClock
 from llmpq.dist.transport.communicator import (
@@ -59,7 +59,7 @@ class DraftModel:
     """Proposes the tokens that a small model finds most likely.
 
     Args:
-        runner: of the small model; no other steps are in flight there.
+        executor: of the small model; no other steps are in flight there.
         block_size: tokens of a KV block.
         token_budget: most tokens of a prompt in one pass.
         held: bytes of its tensors, ``None`` if not counted.
@@ -67,14 +67,14 @@ class DraftModel:
 
     def __init__(
         self,
-        runner: StepRunner,
+        executor: StepExecutor,
         *,
         block_size: int,
         token_budget: int,
         held: HeldBytes | None = None,
     ) -> None:
         self.held = held
-        self._runner = runner
+        self._executor = executor
         self._block_size = block_size
         self._token_budget = token_budget
 
@@ -120,8 +120,9 @@ class DraftModel:
             return first
         while first < work.tokens - 1:
             end = min(first + self._token_budget, work.tokens - 1)
-            self._runner.dispatch(np.array(ids[first:end]), [self._row(work, first, end)], [])
-            self._runner.collect()
+            row = self._row(work, first, end)
+            self._executor.dispatch(0, None, np.array(ids[first:end]), [row], [])
+            self._executor.collect()
             first = end
         return first
 
@@ -131,8 +132,8 @@ class DraftModel:
 
     def _best(self, ids: Sequence[int], rows: Sequence[Row], outputs: Sequence[int]) -> list[int]:
         """Return the most likely token after each of some rows."""
-        self._runner.dispatch(np.array(ids), rows, outputs)
-        scores = self._runner.collect()
+        self._executor.dispatch(0, None, np.array(ids), rows, outputs)
+        _, scores = self._executor.collect()
         assert scores is not None
         best: list[int] = scores.argmax(dim=-1).tolist()
         return best

@@ -1,492 +1,374 @@
-"""MasterEngine: requests in, policy decisions, tokens out. It owns all state of requests.
+"""Engine: steps of a scheduler, computed by an executor, and the tokens that they make.
 
-The master embeds, runs the first stage's layers, sends the hidden states round the ring, projects
-what comes back and samples. A few micro-batches are in flight, so that every stage has work; what
-has come back is completed before more is dispatched, so that queues stay bounded. Finished answers
-are reported after the next dispatch, while the other stages compute. Where prefill and decode have
-stages of their own (WAA), the master's layers only decode, and micro-batches come back in order on
-each of two rings. Stages see only the blocks and lengths in a frame.
+The scheduler decides the steps, in the runtime as in the simulator: a ``BlockScheduler`` mixes
+decode rows and prompt chunks, a ``PolicyScheduler`` obeys a batching policy. The engine has the
+tokens of every sequence and chooses the next ones. Stages see only the blocks and lengths of rows.
 
-Shapes: R rows (sequences), N tokens of a step, H hidden size, V vocabulary.
+With speculative decoding, the next token of a sequence and its draft tokens are rows of one token.
+The engine chooses the token after each of them in turn, as without a draft, and goes on while the
+draft has the token that was chosen. So the answer is the one of an engine without drafts, sampled
+or greedy, with the same log-probabilities, masks and ends.
+
+Shapes: R rows with an output, V vocabulary.
 """
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch
+import numpy as np
 from torch import Tensor
 
-from llmpq.batching import (
-    BatchingPolicy,
-    InFlightBatch,
-    PipelineDepth,
-    RequestRecord,
-    Scheduler,
-    Wait,
-    WaitingRequest,
-    uniform_depth,
+from llmpq.batching.engine_step import (
+    EngineLimits,
+    EngineRequest,
+    EngineStep,
+    ScheduledChunk,
+    StepScheduler,
 )
-from llmpq.batching.workload_shift import LengthMonitor
-from llmpq.dist.engine.handover import received
-from llmpq.dist.engine.policy import in_order
-from llmpq.dist.engine.running_requests import MicroBatchDrafts, RunningRequest
-from llmpq.dist.engine.sampler import Sampler, sampling_state_of
-from llmpq.dist.engine.stage import StageRunner, packed_batch_of, slot_row
-from llmpq.dist.io.prompts import Request
-from llmpq.dist.io.results import FinishReason
-from llmpq.dist.io.structured_outputs import GrammarCompiler
-from llmpq.dist.metrics.stats import StageClock, synchronize, tokens_read
-from llmpq.dist.transport.communicator import Communicator, error_from_frame
-from llmpq.dist.transport.frames import Frame, FrameKind, Row
-from llmpq.errors import StageError
-from llmpq.models import Master
-from llmpq.spec.precision import Phase
+from llmpq.batching.prompt_lookup import PromptLookup
+from llmpq.batching.speculation import SpeculativeConfig
+from llmpq.dist.engine.draft_model import Drafter
+from llmpq.dist.engine.executor import StepExecutor
+from llmpq.dist.engine.sampler import SampledToken, SamplingState, ScoredRows, prompt_logprobs
+from llmpq.dist.io.generation import GenerationEnd
+from llmpq.dist.io.sampling_params import TokenLogprobs
+from llmpq.dist.transport.frames import Row
 
-OnFinish = Callable[[Request, tuple[int, ...], FinishReason], None]
-"""Called once for each finished request, with its new tokens."""
-OnTokens = Callable[[Sequence[tuple[Request, int]]], None]
-"""Called after each step with its new tokens by request; with none when the engine goes idle."""
-ShouldDrain = Callable[[], bool]
-"""Returns True once the engine should drain: finish running requests and admit no new ones."""
-ShouldAbort = Callable[[], bool]
-"""Returns True once the engine should end running requests after their next token."""
 
-MAX_IDLE_WAIT_S = 0.5
-"""Longest single wait of an idle engine, after which it looks at its callbacks again."""
-FRAME_KINDS = {Phase.PREFILL: FrameKind.PREFILL, Phase.DECODE: FrameKind.DECODE}
-PHASES = {kind: phase for phase, kind in FRAME_KINDS.items()}
+@dataclass(slots=True, kw_only=True, eq=False)
+class RunningSequence:
+    """An unfinished request with its tokens, and the draft of its next ones.
+
+    Attributes:
+        number: of the request.
+        tokens: prompt and answer.
+        num_prompt_tokens: those of the prompt.
+        state: the tokens of the answer, and how the next one is chosen.
+        max_tokens: of the answer.
+        prompt_logprobs: found so far, ``None`` when they are not asked for.
+        num_cached_tokens: of the prompt, whose keys and values were found.
+        lookup: finds drafts, ``None`` without prompt lookup.
+        draft: the tokens proposed last.
+    """
+
+    number: int
+    tokens: list[int]
+    num_prompt_tokens: int
+    state: SamplingState
+    max_tokens: int
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    num_cached_tokens: int = 0
+    lookup: PromptLookup | None = None
+    draft: Sequence[int] = field(default_factory=list)
+
+    def sample(
+        self, scored: ScoredRows, rows: Sequence[int]
+    ) -> tuple[list[SampledToken], GenerationEnd | None]:
+        """Choose tokens while the draft has them, and one more.
+
+        Args:
+            scored: the scores of the step.
+            rows: of the newest token and of the draft tokens.
+
+        Returns:
+            The tokens, the last one of which may be an error; and why the answer ends, if it does.
+        """
+        tokens: list[SampledToken] = []
+        reason: GenerationEnd | None = None
+        for row, proposed in zip(rows, [*self.draft[: len(rows) - 1], None], strict=True):
+            token = scored.sample(row, self.state)
+            tokens.append(token)
+            if token.error is not None:
+                return tokens, "error"
+            self.state.accept(token.token_id)
+            self.tokens.append(token.token_id)
+            reason = self.state.finish_reason(self.max_tokens)
+            if reason is not None or token.token_id != proposed:
+                break
+        return tokens, reason
+
+
+class NewTokens(NamedTuple):
+    """New tokens of a sequence; the last one may be an error. ``reason``: why it ends, if so."""
+
+    sequence: RunningSequence
+    tokens: Sequence[SampledToken]
+    reason: GenerationEnd | None
 
 
 class _Dispatched(NamedTuple):
-    """A micro-batch in flight.
+    """A step in flight; ``scored`` are the chunk of each output and the position of its token."""
 
-    Attributes:
-        rows: of its frame.
-        start_s: when it was dispatched.
-        dispatch_s: seconds to dispatch it.
-        embed_s: of these, to embed its tokens.
-    """
-
-    rows: Sequence[Row]
-    start_s: float
-    dispatch_s: float
-    embed_s: float
+    step: EngineStep
+    scored: list[tuple[ScheduledChunk, int]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStats:
-    """Numbers of requests and tokens of a run, and its seconds.
+class Engine:
+    """Answers requests: dispatches the steps of a scheduler and chooses the next tokens.
 
-    Attributes:
-        requests: finished ones.
-        generated_tokens: new tokens of all of them.
-        elapsed_s: from the first dispatch to the last token.
-        prefill_s: of these, until the last prompt's first token.
-        records: arrival, start and end of each request, by number.
-        adjusted: decode iterations that the policy changed to during the run, in order.
-        draft_tokens: that were verified.
-        accepted_tokens: those of them that became tokens of an answer.
-    """
-
-    requests: int
-    generated_tokens: int
-    elapsed_s: float
-    prefill_s: float
-    records: tuple[RequestRecord, ...]
-    adjusted: tuple[int, ...] = ()
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-
-
-class MasterEngine:
-    """Answers requests over a pipeline.
+    It keeps nothing that a restart needs: the client adds its unfinished requests again, with the
+    tokens that it has.
 
     Args:
-        master: the two ends of the model.
-        runner: the first stage's own layers.
-        communicator: the ring, or both; ``None`` when there is only one stage.
-        policy: decides what to dispatch next.
-        sampler: chooses tokens.
-        clock: collects the master's busy times.
-        num_slots: sequences that the KV blocks of every stage hold.
-        max_tokens: tokens of the longest sequence; a slot is a fixed run of blocks for as many.
-        window: largest window of the model, if layers with windows have blocks of their own.
-        depth: how many micro-batches may be in flight; by default from the number of ranks.
-        prefill_runner: the master's part of a prefill where prefill has stages of its own.
-        monitor: compares answers with the policy's schedule; ``None`` without one.
-        grammars: compiles the forms of answers; ``None`` where no request has one.
-        drafts: proposes draft tokens; ``None`` for no speculative decoding.
-        first_number: number of the first micro-batch; an engine that follows another one on the
-            same ranks continues from that one's ``next_number``.
-        switches_after: as in ``EngineLimits``.
+        executor: computes the steps.
+        scheduler: decides them.
+        limits: of the scheduler.
+        now: returns the time on the clock of the arrivals.
+        lookup: finds drafts in the text so far; ``None`` for none.
+        draft_model: proposes them where ``limits.draft`` has its size.
+        on_start: called with the requests whose first step is about to be dispatched.
     """
 
-    def __init__(  # noqa: PLR0913  the parts of the master
+    def __init__(  # noqa: PLR0913  the parts of an engine
         self,
         *,
-        master: Master,
-        runner: StageRunner,
-        communicator: Communicator | None,
-        policy: BatchingPolicy,
-        sampler: Sampler,
-        clock: StageClock,
-        num_slots: int,
-        max_tokens: int,
-        depth: PipelineDepth | None = None,
-        prefill_runner: StageRunner | None = None,
-        monitor: LengthMonitor | None = None,
-        grammars: GrammarCompiler | None = None,
-        drafts: MicroBatchDrafts | None = None,
-        first_number: int = 0,
-        switches_after: int | None = None,
-        window: int | None = None,
+        executor: StepExecutor,
+        scheduler: StepScheduler,
+        limits: EngineLimits,
+        now: Callable[[], float],
+        lookup: SpeculativeConfig | None = None,
+        draft_model: Drafter | None = None,
+        on_start: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
-        self._master = master
-        self._window = window
-        self._switches_after = switches_after
-        self._runners = {Phase.PREFILL: prefill_runner or runner, Phase.DECODE: runner}
-        self._device = runner.device
-        self._dtype = runner.dtype
-        self._communicator = communicator
-        self._sampler = sampler
-        self._grammars = grammars
-        self._drafts = drafts
-        self._clock = clock
-        self._scheduler = Scheduler(
-            policy=policy, num_slots=num_slots, monitor=monitor, first_number=first_number
-        )
-        self._max_tokens = max_tokens
-        self._monitor = monitor
-        self._holds_finished = policy.holds_finished
-        self._depth = depth or uniform_depth(1 if communicator is None else len(communicator.names))
-        self._dispatched: dict[int, _Dispatched] = {}  # by number
-        # The micro-batch that the master alone computed, until its tokens are sampled.
-        self._local: tuple[InFlightBatch, Tensor] | None = None
-        self._requests: Sequence[Request] = ()
-        self._arrived = 0
-        self._running: dict[int, RunningRequest] = {}  # by number
-        self._finished: deque[RunningRequest] = deque()  # not reported yet
-        self._records: list[RequestRecord] = []
-        self._wake_s = math.inf  # when a policy that waits would decide otherwise
-        self._tokens = self._draft_tokens = self._accepted_tokens = 0
-        self._start_s = 0.0
-        self._prefill_s = 0.0
+        self._on_start = on_start
+        self._executor = executor
+        self._scheduler = scheduler
+        self._limits = limits
+        self._now = now
+        self._draft_model = draft_model
+        self._lookup = None if draft_model is not None else lookup
+        if self._lookup is not None:
+            scheduler.drafts.propose = self._propose
+        self._unmade: dict[int, Callable[[], RunningSequence]] = {}
+        self._not_started: set[int] = set()
+        self._sequences: dict[int, RunningSequence] = {}
+        self._in_flight: dict[int, _Dispatched] = {}  # by number
 
     @property
-    def next_number(self) -> int:
-        """Number of the next micro-batch."""
-        return self._scheduler.next_number
+    def num_in_flight(self) -> int:
+        """Steps that are not complete."""
+        return len(self._in_flight)
 
-    def run(
-        self,
-        requests: Sequence[Request],
-        on_finish: OnFinish,
-        on_tokens: OnTokens | None = None,
-        should_drain: ShouldDrain | None = None,
-        should_abort: ShouldAbort | None = None,
-    ) -> EngineStats:
-        """Answer every request.
+    def has_result(self) -> bool:
+        """Return whether :meth:`complete` would not wait."""
+        return bool(self._in_flight) and self._executor.has_result()
+
+    def add(self, request: EngineRequest, make_sequence: Callable[[], RunningSequence]) -> None:
+        """Queue a request.
 
         Args:
-            requests: each enters the queue at its arrival time.
-            on_finish: called once for each request, when its last token is known.
-            on_tokens: called after each step with its new tokens.
-            should_drain: called before each step; once true, only running requests are answered.
-            should_abort: called before each step; once true, running requests end after their next
-                token, without ``on_finish``.
+            request: as the scheduler sees it.
+            make_sequence: called before its first step.
 
         Raises:
-            StageError: a stage failed, hangs, or returned another micro-batch than expected.
+            CapacityError: it does not fit into the KV memory.
         """
-        self._requests = in_order(requests)
-        self._start_s = self._clock.now()
-        self._take_arrivals()
-        try:
-            while not self._is_over(should_drain, should_abort):
-                self._step(on_finish, on_tokens)
-                self._take_arrivals()
-        finally:
-            self._report_finished(on_finish)  # finished answers are kept, whatever ends the run
-        return EngineStats(
-            requests=len(self._records),
-            generated_tokens=self._tokens,
-            elapsed_s=self._now_s(),
-            prefill_s=self._prefill_s,
-            records=tuple(sorted(self._records, key=lambda record: record.request)),
-            adjusted=() if self._monitor is None else self._monitor.adjusted,
-            draft_tokens=self._draft_tokens,
-            accepted_tokens=self._accepted_tokens,
-        )
+        self._scheduler.add(request)
+        self._unmade[request.request] = make_sequence
+        self._not_started.add(request.request)
 
-    def _step(self, on_finish: OnFinish, on_tokens: OnTokens | None) -> None:
-        """Complete a micro-batch that is back, or dispatch one, or wait."""
-        open_phases = self._depth.open_phases(self._scheduler)
-        if self._must_complete(open_phases):
-            self._complete_next(on_tokens)
-            return
-        is_dispatched = self._dispatch_next(open_phases)
-        self._report_finished(on_finish)
-        if not is_dispatched:
-            self._await_change(on_tokens)
+    def abort(self, request: int) -> None:
+        """End a request, which gets no more tokens."""
+        self._not_started.discard(request)
+        self._unmade.pop(request, None)
+        self._sequences.pop(request, None)
+        self._scheduler.abort(request)
 
-    def _report_finished(self, on_finish: OnFinish) -> None:
-        while self._finished:
-            running = self._finished.popleft()
-            if running.finish_reason is not None:  # else it was aborted
-                on_finish(running.request, tuple(running.token_ids), running.finish_reason)
-
-    def _now_s(self) -> float:
-        return self._clock.now() - self._start_s
-
-    def _is_over(self, should_drain: ShouldDrain | None, should_abort: ShouldAbort | None) -> bool:
-        aborts = should_abort is not None and should_abort()
-        if aborts or (should_drain is not None and should_drain()):
-            self._arrived = len(self._requests)
-            self._scheduler.drain()
-        if aborts:
-            for running in self._running.values():
-                running.is_aborted = True
-        return self._scheduler.is_done
-
-    def _take_arrivals(self) -> None:
-        """Queue the requests whose arrival time has come."""
-        if self._arrived == len(self._requests) > 0:
-            return
-        now_s = self._now_s()
-        for number in range(self._arrived, len(self._requests)):
-            request = self._requests[number]
-            if request.arrival_s > now_s:
-                return
-            self._scheduler.arrive(
-                WaitingRequest(
-                    request=number,
-                    prompt_tokens=len(request.prompt_token_ids),
-                    arrival_s=request.arrival_s,
-                )
-            )
-            self._arrived += 1
-        self._scheduler.close()
-
-    def _await_change(self, on_tokens: OnTokens | None) -> None:
-        """Wait for a micro-batch, an arrival or the time at which the policy decides anew."""
-        is_arrival_known = self._arrived < len(self._requests)
-        arrival_s = self._requests[self._arrived].arrival_s if is_arrival_known else math.inf
-        wake_s = min(self._wake_s, arrival_s)
-        if not self._scheduler.is_idle and wake_s == math.inf:
-            self._complete_next(on_tokens)
-            return
-        wait_s = min(max(wake_s - self._now_s(), 0.0), MAX_IDLE_WAIT_S)
-        if self._scheduler.is_idle:
-            if on_tokens is not None:
-                on_tokens(())
-            self._clock.sleep(wait_s)
-        else:
-            assert self._communicator is not None  # without one, every step is back at once
-            self._communicator.await_frame(wait_s)
-
-    def _must_complete(self, open_phases: tuple[Phase, ...]) -> bool:
-        """Whether to complete a micro-batch before asking the policy."""
-        if self._scheduler.is_idle:
-            return False
-        if not open_phases or self._local is not None:
-            return True
-        return self._communicator is not None and self._communicator.has_frame()
-
-    def _dispatch_next(self, open_phases: tuple[Phase, ...]) -> bool:
-        """Dispatch what the policy decides; return whether that was anything."""
-        decision, batch = self._scheduler.decide(self._now_s(), open_phases)
-        self._wake_s = math.inf
-        if batch is None:
-            if isinstance(decision, Wait) and decision.until_s is not None:
-                self._wake_s = decision.until_s
-            return False
-        if batch.phase is Phase.PREFILL:
-            self._dispatch_prefill(batch)
-        else:
-            self._dispatch_decode(batch)
-        return True
-
-    def _dispatch_prefill(self, batch: InFlightBatch) -> None:
-        start_s = self._now_s()
-        for number in batch.requests:
-            request = self._requests[number]
-            self._running[number] = RunningRequest(
-                request=request,
-                start_s=start_s,
-                origin=batch.number,
-                sampling=sampling_state_of(request, self._grammars),
-            )
-        prompts = [self._requests[number].prompt_token_ids for number in batch.requests]
-        rows = [
-            self._row(slot, 0, len(prompt), batch.number)
-            for slot, prompt in zip(batch.slots, prompts, strict=True)
-        ]
-        self._dispatch(batch, rows, [token for prompt in prompts for token in prompt])
-
-    def _dispatch_decode(self, batch: InFlightBatch) -> None:
-        members = [self._running[number] for number in batch.requests]
-        if self._drafts is not None:
-            self._drafts.propose(members)
+    def dispatch(self) -> EngineStep | None:
+        """Dispatch the step that the scheduler decides; ``None`` if there is none now."""
+        step = self._scheduler.schedule(self._now())
+        if step is None:
+            return None
+        self._start(step)
+        if step.drafts:
+            self._compute_drafts(step)
         rows: list[Row] = []
-        tokens: list[int] = []
-        for item, member in zip(batch.sequences, members, strict=True):
-            # The newest token is not in the cache yet: its position is one less than the context.
-            length = item.context_tokens
-            if length - 1 == self._switches_after:
-                # The rotary angles of all keys change with this token: they are computed again.
-                rows.append(self._row(item.slot, 0, length, member.origin))
-                tokens += [*member.request.prompt_token_ids, *member.token_ids][:length]
-            else:
-                rows.append(self._row(item.slot, length - 1, length, member.origin))
-                tokens.append(member.token_ids[-1])
-            for place, token in enumerate(member.draft, length):
-                rows.append(self._row(item.slot, place, place + 1, member.origin))
-                tokens.append(token)
-        self._dispatch(batch, rows, tokens)
+        token_ids: list[int] = []
+        outputs: list[int] = []
+        scored: list[tuple[ScheduledChunk, int]] = []
+        for chunk in step.chunks:
+            sequence = self._sequence(chunk.request)
+            if sequence is None:  # a policy keeps finished sequences: they cost what others do
+                token_ids += [0] * chunk.count
+                outputs.append(len(rows))
+                scored.append((chunk, chunk.first))
+                rows.append(self._row(chunk, None, chunk.first, chunk.first + chunk.count))
+                continue
+            token_ids += sequence.tokens[chunk.first : chunk.first + chunk.count]
+            token_ids += sequence.draft[: chunk.num_draft_tokens]
+            for row, position in self._rows(chunk, sequence):
+                if position is not None:
+                    outputs.append(len(rows))
+                    scored.append((chunk, position))
+                rows.append(row)
+        self._in_flight[step.number] = _Dispatched(step, scored)
+        self._executor.dispatch(step.number, step.phase, np.array(token_ids), rows, outputs)
+        return step
 
-    def _row(self, slot: int, first: int, length: int, origin: int) -> Row:
-        return slot_row(slot, (first, length), self._max_tokens, window=self._window, origin=origin)
-
-    def _dispatch(self, batch: InFlightBatch, rows: list[Row], token_ids: list[int]) -> None:
-        phase = batch.phase
-        runner = self._runners[phase]
-        waiting_s = self._clock.now()
-        own_rows = runner.acquire(rows)
-        start = self._clock.now()
-        self._clock.wait_s += start - waiting_s
-        ids = torch.tensor([token_ids], device=self._device)  # [1, N]
-        hidden = self._master.embed(ids, packed_batch_of(rows).positions)
-        embed_s = self._clock.now() - start
-        hidden = runner.run(hidden, own_rows)  # [1, N, H]
-        synchronize(self._device)
-        runner.release(rows)
-        dispatch_s = self._clock.now() - start
-        self._dispatched[batch.number] = _Dispatched(rows, waiting_s, dispatch_s, embed_s)
-        if self._depth.is_local(phase):
-            self._local = batch, hidden
+    def _start(self, step: EngineStep) -> None:
+        """Begin the sequences that are in a step for the first time."""
+        first = {
+            chunk.request: chunk.first
+            for chunk in step.chunks
+            if chunk.request in self._not_started
+        }
+        if not first:
             return
-        assert self._communicator is not None
-        kind = FRAME_KINDS[phase]
-        self._communicator.send(
-            Frame(kind=kind, micro_batch=batch.number, rows=tuple(rows), hidden=hidden)
-        )
+        self._not_started.difference_update(first)
+        for request, cached in first.items():
+            sequence = self._sequence(request)
+            assert sequence is not None
+            sequence.num_cached_tokens = cached
+        if self._on_start is not None:
+            self._on_start([*first])
 
-    def _complete_next(self, on_tokens: OnTokens | None) -> None:
-        """Complete the oldest micro-batch that is back: new tokens for each sequence."""
-        batch, hidden = self._next_completed()
-        start = self._clock.now()
-        logits = self._master.logits(received(hidden[0], self._device, self._dtype))  # [R, V]
-        members = [self._running[number] for number in batch.requests]
-        made = self._choose(logits, batch, members)
-        spent_s = self._clock.now() - start
-        rows, start_s, dispatch_s, embed_s = self._dispatched.pop(batch.number)
-        lengths = [row.length for row in rows]
-        self._clock.record(
-            batch.phase,
-            len(lengths),
-            dispatch_s + spent_s,
-            tokens_read(batch.phase, lengths, self._device),
-            embed_s + spent_s,
-        )
-        now_s = self._now_s()
-        if batch.phase is Phase.PREFILL:
-            self._prefill_s = now_s
-            for member in members:
-                member.first_token_s = now_s
-        num_made = [len(tokens) for tokens in made]
-        self._tokens += sum(num_made)
-        self._take_drafts(batch, start_s, num_made)
-        is_complete = [member.is_complete for member in members]
-        for number in self._scheduler.complete(batch.number, is_complete, num_made):
-            finished = self._running[number]
-            self._records.append(finished.record(number, now_s))
-            self._finished.append(finished)
-            if not self._holds_finished:
-                del self._running[number]
-        if on_tokens is not None:
-            on_tokens(
-                [
-                    (member.request, token)
-                    for member, tokens in zip(members, made, strict=True)
-                    for token in tokens
-                ]
-            )
+    def _sequence(self, request: int) -> RunningSequence | None:
+        """Return the sequence of a request; ``None`` once it is finished."""
+        make_sequence = self._unmade.pop(request, None)
+        if make_sequence is not None:
+            sequence = self._sequences[request] = make_sequence()
+            if self._lookup is not None:
+                sequence.lookup = PromptLookup(self._lookup)
+        return self._sequences.get(request)
 
-    def _choose(
-        self, logits: Tensor, batch: InFlightBatch, members: Sequence[RunningRequest]
-    ) -> list[list[int]]:
-        """Choose the tokens of each member while its draft has them, and one more.
+    def complete(self) -> list[NewTokens]:
+        """Complete the next step that is back, waiting for it; return the new tokens.
 
-        Args:
-            logits: ``[R, V]``, of the newest token of each member and of its draft tokens.
-            batch: a policy may keep finished sequences in it; they get no tokens.
-            members: its requests, which take the tokens.
+        Raises:
+            StageError: a stage failed, hangs, or returned another step than expected.
         """
-        first_rows = accumulate((1 + len(one.draft) for one in members[:-1]), initial=0)
-        left = dict(enumerate(first_rows))  # next row of each member
-        made: list[list[int]] = [[] for _ in members]
-        while left:
-            rows = list(left.values())
-            scores = logits if len(rows) == len(logits) else logits[rows]
-            sampled = self._sampler.sample(scores, [members[place].sampling for place in left])
-            for place, token in zip(list(left), sampled, strict=True):
-                member, proposed = members[place], members[place].draft[len(made[place]) :]
-                row = left.pop(place)
-                if batch.sequences[place].is_finished:
-                    continue
-                if token.error is not None:
-                    raise StageError(token.error, is_permanent=True)
-                member.sampling.accept(token.token_id)
-                made[place].append(token.token_id)
-                if proposed and proposed[0] == token.token_id and not member.is_complete:
-                    left[place] = row + 1
+        number, scores = self._executor.collect()
+        step, scored = self._in_flight.pop(number)
+        # Sequences that were aborted meanwhile are not here any more.
+        alive = [
+            (row, chunk, position)
+            for row, (chunk, position) in enumerate(scored)
+            if chunk.request in self._sequences
+        ]
+        made = [] if scores is None else self.sample(scores, alive)
+        self._executor.end_step()
+        tokens: dict[int, int] = {}
+        accepted: dict[int, list[int]] = {}
+        finished: list[int] = []
+        for sequence, sampled, reason in made:
+            ids = [token.token_id for token in sampled if token.error is None]
+            if ids:
+                *accepted[sequence.number], tokens[sequence.number] = ids
+            if reason is not None:
+                finished.append(sequence.number)
+                del self._sequences[sequence.number]
+        self._scheduler.complete(step.number, tokens, finished, accepted, now_s=self._now())
         return made
 
-    def _take_drafts(self, batch: InFlightBatch, start_s: float, num_made: Sequence[int]) -> None:
-        """Count the draft tokens of a micro-batch; its time and tokens decide on the next ones."""
-        if self._drafts is None:
-            return
-        end_s = self._clock.now()
-        if batch.phase is Phase.DECODE:
-            members = [self._running[number] for number in batch.requests]
-            self._draft_tokens += sum(len(member.draft) for member in members)
-            self._accepted_tokens += sum(max(0, count - 1) for count in num_made)
-            self._drafts.take_decode(start_s, end_s, members, num_made)
-        elif not self._depth.is_split:
-            self._drafts.take_prefill(start_s, end_s)
+    def sample(
+        self, scores: Tensor, alive: Sequence[tuple[int, ScheduledChunk, int]]
+    ) -> list[NewTokens]:
+        """Choose the new tokens of every sequence whose chunk makes one.
 
-    def _next_completed(self) -> tuple[InFlightBatch, Tensor]:
-        """Return the next micro-batch that is back and its hidden states, waiting for it."""
-        if self._local is not None:
-            local, self._local = self._local, None
-            return local
-        assert self._communicator is not None
-        frame = self._communicator.recv()
-        if frame.kind is FrameKind.ERROR:
-            raise error_from_frame(frame)
-        # Each phase comes back in order; both do where they share their stages.
-        phase = PHASES.get(frame.kind) if self._depth.is_split else None
-        batch = self._scheduler.oldest_in_flight(phase) or self._scheduler.oldest_in_flight()
-        assert batch is not None
-        return batch, self._checked(frame, batch)
+        Args:
+            scores: ``[R, V]`` of the outputs of a step.
+            alive: row, chunk and position of those whose sequence is not finished.
+        """
+        self._read_prompt_logprobs(scores, alive)
+        rows: list[int] = []
+        places: dict[int, list[int]] = {}  # of each request in ``rows``
+        for row, chunk, position in alive:
+            first = chunk.first + chunk.count - 1 - chunk.num_draft_tokens
+            if chunk.makes_token and position >= first:
+                places.setdefault(chunk.request, []).append(len(rows))
+                rows.append(row)
+        if not rows:
+            return []
+        scored = ScoredRows(scores if len(rows) == len(scores) else scores[rows])
+        made = []
+        for number, own in places.items():
+            sequence = self._sequences[number]
+            made.append(NewTokens(sequence, *sequence.sample(scored, own)))
+        return made
 
-    def _checked(self, frame: Frame, batch: InFlightBatch) -> Tensor:
-        """Return the hidden states of a frame that belongs to the micro-batch."""
-        kind = FRAME_KINDS[batch.phase]
-        rows = [(row.blocks, row.length) for row in self._dispatched[batch.number].rows]
-        expected = (kind, batch.number, rows)
-        found = [(row.blocks, row.length) for row in frame.rows]
-        if (frame.kind, frame.micro_batch, found) != expected or frame.hidden is None:
-            assert self._communicator is not None
-            name = self._communicator.names[self._communicator.ranks[-1]]
-            raise StageError(
-                f"{name}: found micro-batch {frame.micro_batch} "
-                f"({frame.kind.name}), expected {batch.number} ({kind.name})"
+    def drain(self) -> None:
+        """Wait until all steps in flight are back, and drop what they made."""
+        while self._in_flight:
+            number, _ = self._executor.collect()
+            del self._in_flight[number]
+
+    def _propose(self, number: int, most: int) -> int:
+        """Find draft tokens of a sequence; return how many."""
+        sequence = self._sequence(number)
+        assert sequence is not None
+        assert sequence.lookup is not None
+        sequence.draft = sequence.lookup.propose(sequence.tokens, most)
+        return len(sequence.draft)
+
+    def _compute_drafts(self, step: EngineStep) -> None:
+        """Let the draft model compute the draft tokens of a step."""
+        assert self._draft_model is not None
+        sequences = [self._sequences[work.request] for work in step.drafts]
+        drafts = self._draft_model.propose(step.drafts, [one.tokens for one in sequences])
+        # The step has rows for drafts although the draft model may have ended: any tokens do.
+        found = drafts or [[0] * work.length for work in step.drafts]
+        for sequence, draft in zip(sequences, found, strict=True):
+            sequence.draft = draft
+        self._scheduler.complete_drafts(step, self._now(), has_ended=drafts is None)
+
+    def _rows(
+        self, chunk: ScheduledChunk, sequence: RunningSequence
+    ) -> list[tuple[Row, int | None]]:
+        """Return the rows of a chunk, each with the position whose scores are wanted."""
+        last = chunk.first + chunk.count - 1
+        if chunk.num_draft_tokens:
+            places = range(chunk.first, last + 1)
+            return [(self._row(chunk, sequence, place, place + 1), place) for place in places]
+        found = sequence.prompt_logprobs
+        needed = sequence.num_prompt_tokens - 1
+        if found is None or len(found) >= needed or chunk.first >= needed:
+            row = self._row(chunk, sequence, chunk.first, last + 1)
+            return [(row, last if chunk.makes_token else None)]
+        # A stage returns the last token of a row: every position is a row of its own.
+        return [
+            (
+                self._row(chunk, sequence, position, position + 1),
+                position if position < needed or chunk.makes_token else None,
             )
-        return frame.hidden
+            for position in range(chunk.first, last + 1)
+        ]
+
+    def _row(
+        self, chunk: ScheduledChunk, sequence: RunningSequence | None, first: int, length: int
+    ) -> Row:
+        width, rope_length = self._limits.blocks_for(length), 0
+        if sequence is not None:
+            tokens = max(length, len(sequence.tokens))
+            rope_length = self._limits.rope_length(sequence.num_prompt_tokens, tokens)
+        return Row(
+            blocks=chunk.blocks[:width],
+            window_blocks=chunk.window_blocks[:width],
+            first=first,
+            length=length,
+            rope_length=rope_length,
+            origin=chunk.origin,
+        )
+
+    def _read_prompt_logprobs(
+        self, scores: Tensor, alive: Sequence[tuple[int, ScheduledChunk, int]]
+    ) -> None:
+        rows: dict[int, list[int]] = {}  # of each request
+        next_tokens: dict[int, list[int]] = {}
+        for row, chunk, position in alive:
+            sequence = self._sequences[chunk.request]
+            found = sequence.prompt_logprobs
+            if found is None:
+                continue
+            own = rows.setdefault(chunk.request, [])
+            # A preempted prompt is computed again from its start.
+            if position == len(found) + len(own) and position < sequence.num_prompt_tokens - 1:
+                own.append(row)
+                next_tokens.setdefault(chunk.request, []).append(sequence.tokens[position + 1])
+        for number, own in rows.items():
+            sequence = self._sequences[number]
+            found, count = sequence.prompt_logprobs, sequence.state.params.prompt_logprobs
+            if own and found is not None and count is not None:
+                found += prompt_logprobs(scores, own, next_tokens[number], count)

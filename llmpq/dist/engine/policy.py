@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from llmpq.batching import BatchingPolicy, PipelineShape, make_policy, uniform_depth
-from llmpq.batching.draft_model import DraftLimits, planned_limits
+from llmpq.batching.drafts import DraftLimits, planned_limits
 from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.length import Prediction, make_predictor
 from llmpq.batching.speculation import SpeculativeConfig, row_cost_of
@@ -96,6 +96,20 @@ def engine_limits(plan: Plan, options: EngineOptions) -> EngineLimits:
         num_speculative_tokens=0 if config is None else config.num_speculative_tokens,
         row_cost=row_cost_of(plan),
         draft=draft_limits(plan, config, num_blocks),
+    )
+
+
+def policy_limits(plan: Plan, options: EngineOptions) -> EngineLimits:
+    """Return the limits of an engine whose steps a batching policy decides.
+
+    The sequences of the plan have a slot each, of as many blocks as the longest one needs.
+    """
+    slots = plan.workload.batch
+    num_blocks = slots * -(-plan.workload.max_context_tokens // KV_BLOCK_SIZE)
+    return replace(
+        engine_limits(plan, replace(options, num_blocks=num_blocks)),
+        max_sequences=slots,
+        prefix_caching=False,
     )
 
 

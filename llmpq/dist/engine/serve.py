@@ -6,9 +6,8 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict
 
-from llmpq.dist.engine.engine import MAX_IDLE_WAIT_S
+from llmpq.dist.engine.batch_run import MAX_IDLE_WAIT_S, FinishedAnswer, result_of
 from llmpq.dist.io.control_channel import ControlChannel, Message
 from llmpq.dist.io.detokenizer import IncrementalDecoder
 from llmpq.dist.io.prompts import (
@@ -19,7 +18,7 @@ from llmpq.dist.io.prompts import (
     make_request,
     prompt_from_fields,
 )
-from llmpq.dist.io.results import FinishReason, Result
+from llmpq.dist.io.results import result_to_json
 from llmpq.dist.launch.rank import MasterRank, RankContext, master_rank
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.errors import SpecError
@@ -104,12 +103,8 @@ class _Batch:
         if lines:
             self._send("tokens", tokens=lines)
 
-    def _send_result(
-        self, request: Request, token_ids: tuple[int, ...], reason: FinishReason
-    ) -> None:
-        text = "" if self._tokenizer is None else self._tokenizer.decode(token_ids)
-        result = Result(id=request.id, token_ids=token_ids, text=text, finish_reason=reason)
-        self._send("result", result=asdict(result))
+    def _send_result(self, answer: FinishedAnswer) -> None:
+        self._send("result", result=result_to_json(result_of(answer, self._tokenizer)))
 
     def _send(self, kind: str, **fields: object) -> None:
         # The batch ends in an orderly way also when no one reads its answers any more.

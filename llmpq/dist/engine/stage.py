@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from llmpq.dist.engine.compiled_steps import StepRunner
-from llmpq.dist.engine.handover import received
 from llmpq.dist.kv.blocks import slot_blocks, slot_window_blocks
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.kv.transfer import KVConnector
 from llmpq.dist.metrics.stats import StageClock, synchronize, tokens_read
 from llmpq.dist.transport.communicator import Communicator, error_from_frame
 from llmpq.dist.transport.frames import Frame, FrameKind, Row
+from llmpq.errors import StageError
 from llmpq.models import DecoderStage, PackedBatch
 from llmpq.spec.codec import to_json
 from llmpq.spec.precision import Phase
@@ -78,7 +78,7 @@ class StageRunner:
         Returns:
             ``[1, N, H]``; from the last stage ``[1, R, H]``, the last token of each row.
         """
-        hidden = received(hidden, self.device, self.dtype)
+        hidden = cast_hidden_states(hidden, self.device, self.dtype)
         batch = packed_batch_of(rows)
         if self.layers is not None and max(batch.counts) > self.chunk_tokens:
             return self._run_chunks(hidden, rows, only)
@@ -137,6 +137,34 @@ def _chunks(row: Row, tokens: int) -> list[Row]:
         replace(row, first=first, length=min(row.length, first + tokens), rope_length=length)
         for first in range(row.first, row.length, tokens)
     ]
+
+
+def cast_hidden_states(hidden: Tensor, device: torch.device, dtype: torch.dtype | None) -> Tensor:
+    """Return hidden states ``[..., H]`` of another stage on ``device``, rounded to ``dtype``.
+
+    Stages may compute in different number formats. A state travels in the format of its sender and
+    is rounded once, on arrival (``llmpq.spec.devices.formats`` has what is exact).
+
+    Args:
+        hidden: the states.
+        device: of this stage.
+        dtype: of its layers; ``None`` for that of the states.
+
+    Raises:
+        StageError: a finite number of them is larger than the format's largest.
+    """
+    if dtype is None or hidden.dtype == dtype:
+        return hidden.to(device)
+    found = hidden.to(dtype)
+    if bool((found.isinf() & hidden.isfinite()).any()):
+        largest = hidden.abs().masked_fill(hidden.isinf(), 0).max().item()
+        name = str(dtype).removeprefix("torch.")
+        raise StageError(
+            f"hidden states of another stage: found up to {largest:.3g} in {hidden.dtype}, "
+            f"expected at most {torch.finfo(dtype).max:.3g}, the largest {name}; give this device "
+            "another format in the cluster file ('dtype': 'float32') or leave it out"
+        )
+    return found.to(device)
 
 
 def packed_batch_of(rows: Sequence[Row]) -> PackedBatch:

@@ -206,10 +206,10 @@ def make_request(prompt: Prompt, limits: RequestLimits, tokenizer: Tokenizer | N
 
 def _check_offline(sampling: SamplingParams) -> None:
     """Check what a result can hold, and the form of the answer."""
-    if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
+    if sampling.prompt_logprobs is not None:
         raise SpecError(
-            "logprobs, prompt_logprobs: found a number, expected none: results hold tokens only, "
-            "AsyncEngine and the server return log probabilities"
+            "prompt_logprobs: found a number, expected none: AsyncEngine, llmpq-serve and "
+            "llmpq-dist --format openai_batch return them"
         )
     if sampling.structured_outputs is not None:
         grammar_of(sampling.structured_outputs)

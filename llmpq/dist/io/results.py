@@ -1,6 +1,7 @@
 """Results: JSON lines, one a request, appended when it finishes and never twice.
 
-A line is ``{"id", "token_ids", "text", "finish_reason"}``. Needs no torch.
+A line is ``{"id", "token_ids", "text", "finish_reason"}``, with ``"logprobs"`` if a request asked
+for them. Needs no torch.
 """
 
 from __future__ import annotations
@@ -8,14 +9,16 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Literal, Self, cast
 
 from llmpq.dist.io.prompts import RequestId, parse_line, request_id, token_ids_of
+from llmpq.dist.io.sampling_params import TokenLogprobs
 from llmpq.errors import SpecError, StageError
 from llmpq.spec.fields import Fields, encode_text
 
+LEAST_LOGPROB = -9999.0
 FinishReason = Literal["stop", "length"]
 
 
@@ -28,12 +31,14 @@ class Result:
         token_ids: the new tokens, a stop token included.
         text: the new tokens as text, empty without a tokenizer.
         finish_reason: ``stop`` by a stop token, ``length`` by reaching ``max_new_tokens``.
+        logprobs: of each new token, ``None`` where they were not asked for.
     """
 
     id: RequestId
     token_ids: tuple[int, ...]
     text: str
     finish_reason: FinishReason
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 class LineWriter:
@@ -99,7 +104,7 @@ class ResultWriter(LineWriter):
 
     def write(self, result: Result) -> None:
         """Append one result, as :meth:`LineWriter.write_line`."""
-        self.write_line(result.id, asdict(result))
+        self.write_line(result.id, result_to_json(result))
 
 
 def finished_ids(path: str | Path, *, resume: bool, id_field: str = "id") -> list[RequestId]:
@@ -133,6 +138,27 @@ def read_lines(path: str | Path) -> Iterator[Fields]:
             yield parse_line(path, number, line)
 
 
+def result_to_json(result: Result) -> dict[str, Any]:
+    """Return the JSON object of a result; :func:`result_from_fields` reads it back."""
+    found = asdict(replace(result, logprobs=None))
+    del found["logprobs"]
+    if result.logprobs is not None:
+        found["logprobs"] = [
+            {
+                "token_id": one.token_id,
+                "logprob": _finite(one.logprob),
+                "top": [[token, _finite(logprob)] for token, logprob in one.top],
+            }
+            for one in result.logprobs
+        ]
+    return found
+
+
+def _finite(logprob: float) -> float:
+    """Return a number that JSON has: a token that may not come has -9999, as in vLLM."""
+    return max(logprob, LEAST_LOGPROB)
+
+
 def result_from_fields(fields: Fields) -> Result:
     """Build a result from its JSON object, strictly."""
     result = Result(
@@ -140,9 +166,25 @@ def result_from_fields(fields: Fields) -> Result:
         token_ids=token_ids_of(fields, "token_ids"),
         text=str(fields.take("text")),
         finish_reason=cast(FinishReason, fields.text("finish_reason", ("stop", "length"))),
+        logprobs=_logprobs(fields.take("logprobs"), fields) if fields.has("logprobs") else None,
     )
     fields.done()
     return result
+
+
+def _logprobs(value: Any, fields: Fields) -> tuple[TokenLogprobs, ...]:
+    try:
+        return tuple(
+            TokenLogprobs(
+                int(one["token_id"]),
+                float(one["logprob"]),
+                tuple((int(token), float(logprob)) for token, logprob in one["top"]),
+            )
+            for one in value
+        )
+    except (KeyError, TypeError, ValueError):
+        expected = "objects of 'token_id', 'logprob' and 'top', pairs of token and log probability"
+        raise fields.error("logprobs", value, expected) from None
 
 
 def _whole_lines(path: Path) -> bytes:

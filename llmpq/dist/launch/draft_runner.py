@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
-from llmpq.batching.draft_model import FEW_TOKENS, DraftWork
+from llmpq.batching.drafts import FEW_TOKENS, DraftWork
 from llmpq.dist.engine.compiled_steps import step_runner_of
 from llmpq.dist.engine.cuda_graphs import DecodeSizes
 from llmpq.dist.engine.draft_model import DraftModel, DraftWorker
-from llmpq.dist.engine.packed_steps import PipelineSteps
+from llmpq.dist.engine.executor import PipelineExecutor
 from llmpq.dist.engine.policy import engine_limits
 from llmpq.dist.engine.stage import StageRunner
 from llmpq.dist.engine.warmup import capture_decode_steps
@@ -108,7 +108,7 @@ def load_draft_model(job: Job, plan: Plan, device: torch.device) -> DraftModel |
         dtype=dtype,
     )
     model = DraftModel(
-        PipelineSteps(master=master, runner=runner, communicator=None),
+        PipelineExecutor(master=master, runner=runner, communicator=None),
         block_size=KV_BLOCK_SIZE,
         token_budget=limits.token_budget,
         held=held_bytes(layers, cache, master, device),

@@ -11,34 +11,38 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig
 
-from llmpq.batching import PipelineDepth
+from llmpq.batching import PipelineDepth, PolicyScheduler
 from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.queue_order import queue_order
 from llmpq.batching.speculation import MAX_STEP_TOKENS
+from llmpq.dist.engine.batch_run import (
+    BatchRun,
+    FinishedAnswer,
+    OnFinish,
+    OnTokens,
+    ShouldAbort,
+)
 from llmpq.dist.engine.compiled_steps import step_runner_of
 from llmpq.dist.engine.cuda_graphs import DecodeSizes
 from llmpq.dist.engine.draft_model import Drafter, RemoteDraftModel
-from llmpq.dist.engine.engine import MasterEngine, OnFinish, OnTokens, ShouldAbort
-from llmpq.dist.engine.online import EngineChannel, OnlineEngine
-from llmpq.dist.engine.packed_steps import PipelineSteps
+from llmpq.dist.engine.executor import PipelineExecutor
+from llmpq.dist.engine.online_run import EngineChannel, OnlineRun
 from llmpq.dist.engine.policy import (
     engine_limits,
     max_model_len,
     own_window,
+    policy_limits,
     policy_of,
     schedule_of,
     window_blocks,
     with_windows,
 )
-from llmpq.dist.engine.running_requests import drafts_of
-from llmpq.dist.engine.sampler import Sampler
 from llmpq.dist.engine.stage import StageRunner, StageWorker
 from llmpq.dist.engine.warmup import capture_decode_steps, warm_up, warm_up_master
 from llmpq.dist.io.engine_messages import ModelLimits
 from llmpq.dist.io.job import Job, check_plan
 from llmpq.dist.io.model_files import eos_token_ids
 from llmpq.dist.io.prompts import Request
-from llmpq.dist.io.results import FinishReason
 from llmpq.dist.io.structured_outputs import GrammarCompiler
 from llmpq.dist.kv.blocks import blocks_of
 from llmpq.dist.kv.cache import KVCache
@@ -469,9 +473,22 @@ class MasterRank:
         self._should_drain = None if folder is None else DrainFlag(folder)
         self._config = config = checked_config(plan, job.model_dir)
         self._grammars = GrammarCompiler(job.model_dir, eos_token_ids(job.model_dir, config))
-        limits = with_model(engine_limits(plan, job.engine), plan, config)
-        config_of_drafts = job.engine.speculative_config
-        self._drafts = drafts_of(config_of_drafts, limits, self._draft_model, self._clock.now)
+        no_layers = StageRunner(layers=None, cache=None, device=self._runner.device, is_last=False)
+        self._depth = PipelineDepth(
+            prefill_stages=len(plan.path(Phase.PREFILL)),
+            decode_stages=len(plan.path(Phase.DECODE)),
+            is_split=plan.is_split,
+        )
+        self._executor = PipelineExecutor(
+            master=self._master,
+            runner=self._runner,
+            communicator=self._communicator,
+            clock=self._clock,
+            prefill_runner=no_layers if plan.is_split else None,
+            local_phases=[phase for phase in Phase if self._depth.is_local(phase)],
+        )
+        self._limits = with_model(policy_limits(plan, job.engine), plan, config)
+        self._drafts = self._limits.new_drafts()  # what they cost is known from batch to batch
         self._next_number = 0
         self._has_tokens = False
         self._made = Measurement(
@@ -491,13 +508,13 @@ class MasterRank:
         on_tokens: OnTokens | None = None,
         should_abort: ShouldAbort | None = None,
     ) -> None:
-        """Answer a batch of requests, in order of arrival; see :meth:`MasterEngine.run`."""
+        """Answer a batch of requests, in order of arrival; see :meth:`BatchRun.run`."""
         expected = sum(request.max_new_tokens for request in requests)
         progress = TokenCounter(self._context.progress, expected)  # says that serving begins
 
-        def finish(request: Request, token_ids: tuple[int, ...], reason: FinishReason) -> None:
-            progress.expect_fewer(request.max_new_tokens - len(token_ids))
-            on_finish(request, token_ids, reason)
+        def finish(answer: FinishedAnswer) -> None:
+            progress.expect_fewer(answer.request.max_new_tokens - len(answer.token_ids))
+            on_finish(answer)
 
         def count(tokens: Sequence[tuple[Request, int]]) -> None:
             if tokens and not self._has_tokens:
@@ -507,9 +524,9 @@ class MasterRank:
             if on_tokens is not None:
                 on_tokens(tokens)
 
-        engine = self._engine(requests)
-        made = engine.run(requests, finish, count, self._should_drain, should_abort)
-        self._next_number = engine.next_number
+        scheduler, run = self._batch_run(requests)
+        made = run.run(requests, finish, count, self._should_drain, should_abort)
+        self._next_number = scheduler.next_number
         progress.report()
         total = self._made
         self._made = replace(
@@ -533,11 +550,9 @@ class MasterRank:
         """
         plan, job, config = self._context.plan, self._context.job, self._config
         alpha = {} if job.engine.alpha is None else {"alpha": job.engine.alpha}
-        OnlineEngine(
+        OnlineRun(
             channel=channel,
-            runner=PipelineSteps(
-                master=self._master, runner=self._runner, communicator=self._communicator
-            ),
+            executor=self._executor,
             limits=with_model(engine_limits(plan, job.engine), plan, config),
             order=queue_order(job.engine.scheduler, **alpha),
             model=ModelLimits(
@@ -568,31 +583,27 @@ class MasterRank:
         draft = None if self._draft_model is None else self._draft_model.finish()
         return replace(self._made, stages=tuple(stages), start=start, draft=draft)
 
-    def _engine(self, requests: Sequence[Request]) -> MasterEngine:
-        plan, job, device = self._context.plan, self._context.job, self._runner.device
-        policy = policy_of(plan, self._schedule, job.prediction, requests)
-        sampler = Sampler()
-        self._context.recorder.trace_calls(sampler, "sample", "sample", device)
-        no_layers = StageRunner(layers=None, cache=None, device=device, is_last=False)
-        return MasterEngine(
-            master=self._master,
-            runner=self._runner,
-            communicator=self._communicator,
-            policy=policy,
-            sampler=sampler,
-            clock=self._clock,
-            num_slots=plan.workload.batch,
-            max_tokens=plan.workload.max_context_tokens,
-            depth=PipelineDepth(
-                prefill_stages=len(plan.path(Phase.PREFILL)),
-                decode_stages=len(plan.path(Phase.DECODE)),
-                is_split=plan.is_split,
-            ),
-            prefill_runner=no_layers if plan.is_split else None,
-            monitor=length_monitor_for(self._schedule, policy, job.drift),
-            grammars=self._grammars,
+    def _batch_run(self, requests: Sequence[Request]) -> tuple[PolicyScheduler, BatchRun]:
+        context = self._context
+        policy = policy_of(context.plan, self._schedule, context.job.prediction, requests)
+        monitor = length_monitor_for(self._schedule, policy, context.job.drift)
+        scheduler = PolicyScheduler(
+            policy,
+            self._limits,
+            self._depth,
             drafts=self._drafts,
+            monitor=monitor,
             first_number=self._next_number,
-            switches_after=length_scaling(self._config).switches_after,
-            window=window_of(plan, self._config),
         )
+        run = BatchRun(
+            executor=self._executor,
+            scheduler=scheduler,
+            limits=self._limits,
+            clock=self._clock,
+            monitor=monitor,
+            grammars=self._grammars,
+            lookup=context.job.engine.speculative_config,
+            draft_model=self._draft_model,
+        )
+        context.recorder.trace_calls(run.engine, "sample", "sample", self._runner.device)
+        return scheduler, run

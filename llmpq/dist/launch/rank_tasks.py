@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from llmpq.dist import block_unused_imports as lean  # noqa: F401  before what imports transformers
+from llmpq.dist.engine.batch_run import FinishedAnswer, result_of
 from llmpq.dist.engine.hidden_states import run_teacher_forcing
 from llmpq.dist.engine.serve import serve
 from llmpq.dist.io.control_channel import ControlChannel
@@ -28,7 +29,7 @@ from llmpq.dist.io.prompts import (
     sort_prompts,
     sort_requests,
 )
-from llmpq.dist.io.results import FinishReason, Result, ResultWriter
+from llmpq.dist.io.results import ResultWriter
 from llmpq.dist.launch.doctor import examine, gather, report, time_link
 from llmpq.dist.launch.draft_runner import has_draft_rank, run_draft_model
 from llmpq.dist.launch.process_environment import tune_malloc_for_loading
@@ -95,11 +96,8 @@ def run_rank(
         requests = [request for request in requests if request.id not in writer.done]
         start.mark("prompts")
 
-        def finish(request: Request, token_ids: tuple[int, ...], reason: FinishReason) -> None:
-            text = "" if tokenizer is None else tokenizer.decode(token_ids)
-            writer.write(
-                Result(id=request.id, token_ids=token_ids, text=text, finish_reason=reason)
-            )
+        def finish(answer: FinishedAnswer) -> None:
+            writer.write(result_of(answer, tokenizer))
 
         context = _context(job, plan, rank, progress, start)
         measurement = run_master(context, requests, finish)

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from llmpq.batching.draft_model import FEW_TOKENS
+from llmpq.batching.drafts import FEW_TOKENS
 from llmpq.batching.speculation import MAX_STEP_TOKENS
 from llmpq.dist.kv.transfer import KVReceiveLink, KVSendLink
 from llmpq.dist.transport.communicator import Communicator

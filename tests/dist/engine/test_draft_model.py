@@ -16,7 +16,7 @@ from helpers.tiny_models import generate_alone, load_reference
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from llmpq.batching.draft_model import DraftLimits, DraftModelSchedule, DraftWork
+from llmpq.batching.drafts import DraftLimits, DraftModelSchedule, DraftWork
 from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.dist.engine.draft_model import DraftModel
 from llmpq.dist.engine.policy import MOST_FIRST_COST, draft_limits
@@ -151,7 +151,7 @@ def test_tokens_equal_generate_under_random_schedules(
     assert scheduler.free_blocks == blocks[0]
     assert scheduler.is_idle
     if is_same and not aborted:
-        lost = scheduler.num_draft_tokens - scheduler.num_accepted_tokens
+        lost = scheduler.drafts.num_draft_tokens - scheduler.drafts.num_accepted_tokens
         assert lost == 0  # the draft of an answer ends before its last token
 
 
@@ -187,8 +187,8 @@ def test_sampled_answers_are_those_without_drafts(steps, same, small, free_draft
             }
         )
     assert found[0] == found[1]
-    assert engine.scheduler.num_draft_tokens > 40
-    assert engine.scheduler.num_accepted_tokens > 40 or not is_same
+    assert engine.scheduler.drafts.num_draft_tokens > 40
+    assert engine.scheduler.drafts.num_accepted_tokens > 40 or not is_same
 
 
 class Wrong(DraftModel):
@@ -217,8 +217,8 @@ def test_a_wrong_model_soon_drafts_no_more(steps):
         ),
         draft_model=Wrong(),
     )
-    assert engine.scheduler.num_accepted_tokens == 0
-    assert 0 < engine.scheduler.num_drafts < 30
+    assert engine.scheduler.drafts.num_accepted_tokens == 0
+    assert 0 < engine.scheduler.drafts.num_drafts < 30
 
 
 @pytest.mark.parametrize("bits", [None, 8, 3])

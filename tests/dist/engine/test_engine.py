@@ -12,12 +12,21 @@ from helpers.answer_drafts import DRAFTS, AnswerDrafts, draft_freely
 from helpers.ranks import make_plan, rank_contexts, run_threads
 from helpers.tiny_models import load_reference
 
-from llmpq.batching import Decision, Decode, Prefill, SchedulerView, Wait
-from llmpq.dist.engine.engine import MasterEngine
-from llmpq.dist.engine.sampler import Sampler
+from llmpq.batching import (
+    Decision,
+    Decode,
+    PolicyScheduler,
+    Prefill,
+    SchedulerView,
+    Wait,
+    uniform_depth,
+)
+from llmpq.batching.policy_scheduler import slot_limits
+from llmpq.dist.engine.batch_run import BatchRun
+from llmpq.dist.engine.executor import PipelineExecutor
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.sampling_params import SamplingParams
-from llmpq.dist.launch.rank import load_runner
+from llmpq.dist.launch.rank import load_runner, run_master
 from llmpq.dist.metrics.stats import StageClock
 from llmpq.errors import StageError
 from llmpq.models import Master
@@ -182,6 +191,42 @@ def test_prompt_lookup_changes_no_token(tiny_model, monkeypatch, temperature):
     assert made.accepted_tokens > 0
 
 
+@pytest.mark.parametrize("drafts", [None, DRAFTS])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_log_probabilities_are_those_of_the_model(tiny_model, monkeypatch, stages, drafts):
+    model_dir = tiny_model("llama", seed=1)
+    model = load_reference(model_dir)
+    requests, expected = requests_with_stops(model_dir)
+    asked = SamplingParams(logprobs=2)
+    requests = [
+        replace(one, sampling_params=asked if number % 2 else one.sampling_params)
+        for number, one in enumerate(requests)
+    ]
+    draft_freely(monkeypatch)
+    found = {}
+    monkeypatch.setattr(
+        "helpers.ranks.run_master",
+        lambda context, all, finish: run_master(
+            context, all, lambda one: (found.update({one.request.id: one.logprobs}), finish(one))
+        ),
+    )
+    run_threads(make_plan(CUTS[stages], prefill=2, decode=4), model_dir, requests,
+                speculative=drafts)  # fmt: skip
+    for number, answer in expected.items():
+        logprobs = found[number]
+        if not number % 2:
+            assert logprobs is None
+            continue
+        assert [one.token_id for one in logprobs] == answer
+        with torch.inference_mode():
+            logits = model(torch.tensor([PROMPTS[number] + answer])).logits[0].float()
+        wanted = torch.log_softmax(logits, -1)[len(PROMPTS[number]) - 1 :]
+        for one, row in zip(logprobs, wanted, strict=False):
+            assert one.logprob == pytest.approx(float(row[one.token_id]), abs=1e-4)
+            assert len(one.top) == 2
+            assert one.top[0][0] == one.token_id  # greedy
+
+
 def test_no_requests_is_a_run_too(tiny_model):
     answers, measurement = run_threads(make_plan((0, 1, 3)), tiny_model("llama", seed=1), [])
     assert answers == {}
@@ -206,15 +251,18 @@ def lone_engine(model_dir, policy):
     device = torch.device("cpu")
     plan = make_plan((0, 3), batch=2)
     (context,) = rank_contexts(plan, model_dir)
-    return MasterEngine(
-        master=load_master(model_dir, dtype=torch.float32, device=device),
-        runner=load_runner(context, device),
-        communicator=None,
-        policy=policy,
-        sampler=Sampler(),
-        clock=StageClock(micro_batching=plan.micro_batching),
-        num_slots=2,
-        max_tokens=plan.workload.max_context_tokens,
+    clock = StageClock(micro_batching=plan.micro_batching)
+    limits = slot_limits(2, plan.workload.max_context_tokens)
+    return BatchRun(
+        executor=PipelineExecutor(
+            master=load_master(model_dir, dtype=torch.float32, device=device),
+            runner=load_runner(context, device),
+            communicator=None,
+            clock=clock,
+        ),
+        scheduler=PolicyScheduler(policy, limits, uniform_depth(1)),
+        limits=limits,
+        clock=clock,
     )
 
 
@@ -223,7 +271,7 @@ def test_the_engine_takes_any_policy(tiny_model):
     requests, expected = requests_with_stops(model_dir)
     answers = {}
     engine = lone_engine(model_dir, LastFirst())
-    made = engine.run(requests, lambda request, tokens, _: answers.update({request.id: tokens}))
+    made = engine.run(requests, lambda one: answers.update({one.request.id: one.token_ids}))
     assert {number: list(tokens) for number, tokens in answers.items()} == expected
     assert next(iter(answers)) in (len(requests) - 1, len(requests) - 2)
     assert made.requests == len(requests)
@@ -260,7 +308,7 @@ def test_an_answer_that_is_complete_is_handed_over_though_the_run_breaks(tiny_mo
     answers = {}
     engine = lone_engine(model_dir, StopsAfterAnAnswer())
     with pytest.raises(RuntimeError, match="broken"):
-        engine.run(requests, lambda request, tokens, _: answers.update({request.id: tokens}))
+        engine.run(requests, lambda one: answers.update({one.request.id: one.token_ids}))
     (number,) = answers
     assert list(answers[number]) == expected[number]
 

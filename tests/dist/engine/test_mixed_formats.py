@@ -12,7 +12,7 @@ from helpers.tiny_models import load_reference, save_tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmpq.dist.engine.handover import received
+from llmpq.dist.engine.stage import cast_hidden_states
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.kv.blocks import blocks_of, slot_blocks
 from llmpq.dist.kv.cache import KVCache
@@ -149,24 +149,24 @@ def test_a_state_too_large_for_float16_ends_the_run_with_its_reason(model_dir, m
 def test_float32_takes_both_16_bit_formats_exactly(values):
     for dtype in (torch.float16, torch.bfloat16):
         sent = torch.tensor(values).to(dtype)
-        assert torch.equal(received(sent, CPU, torch.float32).to(dtype), sent)
-        assert torch.equal(received(sent, CPU, torch.float32), sent.float())
+        assert torch.equal(cast_hidden_states(sent, CPU, torch.float32).to(dtype), sent)
+        assert torch.equal(cast_hidden_states(sent, CPU, torch.float32), sent.float())
 
 
 def test_float16_takes_every_bfloat16_of_its_normal_range_exactly():
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     exact = every[(every.abs().float() >= 2.0**-14) & (every.abs().float() <= 65504)]
     assert len(exact) > 7000
-    assert torch.equal(received(exact, CPU, torch.float16).to(torch.bfloat16), exact)
+    assert torch.equal(cast_hidden_states(exact, CPU, torch.float16).to(torch.bfloat16), exact)
     small = every[every.abs().float() < 2.0**-14]
-    error = received(small, CPU, torch.float16).float() - small.float()
+    error = cast_hidden_states(small, CPU, torch.float16).float() - small.float()
     assert error.abs().max() <= 2.0**-25
 
 
 def test_bfloat16_takes_every_float16_within_its_rounding():
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16)
     every = every[every.isfinite()]
-    error = received(every, CPU, torch.bfloat16).float() - every.float()
+    error = cast_hidden_states(every, CPU, torch.bfloat16).float() - every.float()
     assert bool((error.abs() <= 2.0**-8 * every.float().abs() + 2.0**-133).all())
 
 
@@ -177,10 +177,10 @@ def test_bfloat16_takes_every_float16_within_its_rounding():
 )  # fmt: skip
 def test_a_number_beyond_a_format_is_an_error_and_never_infinity(value, sent, to):
     with pytest.raises(StageError, match="hidden states of another stage: found up to"):
-        received(torch.tensor([[1.0, -value]], dtype=sent), CPU, to)
+        cast_hidden_states(torch.tensor([[1.0, -value]], dtype=sent), CPU, to)
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_what_was_not_finite_stays_so(value):
-    found = received(torch.tensor([value]), CPU, torch.float16)
+    found = cast_hidden_states(torch.tensor([value]), CPU, torch.float16)
     assert not found.isfinite().any()

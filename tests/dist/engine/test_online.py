@@ -15,9 +15,9 @@ from helpers.scripted_channel import Script
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from llmpq.batching.engine_scheduler import EngineScheduler
+from llmpq.batching.block_scheduler import BlockScheduler
 from llmpq.batching.queue_order import queue_order
-from llmpq.dist.engine.online import COMPILE_POLL_S, COMPILE_THREADS, OnlineEngine
+from llmpq.dist.engine.online_run import COMPILE_POLL_S, COMPILE_THREADS, OnlineRun
 from llmpq.dist.io.engine_messages import ModelLimits
 from llmpq.dist.io.sampling_params import SamplingParams, StructuredOutputsParams
 from llmpq.errors import SpecError, StageError
@@ -110,9 +110,9 @@ def test_a_tiny_pool_preempts_at_every_turn_and_changes_no_token(steps):
 def test_a_request_waits_since_its_client_made_it(steps, monkeypatch):
     """Not since the engine read it, which is after a step; and never since a later time."""
     found = []
-    add = EngineScheduler.add
+    add = BlockScheduler.add
     monkeypatch.setattr(
-        EngineScheduler,
+        BlockScheduler,
         "add",
         lambda self, item: [found.append((item.arrival_s, item.request)), add(self, item)],
     )
@@ -299,9 +299,9 @@ def test_after_a_lost_rank_answers_go_on_where_their_clients_are(steps, params):
     first = Script()
     for number, prompt in enumerate(prompts):
         first.add(1, request(number, prompt, params))
-    engine = OnlineEngine(
+    engine = OnlineRun(
         channel=first,
-        runner=fresh(steps, 1),
+        executor=fresh(steps, 1),
         limits=limits(),
         order=queue_order("fcfs"),
         model=ModelLimits(max_model_len=40, vocab_size=VOCAB),

@@ -14,15 +14,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llmpq.assigner.even_plan import even_plan
-from llmpq.batching.draft_model import DraftLimits, DraftWork
-from llmpq.batching.engine_scheduler import EngineScheduler
+from llmpq.batching.block_scheduler import BlockScheduler
+from llmpq.batching.drafts import DraftLimits, DraftWork
 from llmpq.batching.engine_step import EngineLimits, EngineStep
 from llmpq.batching.queue_order import queue_order
 from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.cli.engine_simulation import add_engine_options, simulated_limits
-from llmpq.dist.engine import online
+from llmpq.dist.engine import engine as engine_module
 from llmpq.dist.engine.draft_model import DraftModel
-from llmpq.dist.engine.online import OnlineEngine
+from llmpq.dist.engine.online_run import OnlineRun
 from llmpq.dist.engine.policy import engine_limits
 from llmpq.dist.io.engine_messages import AddedRequest, ModelLimits, added_to_json
 from llmpq.dist.io.generation import GenerationRequest
@@ -132,7 +132,8 @@ class Pipeline:
 
     # The stages.
 
-    def dispatch(self, token_ids: np.ndarray, rows: Sequence[Row], outputs) -> None:
+    def dispatch(self, number, phase, token_ids: np.ndarray, rows: Sequence[Row], outputs) -> None:
+        assert phase is None
         counts = [row.length - row.first for row in rows]
         assert sum(counts) == len(token_ids)
         shape = StepShape(len(rows), len(token_ids), 0, 0, ())
@@ -143,7 +144,7 @@ class Pipeline:
             if stage == 0:
                 self.now_s = done_s
             ready_s = done_s + self._costs.hop(stage, shape).delay_s
-        self._returning.append((ready_s, shape, self._scores(token_ids, rows, outputs)))
+        self._returning.append((ready_s, number, shape, self._scores(token_ids, rows, outputs)))
 
     def _scores(self, token_ids: np.ndarray, rows: Sequence[Row], outputs) -> torch.Tensor:
         """Return scores that are best for the next row's token where that is a right draft."""
@@ -170,17 +171,20 @@ class Pipeline:
         self.now_s = max(self.now_s, next_s)
         return self.has_result()
 
-    def collect(self) -> torch.Tensor | None:
-        _, shape, scores = self._returning.popleft()
+    def collect(self) -> tuple[int, torch.Tensor | None]:
+        _, number, shape, scores = self._returning.popleft()
         self.now_s += self._costs.project_s(shape)
         self._free_s[0] = self.now_s
-        return scores if len(scores) else None
+        return number, scores if len(scores) else None
+
+    def end_step(self) -> None:
+        """Time passes in the other calls."""
 
     def check(self) -> None:
         assert not self._returning
 
 
-def recorded(scheduler: EngineScheduler) -> list[tuple[float, EngineStep]]:
+def recorded(scheduler: BlockScheduler) -> list[tuple[float, EngineStep]]:
     """Return the list that the scheduler's decisions are added to, with their times."""
     found: list[tuple[float, EngineStep]] = []
     real = scheduler.schedule
@@ -262,9 +266,9 @@ def test_decisions_are_equal(
     simulated.advance(float("inf"))
 
     pipeline = Pipeline(Costs(num_stages), requests)
-    engine = OnlineEngine(
+    engine = OnlineRun(
         channel=pipeline,
-        runner=pipeline,
+        executor=pipeline,
         limits=limits,
         order=queue_order(order),
         model=ModelLimits(max_model_len=1000, vocab_size=VOCAB),
@@ -274,11 +278,14 @@ def test_decisions_are_equal(
     )
     found = recorded(engine.scheduler)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(online, "PromptLookup", Drafts)
+        patch.setattr(engine_module, "PromptLookup", Drafts)
         engine.run()
     assert found == expected
     assert engine.scheduler.num_preemptions == simulated.scheduler.num_preemptions
-    assert engine.scheduler.num_accepted_tokens == simulated.scheduler.num_accepted_tokens
+    assert (
+        engine.scheduler.drafts.num_accepted_tokens
+        == simulated.scheduler.drafts.num_accepted_tokens
+    )
     assert engine.scheduler.free_blocks == num_blocks
     assert engine.scheduler.free_window_blocks == limits.num_window_blocks
 
@@ -298,7 +305,11 @@ def test_the_comparison_sees_accepted_and_rejected_drafts():
     simulated = SimulatedEngine(Costs(1), limits, queue_order("fcfs"), accepts)
     simulated.add(1, TraceRequest(arrival_s=0.0, prompt_tokens=6, new_tokens=20))
     simulated.advance(float("inf"))
-    assert 5 < simulated.scheduler.num_accepted_tokens < simulated.scheduler.num_draft_tokens
+    assert (
+        5
+        < simulated.scheduler.drafts.num_accepted_tokens
+        < simulated.scheduler.drafts.num_draft_tokens
+    )
     assert simulated.report().requests[0].new_tokens == 20
 
 
@@ -310,7 +321,11 @@ def test_the_comparison_sees_drafts_of_a_model():
     simulated = SimulatedEngine(Costs(1), limits, queue_order("fcfs"), accepts, draft_s)
     simulated.add(2, TraceRequest(arrival_s=0.0, prompt_tokens=6, new_tokens=60))
     simulated.advance(float("inf"))
-    assert 5 < simulated.scheduler.num_accepted_tokens < simulated.scheduler.num_draft_tokens
+    assert (
+        5
+        < simulated.scheduler.drafts.num_accepted_tokens
+        < simulated.scheduler.drafts.num_draft_tokens
+    )
 
 
 def test_the_comparison_sees_preemptions():
@@ -342,9 +357,9 @@ def test_orders_differ_on_the_same_arrivals(order):
         (0.0, GenerationRequest(id="short", prompt_token_ids=(2,) * 3, sampling=SamplingParams())),
     ]
     pipeline = Pipeline(Costs(1), requests)
-    engine = OnlineEngine(
+    engine = OnlineRun(
         channel=pipeline,
-        runner=pipeline,
+        executor=pipeline,
         limits=limits,
         order=queue_order(order),
         model=ModelLimits(max_model_len=40, vocab_size=VOCAB, max_tokens=2),

@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmpq.assigner.draft_placement import DraftRequest, _memory_bytes
-from llmpq.batching.draft_model import DraftLimits, DraftModelSchedule, DraftWork
+from llmpq.batching.drafts import DraftLimits, DraftModelSchedule, DraftWork
 from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.costmodel import build_costs
 from llmpq.dist.engine.draft_model import DraftModel, DraftWorker, RemoteDraftModel
@@ -243,7 +243,7 @@ def test_answers_go_on_without_a_draft_model_that_has_ended(
     )
     assert [list(answers[number][0]) for number in range(len(PROMPTS))] == expected
     assert made.draft is None
-    assert made.accepted_tokens == made.draft_tokens > 0
+    assert 0 < made.accepted_tokens < made.draft_tokens  # those after the end were any tokens
     assert caplog.text.count("going on without drafts") == 1
     script = script_of()
     made = serve_online(plan, model_dir, script, config_of(model_dir), dying(how))

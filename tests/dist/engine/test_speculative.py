@@ -18,7 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmpq.batching.speculation import DraftCredit, RowCost, SpeculativeConfig
-from llmpq.dist.engine import online
+from llmpq.dist.engine import engine as engine_module
+from llmpq.dist.engine import online_run
 from llmpq.dist.io.sampling_params import SamplingParams, StructuredOutputsParams
 from llmpq.dist.io.structured_outputs import GrammarCompiler
 
@@ -100,7 +101,7 @@ def test_tokens_equal_generate_under_random_schedules_and_drafts(
             aborted.add(number)
     with pytest.MonkeyPatch.context() as patch:
         if drafts is not None:
-            patch.setattr(online, "PromptLookup", Drafts(steps, *drafts, (3, 7)))
+            patch.setattr(engine_module, "PromptLookup", Drafts(steps, *drafts, (3, 7)))
         engine = serve(
             steps,
             script,
@@ -126,7 +127,7 @@ def test_tokens_equal_generate_under_random_schedules_and_drafts(
     scheduler = engine.scheduler
     assert scheduler.free_blocks == num_blocks
     assert scheduler.is_idle
-    assert scheduler.num_accepted_tokens <= scheduler.num_draft_tokens
+    assert scheduler.drafts.num_accepted_tokens <= scheduler.drafts.num_draft_tokens
 
 
 VARIED = [
@@ -149,7 +150,7 @@ def test_sampled_answers_are_those_of_an_engine_without_drafts(
     found = []
     for speculative in (None, LOOKUP):
         if speculative and not lookup:
-            monkeypatch.setattr(online, "PromptLookup", Drafts(steps, 0, 0.5, (3, 6)))
+            monkeypatch.setattr(engine_module, "PromptLookup", Drafts(steps, 0, 0.5, (3, 6)))
         script = Script()
         for number, (params, prompt) in enumerate(itertools.product(VARIED, prompts)):
             script.add(1 + number, request(number, prompt, params))
@@ -162,14 +163,14 @@ def test_sampled_answers_are_those_of_an_engine_without_drafts(
         found.append(answers(script))
     assert found[0] == found[1]
     assert {end[0] for _, _, _, end in found[0].values()} == {"length", "stop"}
-    assert engine.scheduler.num_accepted_tokens > (50 if budget == 40 else 0)
+    assert engine.scheduler.drafts.num_accepted_tokens > (50 if budget == 40 else 0)
 
 
 def test_drawn_pairs_have_the_models_probabilities(steps, free_drafts, monkeypatch):
     """Chi-squared of 1,800 fixed draws of two tokens each, some of which were drafts."""
     allowed, prompt, draws = (3, 4, 5, 6, 7), [3, 4, 5, 6, 7], 1800
     params = replace(SAMPLED, max_tokens=3, allowed_token_ids=allowed)
-    monkeypatch.setattr(online, "PromptLookup", Drafts(steps, 1, 0.0, (3, 8)))
+    monkeypatch.setattr(engine_module, "PromptLookup", Drafts(steps, 1, 0.0, (3, 8)))
     script = Script()
     for number in range(draws):
         script.add(1, request(number, prompt, params))
@@ -179,9 +180,11 @@ def test_drawn_pairs_have_the_models_probabilities(steps, free_drafts, monkeypat
         limits(token_budget=32, num_blocks=64, num_speculative_tokens=2),
         speculative=replace(LOOKUP, num_speculative_tokens=2),
     )
-    accepted = engine.scheduler.num_accepted_tokens / engine.scheduler.num_draft_tokens
+    accepted = (
+        engine.scheduler.drafts.num_accepted_tokens / engine.scheduler.drafts.num_draft_tokens
+    )
     assert 0.1 < accepted < 0.9
-    assert engine.scheduler.num_drafts > draws / 4
+    assert engine.scheduler.drafts.num_drafts > draws / 4
 
     def shares(context: list[int]) -> torch.Tensor:
         return torch.softmax(steps.scores(tuple(context))[list(allowed)].double(), -1)
@@ -232,7 +235,7 @@ def test_scores_that_are_no_numbers_end_an_answer_after_its_accepted_tokens(
         found = real(self, tokens)
         return torch.full_like(found, float("nan")) if tokens == broken else found
 
-    monkeypatch.setattr(online, "PromptLookup", Drafts(steps, 0, 1.0, (3, 4)))
+    monkeypatch.setattr(engine_module, "PromptLookup", Drafts(steps, 0, 1.0, (3, 4)))
     monkeypatch.setattr(BlockSteps, "scores", scores)
     script = Script()
     script.add(1, request(0, prompt, replace(FREE, max_tokens=12)))
@@ -268,7 +271,7 @@ def test_answers_of_a_form_are_those_of_an_engine_without_drafts(
     tiny_model, tmp_path, monkeypatch, free_drafts, form
 ):
     pytest.importorskip("llguidance")
-    monkeypatch.setattr(online, "ThreadPoolExecutor", AtOnce)
+    monkeypatch.setattr(online_run, "ThreadPoolExecutor", AtOnce)
     model = tiny_model("llama", seed=1, vocab_size=len(TOKENS))
     own = BlockSteps(model, num_blocks=64, block_size=BLOCK)
     grammars = GrammarCompiler(write_byte_tokenizer(tmp_path), [EOS])
@@ -287,7 +290,7 @@ def test_answers_of_a_form_are_those_of_an_engine_without_drafts(
         )
         found.append(answers(script))
     assert found[0] == found[1]
-    assert engine.scheduler.num_accepted_tokens > 1
+    assert engine.scheduler.drafts.num_accepted_tokens > 1
     for tokens, _, _, end in found[0].values():
         assert end[0] == "stop" or form.json
         assert text_of(tokens).startswith(("ababab", "["))

@@ -132,7 +132,7 @@ class Disturbed:
 @pytest.mark.parametrize(
     ("rank", "changes", "names"),
     [
-        (0, {"micro_batch": 99}, r"stage 2 .*found micro-batch 99"),
+        (0, {"micro_batch": 99}, r"stage 2 .*found step 99"),
         (0, {"kind": FrameKind.PREFILL}, r"stage 2 .*PREFILL"),
         (2, {"hidden": torch.zeros(1, 1, 3)}, r"stage 2 \(rank 2\): .*Error"),
         (1, {"rows": (Row(blocks=(99,), first=3, length=4),)}, r"stage 1 \(rank 1\): .*blocks"),

@@ -177,8 +177,7 @@ def test_a_prompt_has_sampling_parameters_of_its_own(tmp_path):
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"logprobs": 1}, "results hold tokens only"),
-        ({"prompt_logprobs": 0}, "results hold tokens only"),
+        ({"prompt_logprobs": 0}, "--format openai_batch return them"),
         ({"top_k": -2}, "sampling_params.top_k"),
         ({"allowed_token_ids": [10**6]}, "allowed_token_ids"),
         ({"topk": 2}, "no such field"),

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import resource
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from helpers.ranks import make_plan
@@ -14,6 +17,7 @@ from helpers.ranks import make_plan
 from llmpq.cli.commands.dist import main
 from llmpq.dist.io.prompts import Prompt, write_prompts
 from llmpq.dist.io.results import Result, ResultWriter, read_results
+from llmpq.dist.io.sampling_params import TokenLogprobs
 from llmpq.errors import SpecError, StageError
 
 
@@ -26,6 +30,36 @@ def test_results_are_on_disk_at_once(tmp_path):
     with ResultWriter(path) as writer:
         writer.write(_result("a"))
         assert read_results(path) == [_result("a")]
+
+
+def test_log_probabilities_are_read_back_and_are_json(tmp_path):
+    path = tmp_path / "results.jsonl"
+    logprobs = (
+        TokenLogprobs(1, -0.25, ((1, -0.25), (7, -1.5))),
+        TokenLogprobs(2, -0.5, ((2, -0.5), (3, -math.inf))),  # a token that may not come
+    )
+    with ResultWriter(path) as writer:
+        writer.write(replace(_result("a"), logprobs=logprobs))
+        writer.write(_result("b"))
+    with_them, without = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    assert "Infinity" not in path.read_text(encoding="utf-8")
+    assert "logprobs" not in without
+    assert with_them["logprobs"][0] == {
+        "token_id": 1, "logprob": -0.25, "top": [[1, -0.25], [7, -1.5]]
+    }  # fmt: skip
+    found = read_results(path)[0].logprobs
+    assert found is not None
+    assert found[0] == logprobs[0]
+    assert found[1].top[1] == (3, -9999.0)
+
+
+@pytest.mark.parametrize("value", [3, [{"token_id": 1}], [{"token_id": "x", "logprob": 0}]])
+def test_log_probabilities_of_another_form_are_refused(tmp_path, value):
+    path = tmp_path / "results.jsonl"
+    line = {"id": "a", "token_ids": [1], "text": "", "finish_reason": "stop", "logprobs": value}
+    path.write_text(json.dumps(line) + "\n", encoding="utf-8")
+    with pytest.raises(SpecError, match="'logprobs': found"):
+        read_results(path)
 
 
 def test_a_result_is_never_written_twice(tmp_path):

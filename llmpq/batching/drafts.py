@@ -1,4 +1,4 @@
-"""Decisions on the drafts of a draft model: which sequences have them, and where its keys are.
+"""Draft tokens: which sequences of a step have how many, and what they turn out to be worth.
 
 A draft model (Leviathan et al. 2023; ``draft_model`` in vLLM) is a small model that shares the
 vocabulary. Before a step it computes the tokens that it does not know yet, then one draft token
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -30,11 +30,14 @@ from llmpq.batching.blocks import BlockAllocator
 from llmpq.batching.speculation import (
     CREDIT_OF_TOKEN,
     FIRST_ACCEPTED,
+    FIRST_CREDIT,
     FIRST_REJECTED,
     KNOWN_STEPS,
     MAX_STEP_TOKENS,
     MOST_DISTURBED,
+    ROW_COST,
     DraftCredit,
+    RowCost,
 )
 from llmpq.errors import SpecError
 from llmpq.spec.plan import Plan
@@ -50,6 +53,8 @@ SMOOTHED_DRAFTS = 8
 """Drafts whose mean is the cost of a pass."""
 FEW_TOKENS = 8
 """Most tokens of a sequence that are computed together with others; more are a prompt."""
+Propose = Callable[[int, int], int]
+"""Returns how many draft tokens there are for a request, at most the given number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,3 +346,157 @@ class DraftModelSchedule:
         if missing > 0:
             known.blocks += self._allocator.allocate(missing)
         return True
+
+
+class DraftCandidate(NamedTuple):
+    """A sequence that decodes in the next step.
+
+    Attributes:
+        request: number of the request.
+        tokens: its prompt and answer so far.
+        left: draft tokens that the longest answer leaves room for.
+        credit: what its drafts may lose.
+    """
+
+    request: int
+    tokens: int
+    left: int
+    credit: DraftCredit
+
+
+class StepDrafts:
+    """Gives sequences that decode as many draft tokens as are worth their time.
+
+    Args:
+        most: draft tokens of a sequence in a step.
+        row_cost: of one more row of a step, before any step is measured, in steps of one row.
+        model: limits of a draft model, ``None`` without one.
+        block_size: tokens of one of its KV blocks.
+        propose: finds the draft tokens of a sequence; ``None`` with a draft model, and for no
+            speculative decoding.
+
+    Attributes:
+        propose: may be set later.
+        num_drafts, num_draft_tokens, num_accepted_tokens: so far.
+    """
+
+    def __init__(
+        self,
+        *,
+        most: int = 0,
+        row_cost: float = ROW_COST,
+        model: DraftLimits | None = None,
+        block_size: int = 1,
+        propose: Propose | None = None,
+    ) -> None:
+        self._most = most
+        self.propose = propose
+        self._row_cost = RowCost(row_cost)
+        self._model = None if model is None else DraftModelSchedule(model, block_size)
+        self._last_end_s = -math.inf
+        self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is speculative decoding."""
+        return self.propose is not None or self._model is not None
+
+    def first_credit(self) -> DraftCredit:
+        """Return the credit of a new sequence."""
+        return DraftCredit(FIRST_CREDIT if self._model is None else FIRST_MODEL_CREDIT)
+
+    def longest(
+        self, candidates: Sequence[DraftCandidate], rows: int, sequences: int
+    ) -> tuple[dict[int, int], float]:
+        """Return how many draft tokens of each sequence pay, and what one of them costs.
+
+        Args:
+            candidates: sequences of the step that decode.
+            rows: tokens of the step without drafts.
+            sequences: of the step.
+        """
+        cost = self._row_cost.of_draft_token(rows)
+        if self._model is None:
+            found = {one.request: one.credit.longest(cost) for one in candidates}
+            return {request: min(self._most, count) for request, count in found.items()}, cost
+        wishes = [DraftWish(one.request, one.tokens, one.left, one.credit) for one in candidates]
+        costs = StepCosts(cost, self._row_cost.share, sequences)
+        return self._model.lengths(wishes, self._most, costs)
+
+    def draft(self, one: DraftCandidate, most: int, cost: float) -> int:
+        """Find up to ``most`` draft tokens of a sequence, or reserve them; return how many.
+
+        Args:
+            one: the sequence.
+            most: draft tokens; none are sought where it is not positive.
+            cost: of one, as :meth:`longest` returned it.
+        """
+        if most <= 0:
+            return 0
+        if self._model is not None:
+            count = self._model.reserve(one.request, one.tokens, most)
+        else:
+            assert self.propose is not None
+            count = self.propose(one.request, most)
+        if count:
+            one.credit.spend(count, cost)
+            self.num_drafts += 1
+            self.num_draft_tokens += count
+        return count
+
+    def take_works(self) -> tuple[DraftWork, ...]:
+        """Return what the draft model computes before the step."""
+        return () if self._model is None else self._model.take_works()
+
+    def measure_works(
+        self, works: Sequence[DraftWork], rows: int, seconds: float, *, has_ended: bool
+    ) -> None:
+        """Take the seconds of the draft model before a step; it may have ended for good.
+
+        Args:
+            works: what it computed.
+            rows: tokens of the step without drafts.
+            seconds: it took.
+            has_ended: there are no more drafts.
+        """
+        assert self._model is not None
+        cost = self._row_cost
+        self._model.measure(works, seconds, cost.step_s(rows), cost.share)
+        if has_ended:
+            self._model.end()
+
+    def measure_step(self, start_s: float, end_s: float, rows: int | None) -> float:
+        """Take the times of a step; return the seconds since it began or the last was complete.
+
+        Args:
+            start_s: when it was dispatched.
+            end_s: when its tokens were chosen.
+            rows: of a decode step; ``None`` for a step with prompts, which says nothing of a row.
+        """
+        seconds = end_s - max(start_s, self._last_end_s)
+        self._last_end_s = end_s
+        if rows is not None and self.is_on:
+            self._row_cost.observe(rows, seconds)
+        return seconds
+
+    def verify(
+        self, request: int, credit: DraftCredit, accepted: int, proposed: int, rows: int
+    ) -> None:
+        """Take how many of the draft tokens of a sequence are right.
+
+        Args:
+            request: number of the request.
+            credit: of its sequence.
+            accepted: draft tokens that are right.
+            proposed: draft tokens of the step.
+            rows: sequences of the step.
+        """
+        credit.earn(accepted, proposed)
+        self.num_accepted_tokens += accepted
+        if self._model is not None:
+            self._model.verify(request, accepted, rows)
+
+    def forget(self, request: int) -> None:
+        """Free what the draft model has of a sequence."""
+        if self._model is not None:
+            self._model.forget(request)

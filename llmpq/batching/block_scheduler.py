@@ -24,12 +24,14 @@ The blocks of rejected draft tokens stay with their sequence, for its next token
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from llmpq.batching.blocks import BlockAllocator, next_key, root_key
-from llmpq.batching.draft_model import FIRST_MODEL_CREDIT, DraftModelSchedule, DraftWish, StepCosts
+from llmpq.batching.drafts import DraftCandidate, Propose
 from llmpq.batching.engine_step import (
+    NO_TOKENS,
     EngineLimits,
     EngineRequest,
     EngineSequence,
@@ -38,12 +40,10 @@ from llmpq.batching.engine_step import (
     StepInFlight,
 )
 from llmpq.batching.queue_order import FairTurns, QueueOrder, QueueState
-from llmpq.batching.speculation import FIRST_CREDIT, MAX_STEP_TOKENS, DraftCredit, RowCost
+from llmpq.batching.speculation import MAX_STEP_TOKENS
 from llmpq.batching.window_blocks import WindowBlocks
 from llmpq.errors import CapacityError, LlmpqError
 
-Propose = Callable[[int, int], int]
-"""Returns how many draft tokens there are for a request, at most the given number."""
 RESERVED_SHARE = 8
 """One of so many sequences and blocks is not for further answers of a request that runs."""
 FURTHER_STARTS = 4
@@ -51,10 +51,9 @@ FURTHER_STARTS = 4
 SCORED_SHARE = 8
 """One of so many tokens of a step may be of prompts with a score at every position, while there are
 other requests: each of these tokens passes the head and has its log-probabilities sorted."""
-NO_TOKENS: Mapping[int, Sequence[int]] = {}
 
 
-class EngineScheduler:
+class BlockScheduler:
     """Decides the steps of one engine.
 
     Args:
@@ -69,7 +68,6 @@ class EngineScheduler:
     ) -> None:
         self._limits = limits
         self._order = order
-        self._propose = propose or (lambda _request, _most: 0)
         self._allocator = BlockAllocator(limits.num_blocks)
         self._windows = None if limits.window_tokens is None else WindowBlocks(limits)
         self._chunk_tokens = limits.chunk_tokens
@@ -83,10 +81,7 @@ class EngineScheduler:
         self._num_scored = 0  # unfinished requests with a score at every position of the prompt
         self._scored_left = 0  # tokens of their prompts that the next step may still take
         self._further_left = 0  # further answers that may still start in it
-        self._row_cost = RowCost(limits.row_cost)
-        draft = limits.draft
-        self._model = None if draft is None else DraftModelSchedule(draft, limits.block_size)
-        self._speculates = propose is not None or draft is not None
+        self.drafts = limits.new_drafts(propose)
         self._next_step = 0
         self._newly_preempted: list[int] = []  # not yet reported by a step
         self._num_arrived = self._arrived_tokens = self._waiting_tokens = 0
@@ -96,7 +91,7 @@ class EngineScheduler:
         """Prompt tokens of admitted requests."""
         self.prefix_cache_hits = 0
         """Those of them whose keys and values were found."""
-        self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
+        self.wake_s = math.inf
 
     @property
     def num_waiting(self) -> int:
@@ -163,12 +158,11 @@ class EngineScheduler:
                 f"{self._limits.num_blocks} available"
             )
         ids = None if request.token_ids is None else list(request.token_ids)
-        credit = DraftCredit(FIRST_CREDIT if self._model is None else FIRST_MODEL_CREDIT)
         sequence = EngineSequence(
             request=request,
             tokens=request.prompt_tokens,
             ids=ids,
-            credit=credit,
+            credit=self.drafts.first_credit(),
             turn=self._turns.add(request.group),
         )
         self._add_keys(sequence, request.prompt_tokens)
@@ -216,10 +210,10 @@ class EngineScheduler:
             chunks += self._admit(left, now_s)
         if not chunks:
             return None
-        if self._speculates:
+        if self.drafts.is_on:
             self._add_drafts(chunks)
-        works = () if self._model is None else self._model.take_works()
-        step = EngineStep(self._next_step, tuple(chunks), tuple(self._newly_preempted), works)
+        works, preempted = self.drafts.take_works(), tuple(self._newly_preempted)
+        step = EngineStep(self._next_step, tuple(chunks), preempted, works)
         self._newly_preempted.clear()
         self._cache_filled_blocks(chunks)
         self._in_flight[step.number] = StepInFlight(now_s, step.chunks)
@@ -231,14 +225,9 @@ class EngineScheduler:
 
         Later steps have no drafts once it has ended.
         """
-        assert self._model is not None
         seconds = now_s - self._in_flight[step.number].start_s
         self._in_flight[step.number] = StepInFlight(now_s, step.chunks)
-        rows = sum(chunk.count - chunk.num_draft_tokens for chunk in step.chunks)
-        cost = self._row_cost
-        self._model.measure(step.drafts, seconds, cost.step_s(rows), cost.share)
-        if has_ended:
-            self._model.end()
+        self.drafts.measure_works(step.drafts, step.rows, seconds, has_ended=has_ended)
 
     def complete(
         self,
@@ -270,52 +259,32 @@ class EngineScheduler:
         for chunk in step.chunks:
             sequence = self._sequences[chunk.request]
             sequence.in_step = None
-            if chunk.makes_token and self._speculates and not sequence.is_aborted:
+            if chunk.makes_token and self.drafts.is_on and not sequence.is_aborted:
                 right = accepted.get(chunk.request, ())
-                self._verify(sequence, chunk, right)
-                if self._model is not None:
-                    self._model.verify(chunk.request, len(right), len(step.chunks))
+                self._verify(sequence, chunk, right, len(step.chunks))
             if sequence.is_aborted or (chunk.makes_token and chunk.request in finished):
                 self._remove(sequence)
             elif chunk.makes_token:
                 self._append(sequence, tokens)
-
-    def restart(self) -> None:
-        """Put all sequences back to the head of the queue, after the KV memory was lost.
-
-        Steps in flight are forgotten, tokens so far are kept, and aborted sequences are removed.
-        """
-        self._in_flight.clear()
-        for sequence in reversed(self._running.copy().values()):
-            sequence.in_step = None
-            if sequence.is_aborted:
-                self._remove(sequence)
-            else:
-                self._to_head_of_queue(sequence)
-        self._allocator.clear_cache()
-        if self._windows is not None:
-            self._windows.clear_cache()
-        if self._model is not None:
-            self._model.clear()
 
     def _measure(self, step: StepInFlight, now_s: float) -> None:
         """Take the times of a step; one with prompts says nothing of a row."""
         is_decode = all(chunk.count == 1 + chunk.num_draft_tokens for chunk in step.chunks)
         tokens = sum(chunk.count for chunk in step.chunks)
         rows = tokens if is_decode else None
-        seconds = self._row_cost.complete_step(step.start_s, now_s, rows)
+        seconds = self.drafts.measure_step(step.start_s, now_s, rows)
         if not is_decode:
             self._prefill_s += max(0.0, seconds)
             self._prefill_tokens += tokens
 
     def _verify(
-        self, sequence: EngineSequence, chunk: ScheduledChunk, accepted: Sequence[int]
+        self, sequence: EngineSequence, chunk: ScheduledChunk, accepted: Sequence[int], rows: int
     ) -> None:
         """Keep the accepted draft tokens and forget the others."""
-        sequence.credit.earn(len(accepted), chunk.num_draft_tokens)
-        if not chunk.num_draft_tokens:
+        proposed = chunk.num_draft_tokens
+        self.drafts.verify(chunk.request, sequence.credit, len(accepted), proposed, rows)
+        if not proposed:
             return
-        self.num_accepted_tokens += len(accepted)
         known = sequence.computed - chunk.num_draft_tokens
         sequence.tokens += len(accepted)
         sequence.computed = known + len(accepted)
@@ -345,8 +314,7 @@ class EngineScheduler:
         self._stop_running(sequence)
         self._turns.remove(sequence.request.group)
         self._free(sequence)
-        if self._model is not None:
-            self._model.forget(number)
+        self.drafts.forget(number)
         self._num_scored -= sequence.request.scores_prompt
         del self._sequences[number]
 
@@ -560,39 +528,26 @@ class EngineScheduler:
         }
         if left <= 0 or not decoding:
             return
-        longest, cost = self._longest_drafts(decoding.values(), tokens, len(chunks))
+        candidates = {
+            place: DraftCandidate(
+                one.request.request, one.tokens, one.most_draft_tokens, one.credit
+            )
+            for place, one in decoding.items()
+        }
+        longest, cost = self.drafts.longest([*candidates.values()], tokens, len(chunks))
         for place, sequence in decoding.items():
-            number = sequence.request.request
             free = len(sequence.table) * size - sequence.tokens
             if not self.num_waiting:
                 free += size * max(0, self.free_blocks - self._watermark)
             if self._windows is not None:
                 free = min(free, self._windows.most_more(sequence))
-            most = min(longest[number], sequence.most_draft_tokens, left, free)
-            most = min(most, self._limits.tokens_before_switch(sequence.tokens))
-            count = 0
-            if most > 0 and self._model is not None:
-                count = self._model.reserve(number, sequence.tokens, most)
-            elif most > 0:
-                count = self._propose(number, most)
+            one = candidates[place]
+            most = min(longest[one.request], one.left, left, free)
+            most = min(most, limits.tokens_before_switch(sequence.tokens))
+            count = self.drafts.draft(one, most, cost)
             if count:
                 chunks[place] = self._with_drafts(sequence, chunks[place], count)
-                sequence.credit.spend(count, cost)
                 left -= count
-
-    def _longest_drafts(
-        self, sequences: Collection[EngineSequence], tokens: int, chunks: int
-    ) -> tuple[dict[int, int], float]:
-        """Return how many draft tokens of each sequence pay, and what one of them costs."""
-        most, cost = self._limits.num_speculative_tokens, self._row_cost.of_draft_token(tokens)
-        if self._model is None:
-            found = {one.request.request: one.credit.longest(cost) for one in sequences}
-            return {number: min(most, longest) for number, longest in found.items()}, cost
-        wishes = [
-            DraftWish(one.request.request, one.tokens, one.most_draft_tokens, one.credit)
-            for one in sequences
-        ]
-        return self._model.lengths(wishes, most, StepCosts(cost, self._row_cost.share, chunks))
 
     def _with_drafts(
         self, sequence: EngineSequence, chunk: ScheduledChunk, count: int
@@ -605,8 +560,6 @@ class EngineScheduler:
         if self._windows is not None:
             has_room = self._windows.advance(sequence, chunk.first, sequence.computed)
             assert has_room, "so many blocks were free"
-        self.num_drafts += 1
-        self.num_draft_tokens += count
         return ScheduledChunk(
             chunk.request,
             chunk.first,

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmpq.batching.engine_scheduler import (
+from llmpq.batching.block_scheduler import (
     FURTHER_STARTS,
     SCORED_SHARE,
-    EngineScheduler,
+    BlockScheduler,
 )
 from llmpq.batching.engine_step import EngineLimits, EngineRequest
 from llmpq.batching.queue_order import QUEUE_ORDERS, queue_order
@@ -35,7 +35,7 @@ def _limits(**given_):
 
 
 def _scheduler(name="fcfs", propose=None, **given_):
-    return EngineScheduler(_limits(**given_), queue_order(name), propose)
+    return BlockScheduler(_limits(**given_), queue_order(name), propose)
 
 
 def _request(number, prompt, new=4, arrival_s=0.0, **given_):
@@ -159,11 +159,6 @@ class Engine:
         for request, token in new.items():
             self.tokens[request] += [*accepted[request], token]
         self.done |= finished
-
-    def restart(self):
-        self.scheduler.restart()
-        self.steps.clear()
-        self.memory.clear()
 
     def run(self):
         while not self.scheduler.is_idle:
@@ -310,22 +305,6 @@ def test_steps_in_flight_share_the_running_sequences():
     assert engine.scheduler.schedule(0.0) is None
 
 
-def test_restart_computes_unfinished_requests_again():
-    scheduler = _scheduler(token_budget=100)
-    engine = Engine(scheduler, 4)
-    for number in range(3):
-        engine.add(_request(number, (number, 1, 2, 3, 4)), 4)
-    engine.schedule()
-    engine.complete()
-    engine.schedule()
-    scheduler.abort(1)
-    engine.restart()
-    assert (scheduler.free_blocks, scheduler.num_waiting, scheduler.num_preemptions) == (100, 2, 0)
-    step = engine.schedule()
-    assert _chunks(step) == [(0, 0, 6, True), (2, 0, 6, True)]
-    engine.run()
-
-
 def test_queued_tokens_are_those_before_the_next_token_of_every_request():
     scheduler = _scheduler(token_budget=8)
     scheduler.add(_request(0, 10))
@@ -353,7 +332,7 @@ def test_rejected_drafts_change_no_other_decision_and_keep_few_blocks(monkeypatc
     histories = []
     for drafts in (None, WrongDrafts(0)):
         limits = _limits(token_budget=12, num_speculative_tokens=9)
-        scheduler = EngineScheduler(limits, queue_order("fcfs"), drafts)
+        scheduler = BlockScheduler(limits, queue_order("fcfs"), drafts)
         engine = Engine(scheduler, 4, drafts)
         for number in range(3):
             engine.add(_request(number, 3 + 9 * number, 20), 20)
@@ -373,8 +352,8 @@ def test_rejected_drafts_change_no_other_decision_and_keep_few_blocks(monkeypatc
             ]
         )  # fmt: skip
     assert histories[0] == histories[1]
-    assert scheduler.num_draft_tokens > 100
-    assert scheduler.num_accepted_tokens == 0
+    assert scheduler.drafts.num_draft_tokens > 100
+    assert scheduler.drafts.num_accepted_tokens == 0
 
 
 @pytest.mark.parametrize(("share", "most"), [(1.0, 6), (0.25, 20)])
@@ -388,21 +367,25 @@ def test_wrong_drafts_end_the_sooner_the_more_their_rows_take(share, most):
         now_s += 1 + share * (sum(chunk.count for chunk in step.chunks) - 1)
         scheduler.complete(step.number, {0: 4}, {0} if token == 399 else (), now_s=now_s)
         end_s += 1.0 if token else now_s
-    assert 0 < scheduler.num_draft_tokens <= most
+    assert 0 < scheduler.drafts.num_draft_tokens <= most
     assert now_s <= 1.015 * end_s
 
 
 def test_accepted_tokens_save_steps_and_are_found_by_their_content():
     drafts = Drafts(0, 1.0)
     limits = _limits(token_budget=100, num_speculative_tokens=5)
-    scheduler = EngineScheduler(limits, queue_order("fcfs"), drafts)
+    scheduler = BlockScheduler(limits, queue_order("fcfs"), drafts)
     drafts.chance.randint = lambda _, most: most
     engine = Engine(scheduler, 4, drafts)
     engine.add(_request(0, (1, 2, 3), 40), 40)
     engine.run()
     assert len(engine.history) < 15
-    assert scheduler.num_accepted_tokens == scheduler.num_draft_tokens == 40 - len(engine.history)
-    assert scheduler.num_drafts <= len(engine.history)
+    assert (
+        scheduler.drafts.num_accepted_tokens
+        == scheduler.drafts.num_draft_tokens
+        == 40 - len(engine.history)
+    )
+    assert scheduler.drafts.num_drafts <= len(engine.history)
     answer = tuple(engine.tokens[0])
     engine.add(_request(1, answer), 1)
     # The last token was no input, and the last block that is full may end before it.
@@ -473,8 +456,6 @@ class RandomRun:
             self.add()
         elif action < 0.24:
             self.abort()
-        elif action < 0.25:
-            self.engine.restart()
         elif action < 0.65 or not self.engine.steps:
             self.schedule()
         else:
@@ -547,7 +528,7 @@ def test_random_schedules_compute_the_tokens_of_an_undisturbed_run(
     if window is not None:
         limits = with_windows(limits, window, more)
     drafts = Drafts(seed, share) if limits.num_speculative_tokens else None
-    scheduler = EngineScheduler(limits, queue_order(name), drafts)
+    scheduler = BlockScheduler(limits, queue_order(name), drafts)
     run = RandomRun(seed, scheduler, limits, drafts)
     for _ in range(80):
         run.act()
@@ -567,7 +548,7 @@ def test_random_schedules_compute_the_tokens_of_an_undisturbed_run(
 def test_a_long_sequence_holds_the_blocks_of_its_window():
     limits = with_windows(_limits(token_budget=8, num_blocks=100), 10, 0)
     assert limits.num_window_blocks == 6  # 9 tokens before a chunk of 8, wherever a block begins
-    engine = Engine(EngineScheduler(limits, queue_order("fcfs")), 4, limits=limits)
+    engine = Engine(BlockScheduler(limits, queue_order("fcfs")), 4, limits=limits)
     engine.add(_request(0, [number % 3 for number in range(300)], 50), 50)
     engine.run()
     assert engine.done == {0}
@@ -578,7 +559,7 @@ def test_a_long_sequence_holds_the_blocks_of_its_window():
 
 def test_a_prefix_is_found_only_with_the_window_before_its_end():
     limits = with_windows(_limits(num_blocks=100), 6, 2)
-    scheduler = EngineScheduler(limits, queue_order("fcfs"))
+    scheduler = BlockScheduler(limits, queue_order("fcfs"))
     engine = Engine(scheduler, 4, limits=limits)
     prompt = tuple(number % 3 for number in range(41))
     engine.add(_request(0, prompt, 1), 1)

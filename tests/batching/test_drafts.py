@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmpq.batching.draft_model import (
+from llmpq.batching.drafts import (
     FEW_TOKENS,
     FIRST_BALANCE,
     DraftLimits,

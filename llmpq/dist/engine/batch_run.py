@@ -1,0 +1,316 @@
+"""BatchRun: answers requests that are known from the start, each from its arrival on.
+
+A few micro-batches are in flight, so that every stage has work; what has come back is completed
+before more is dispatched, so that queues stay bounded. Finished answers are reported after the next
+dispatch, while the other stages compute.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from llmpq.batching import PolicyScheduler, RequestRecord
+from llmpq.batching.engine_step import EngineLimits, EngineRequest
+from llmpq.batching.speculation import SpeculativeConfig
+from llmpq.batching.workload_shift import LengthMonitor
+from llmpq.dist.engine.draft_model import Drafter
+from llmpq.dist.engine.engine import Engine, NewTokens, RunningSequence
+from llmpq.dist.engine.executor import StepExecutor
+from llmpq.dist.engine.policy import in_order
+from llmpq.dist.engine.sampler import sampling_state_of
+from llmpq.dist.io.prompts import Request, Tokenizer
+from llmpq.dist.io.results import FinishReason, Result
+from llmpq.dist.io.sampling_params import TokenLogprobs
+from llmpq.dist.io.structured_outputs import GrammarCompiler
+from llmpq.dist.metrics.stats import StageClock
+from llmpq.errors import StageError
+from llmpq.spec.precision import Phase
+
+
+class FinishedAnswer(NamedTuple):
+    """A finished request: its new tokens, why it ended, and log probabilities that it asked for."""
+
+    request: Request
+    token_ids: tuple[int, ...]
+    reason: FinishReason
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+OnFinish = Callable[[FinishedAnswer], None]
+"""Called once for each finished request."""
+OnTokens = Callable[[Sequence[tuple[Request, int]]], None]
+"""Called after each step with its new tokens by request; with none when the run is idle."""
+ShouldDrain = Callable[[], bool]
+"""Returns True once the run should drain: finish running requests and admit no new ones."""
+ShouldAbort = Callable[[], bool]
+"""Returns True once the run should end its running requests."""
+
+MAX_IDLE_WAIT_S = 0.5
+"""Longest single wait of an idle run, after which it looks at its callbacks again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStats:
+    """Numbers of requests and tokens of a run, and its seconds.
+
+    Attributes:
+        requests: finished ones.
+        generated_tokens: new tokens of all of them.
+        elapsed_s: from the first dispatch to the last token.
+        prefill_s: of these, until the last prompt's first token.
+        records: arrival, start and end of each request, by number.
+        adjusted: decode iterations that the policy changed to during the run, in order.
+        draft_tokens: that were verified.
+        accepted_tokens: those of them that became tokens of an answer.
+    """
+
+    requests: int
+    generated_tokens: int
+    elapsed_s: float
+    prefill_s: float
+    records: tuple[RequestRecord, ...]
+    adjusted: tuple[int, ...] = ()
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Progress:
+    """When a request was dispatched and had its first token, and its log probabilities."""
+
+    start_s: float
+    first_token_s: float | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+class BatchRun:
+    """Answers requests with the steps of a policy.
+
+    Args:
+        executor: computes the steps.
+        scheduler: a new one, which decides them.
+        limits: of the scheduler.
+        clock: of the run.
+        monitor: of the scheduler.
+        grammars: compiles the forms of answers; ``None`` where no request has one.
+        lookup: finds drafts in the text so far; ``None`` for none.
+        draft_model: proposes them where ``limits.draft`` has its size.
+    """
+
+    def __init__(  # noqa: PLR0913  the parts of a run
+        self,
+        *,
+        executor: StepExecutor,
+        scheduler: PolicyScheduler,
+        limits: EngineLimits,
+        clock: StageClock,
+        monitor: LengthMonitor | None = None,
+        grammars: GrammarCompiler | None = None,
+        lookup: SpeculativeConfig | None = None,
+        draft_model: Drafter | None = None,
+    ) -> None:
+        self._executor = executor
+        self._scheduler = scheduler
+        self._clock = clock
+        self._monitor = monitor
+        self._grammars = grammars
+        self.engine = Engine(
+            executor=executor,
+            scheduler=scheduler,
+            limits=limits,
+            now=self._now_s,
+            lookup=lookup,
+            draft_model=draft_model,
+        )
+        self._requests: Sequence[Request] = ()
+        self._arrived = 0
+        self._running: dict[int, _Progress] = {}  # of running requests, by number
+        self._finished: deque[FinishedAnswer] = deque()
+        self._records: list[RequestRecord] = []
+        self._tokens = 0
+        self._start_s = 0.0
+        self._prefill_s = 0.0
+        drafts = scheduler.drafts  # of earlier runs on the same ranks, too
+        self._drafted_before = drafts.num_draft_tokens, drafts.num_accepted_tokens
+
+    def run(
+        self,
+        requests: Sequence[Request],
+        on_finish: OnFinish,
+        on_tokens: OnTokens | None = None,
+        should_drain: ShouldDrain | None = None,
+        should_abort: ShouldAbort | None = None,
+    ) -> RunStats:
+        """Answer every request.
+
+        Args:
+            requests: each enters the queue at its arrival time.
+            on_finish: called once for each request, when its last token is known.
+            on_tokens: called after each step with its new tokens.
+            should_drain: called before each step; once true, only running requests are answered.
+            should_abort: called before each step; once true, running requests end without
+                ``on_finish``.
+
+        Raises:
+            StageError: a stage failed, hangs, or returned another micro-batch than expected.
+        """
+        self._requests = in_order(requests)
+        self._start_s = self._clock.now()
+        self._take_arrivals()
+        try:
+            while not self._is_over(should_drain, should_abort):
+                self._step(on_finish, on_tokens)
+                self._take_arrivals()
+        finally:
+            self._report_finished(on_finish)  # finished answers are kept, whatever ends the run
+        drafts, (draft_tokens, accepted_tokens) = self._scheduler.drafts, self._drafted_before
+        return RunStats(
+            requests=len(self._records),
+            generated_tokens=self._tokens,
+            elapsed_s=self._now_s(),
+            prefill_s=self._prefill_s,
+            records=tuple(sorted(self._records, key=lambda record: record.request)),
+            adjusted=() if self._monitor is None else self._monitor.adjusted,
+            draft_tokens=drafts.num_draft_tokens - draft_tokens,
+            accepted_tokens=drafts.num_accepted_tokens - accepted_tokens,
+        )
+
+    def _step(self, on_finish: OnFinish, on_tokens: OnTokens | None) -> None:
+        """Complete a step that is back, or dispatch one, or wait."""
+        if self.engine.has_result():
+            self._complete(on_tokens)
+            return
+        start_s = self._now_s()
+        step = self.engine.dispatch()
+        if step is not None and step.phase is Phase.PREFILL:
+            self._running |= {chunk.request: _Progress(start_s=start_s) for chunk in step.chunks}
+        self._report_finished(on_finish)
+        if step is None:
+            self._await_change(on_tokens)
+
+    def _report_finished(self, on_finish: OnFinish) -> None:
+        while self._finished:
+            on_finish(self._finished.popleft())
+
+    def _now_s(self) -> float:
+        return self._clock.now() - self._start_s
+
+    def _is_over(self, should_drain: ShouldDrain | None, should_abort: ShouldAbort | None) -> bool:
+        aborts = should_abort is not None and should_abort()
+        if aborts or (should_drain is not None and should_drain()):
+            self._arrived = len(self._requests)
+            for number in self._scheduler.drain():
+                self.engine.abort(number)
+        if aborts:
+            for number in self._running:
+                self.engine.abort(number)
+            self._running.clear()
+        return self._scheduler.is_done
+
+    def _take_arrivals(self) -> None:
+        """Queue the requests whose arrival time has come."""
+        if self._arrived == len(self._requests) > 0:
+            return
+        now_s = self._now_s()
+        for number in range(self._arrived, len(self._requests)):
+            request = self._requests[number]
+            if request.arrival_s > now_s:
+                return
+            self._add(number, request)
+            self._arrived += 1
+        self._scheduler.close()
+
+    def _add(self, number: int, request: Request) -> None:
+        self.engine.add(
+            EngineRequest(
+                request=number,
+                token_ids=None,
+                prompt_tokens=len(request.prompt_token_ids),
+                max_tokens=request.max_new_tokens,
+                arrival_s=request.arrival_s,
+            ),
+            lambda: self._sequence(number, request),
+        )
+
+    def _sequence(self, number: int, request: Request) -> RunningSequence:
+        """Return the sequence of a request; the form of its answer is compiled."""
+        return RunningSequence(
+            number=number,
+            tokens=list(request.prompt_token_ids),
+            num_prompt_tokens=len(request.prompt_token_ids),
+            state=sampling_state_of(request, self._grammars),
+            max_tokens=request.max_new_tokens,
+        )
+
+    def _await_change(self, on_tokens: OnTokens | None) -> None:
+        """Wait for a step, an arrival or the time at which the policy decides anew."""
+        is_arrival_known = self._arrived < len(self._requests)
+        arrival_s = self._requests[self._arrived].arrival_s if is_arrival_known else math.inf
+        wake_s = min(self._scheduler.wake_s, arrival_s)
+        if self.engine.num_in_flight and wake_s == math.inf:
+            self._complete(on_tokens)
+            return
+        wait_s = min(max(wake_s - self._now_s(), 0.0), MAX_IDLE_WAIT_S)
+        if self.engine.num_in_flight:
+            self._executor.await_result(wait_s)
+            return
+        if on_tokens is not None:
+            on_tokens(())
+        self._clock.sleep(wait_s)
+
+    def _complete(self, on_tokens: OnTokens | None) -> None:
+        """Complete the next step that is back: new tokens for each sequence."""
+        made = self.engine.complete()
+        now_s = self._now_s()
+        new: list[tuple[Request, int]] = []
+        for one in made:
+            self._take(one, now_s)
+            request = self._requests[one.sequence.number]
+            new += [(request, token.token_id) for token in one.tokens]
+        self._tokens += len(new)
+        if on_tokens is not None:
+            on_tokens(new)
+
+    def _take(self, made: NewTokens, now_s: float) -> None:
+        """Take the new tokens of a request; end it where it is complete."""
+        sequence, tokens, reason = made
+        if tokens[-1].error is not None:
+            raise StageError(tokens[-1].error, is_permanent=True)
+        number = sequence.number
+        request, running = self._requests[number], self._running[number]
+        if running.first_token_s is None:
+            running.first_token_s = self._prefill_s = now_s
+        running.logprobs += [token.logprobs for token in tokens if token.logprobs is not None]
+        if reason is None:
+            return
+        assert reason in ("stop", "length")
+        answer = tuple(sequence.state.token_ids)
+        logprobs = None if sequence.state.params.logprobs is None else tuple(running.logprobs)
+        self._finished.append(FinishedAnswer(request, answer, reason, logprobs))
+        self._records.append(
+            RequestRecord(
+                request=number,
+                prompt_tokens=sequence.num_prompt_tokens,
+                new_tokens=len(answer),
+                arrival_s=request.arrival_s,
+                start_s=running.start_s,
+                first_token_s=running.first_token_s,
+                end_s=now_s,
+            )
+        )
+        del self._running[number]
+
+
+def result_of(answer: FinishedAnswer, tokenizer: Tokenizer | None) -> Result:
+    """Return the result of an answer; its text is empty without a tokenizer."""
+    return Result(
+        id=answer.request.id,
+        token_ids=answer.token_ids,
+        text="" if tokenizer is None else tokenizer.decode(answer.token_ids),
+        finish_reason=answer.reason,
+        logprobs=answer.logprobs,
+    )
