@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,8 @@ from llmpq.profiler.device import cpu_name
 # Time is never tested: the machines are shared, and a slow example is not a wrong one.
 settings.register_profile("llmpq", parent=settings(), deadline=None)
 settings.load_profile("llmpq")
+# A shell starts what runs in its background with SIGINT ignored, which every child inherits.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_report_header() -> str:
