@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import islice
 
 from llmpq.batching.base import SchedulerView
 from llmpq.errors import SpecError
@@ -60,11 +59,11 @@ class Admission:
 
         Fewer when slots are short, or the decoding batch or the prompts would become too large.
         """
-        room = min(most, self.decode_batch - view.alive, view.free_slots)
+        room = min(most, self.decode_batch - view.alive)
         limit = self.encode_batch * self.mean_prompt_tokens * (1 + self.threshold)
         chosen: list[int] = []
         tokens = 0
-        for item in islice(view.waiting, max(0, room)):
+        for item in view.fitting(room):
             tokens += item.prompt_tokens
             if chosen and limit and tokens > limit:
                 break

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 from llmpq.errors import LlmpqError
@@ -22,11 +23,13 @@ class WaitingRequest:
         request: number, unique in the run.
         prompt_tokens: length of the prompt.
         arrival_s: arrival time on the run's clock.
+        slots: that it needs: several for a sequence longer than a slot.
     """
 
     request: int
     prompt_tokens: int
     arrival_s: float = 0.0
+    slots: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +111,17 @@ class SchedulerView:
         """Whether the pipeline can take a micro-batch of the phase now."""
         return phase in self.open_phases
 
+    def fitting(self, most: int) -> list[WaitingRequest]:
+        """Return the first waiting requests, at most so many, that the free slots hold."""
+        found: list[WaitingRequest] = []
+        free = self.free_slots
+        for item in islice(self.waiting, max(0, min(most, free))):
+            free -= item.slots
+            if free < 0:
+                break
+            found.append(item)
+        return found
+
     @property
     def alive(self) -> int:
         """Sequences that hold a slot and are not finished."""
@@ -176,10 +190,14 @@ def check_decision(view: SchedulerView, decision: Decision) -> None:
         raise LlmpqError(f"batching policy: found a {phase} step, but those stages are full")
     if isinstance(decision, Prefill):
         _check_members(decision.requests, (item.request for item in view.waiting), "request")
-        if len(decision.requests) > view.free_slots:
+        chosen = set(decision.requests)
+        needed = len(chosen)  # at least
+        if needed <= view.free_slots:
+            needed = sum(item.slots for item in view.waiting if item.request in chosen)
+        if needed > view.free_slots:
             raise LlmpqError(
-                f"batching policy: found {len(decision.requests)} requests to prefill, "
-                f"expected at most the {view.free_slots} free slots"
+                f"batching policy: found {len(chosen)} requests to prefill that need {needed} "
+                f"slots, expected at most the {view.free_slots} free slots"
             )
     else:
         _check_members(decision.slots, (item.slot for item in view.ready), "slot")

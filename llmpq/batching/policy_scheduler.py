@@ -1,8 +1,9 @@
 """Scheduler of steps that a batching policy decides: prompts as a whole, or one token each.
 
-A sequence has a slot, a fixed run of KV blocks, from its prefill until its answer is complete. The
-runtime's engine and the simulator both use this scheduler, so that a policy that sees equal
-arrivals, clocks and completions decides the same in both.
+A sequence has a slot, a fixed run of KV blocks, from its prefill until its answer is complete; one
+longer than planned has several, and its prompt takes several steps. The runtime's engine and the
+simulator both use this scheduler, so that a policy that sees equal arrivals, clocks and completions
+decides the same in both.
 
 With speculative decoding, a sequence that decodes may have draft tokens after its next one. The
 same step writes their keys and values to the slot; those of rejected tokens are overwritten.
@@ -12,9 +13,11 @@ from __future__ import annotations
 
 import heapq
 import math
+import sys
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 
 from llmpq.batching.base import (
     BatchingPolicy,
@@ -74,7 +77,9 @@ class PolicyScheduler:
     Args:
         policy: decides what to dispatch next.
         limits: of the engine: ``max_sequences`` slots share its blocks evenly.
-        depth: how many micro-batches may be in flight.
+        depth: how many steps may be in flight.
+        part_tokens: most tokens of a prompt in a step; a longer one takes several steps. ``None``
+            for any.
         drafts: of its sequences; those of another scheduler know what a draft token costs.
         monitor: receives started requests and finished answers.
         first_number: number of the first step.
@@ -84,12 +89,13 @@ class PolicyScheduler:
         wake_s: when a policy that waits would decide otherwise; infinite for never.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  the parts of a run
         self,
         policy: BatchingPolicy,
         limits: EngineLimits,
         depth: PipelineDepth,
         *,
+        part_tokens: int | None = None,
         drafts: StepDrafts | None = None,
         monitor: LengthMonitor | None = None,
         first_number: int = 0,
@@ -97,6 +103,7 @@ class PolicyScheduler:
         self._policy = policy
         self._limits = limits
         self._depth = depth
+        self._part_tokens = part_tokens or sys.maxsize
         self._monitor = monitor
         self.drafts = drafts or limits.new_drafts()
         self._slot_blocks = limits.num_blocks // limits.max_sequences
@@ -107,6 +114,8 @@ class PolicyScheduler:
         self._ready: dict[int, ReadySequence] = {}  # by slot, in the order they became ready
         self._in_flight: dict[int, InFlightBatch] = {}  # by number, in order
         self._steps: dict[int, tuple[float, EngineStep]] = {}  # with when they began
+        self._parts: deque[EngineStep] = deque()  # of the prompts of a micro-batch, to be taken
+        self._slots_of: dict[int, tuple[int, ...]] = {}  # of a sequence, by the first one
         self._unfinished = 0  # sequences that hold a slot and whose answer is incomplete
         self._is_closed = False
         self.next_number = first_number
@@ -126,18 +135,19 @@ class PolicyScheduler:
         """Put a request at the end of the queue.
 
         Raises:
-            CapacityError: its prompt and longest answer do not fit into a slot.
+            CapacityError: its prompt and longest answer do not fit into all slots.
             LlmpqError: it comes after the last one.
         """
         if self._is_closed:
             raise LlmpqError(f"request {request.request} arrives after the last one")
         # The last token of an answer is never an input, so its keys and values are not stored.
-        tokens = request.prompt_tokens + request.max_tokens - 1
-        if self._limits.blocks_for(tokens) > self._slot_blocks:
+        needed = self._limits.blocks_for(request.prompt_tokens + request.max_tokens - 1)
+        slots = -(-needed // self._slot_blocks)
+        if slots > self._limits.max_sequences:
             raise CapacityError(
                 f"request {request.request}: {request.prompt_tokens} prompt and up to "
-                f"{request.max_tokens} new tokens need {self._limits.blocks_for(tokens)} KV "
-                f"blocks, more than the {self._slot_blocks} of a sequence"
+                f"{request.max_tokens} new tokens need {needed} KV blocks, more than the "
+                f"{self._limits.max_sequences * self._slot_blocks} available"
             )
         self._requests[request.request] = _SlotRequest(
             request=request, credit=self.drafts.first_credit()
@@ -147,6 +157,7 @@ class PolicyScheduler:
                 request=request.request,
                 prompt_tokens=request.prompt_tokens,
                 arrival_s=request.arrival_s,
+                slots=slots,
             )
         )
 
@@ -208,7 +219,12 @@ class PolicyScheduler:
             LlmpqError: the decision is not allowed.
         """
         self.wake_s = math.inf
-        open_phases = self._depth.open_phases(self._in_flight.values())
+        phases = [step.phase for _, step in self._steps.values()]
+        if self._parts:
+            if len(phases) >= self._depth.max_in_flight(Phase.PREFILL):
+                return None
+            return self._begin(self._parts.popleft(), now_s)
+        open_phases = self._depth.open_phases(phases)
         if not open_phases:
             return None
         view = self.view(now_s, open_phases)
@@ -218,9 +234,12 @@ class PolicyScheduler:
             self.wake_s = math.inf if decision.until_s is None else decision.until_s
             return None
         batch = self._take(decision)
-        step = self._step(batch)
-        self._in_flight[batch.number] = batch
-        self._steps[batch.number] = now_s, step
+        self._parts.extend(self._steps_of(batch))
+        self._in_flight[self._parts[-1].number] = batch
+        return self._begin(self._parts.popleft(), now_s)
+
+    def _begin(self, step: EngineStep, now_s: float) -> EngineStep:
+        self._steps[step.number] = now_s, step
         return step
 
     def complete_drafts(self, step: EngineStep, now_s: float, *, has_ended: bool = False) -> None:
@@ -248,20 +267,22 @@ class PolicyScheduler:
         Raises:
             LlmpqError: no such step is in flight, or a token is missing.
         """
-        batch = self._in_flight.pop(number, None)
-        if batch is None:
+        if number not in self._steps:
             raise LlmpqError(f"step {number} completes but is not in flight")
         start_s, step = self._steps.pop(number)
-        if now_s is not None and (batch.phase is Phase.DECODE or not self._depth.is_split):
-            is_decode = batch.phase is Phase.DECODE
+        is_decode = step.phase is Phase.DECODE
+        if now_s is not None and (is_decode or not self._depth.is_split):
             rows = sum(chunk.count for chunk in step.chunks) if is_decode else None
             self.drafts.measure_step(start_s, now_s, rows)
+        batch = self._in_flight.pop(number, None)
+        if batch is None:  # a part of prompts
+            return
         for before, chunk in zip(batch.sequences, step.chunks, strict=True):
             after = before
             if not before.is_finished:
                 right = accepted.get(before.request, ())
                 after = self._extended(before, chunk, tokens, right, before.request in finished)
-                if batch.phase is Phase.DECODE and self.drafts.is_on:
+                if is_decode and self.drafts.is_on:
                     self.drafts.verify(
                         before.request, self._requests[before.request].credit, len(right),
                         chunk.num_draft_tokens, len(step.chunks),
@@ -304,15 +325,19 @@ class PolicyScheduler:
             self._ready[slot] = sequence
             return
         self._ready.pop(slot, None)
-        heapq.heappush(self._free_slots, slot)
+        self._free(slot)
 
     def _release_batch(self) -> None:
         """Free the slots of a finished batch; members in flight are freed when they complete."""
         if self._unfinished or not self._policy.holds_finished:
             return
         for slot in self._ready:
-            heapq.heappush(self._free_slots, slot)
+            self._free(slot)
         self._ready.clear()
+
+    def _free(self, slot: int) -> None:
+        for own in self._slots_of.pop(slot):
+            heapq.heappush(self._free_slots, own)
 
     def _take(self, decision: Prefill | Decode) -> InFlightBatch:
         if isinstance(decision, Prefill):
@@ -320,9 +345,7 @@ class PolicyScheduler:
         else:
             sequences = [self._ready.pop(slot) for slot in decision.slots]
         phase = Phase.PREFILL if isinstance(decision, Prefill) else Phase.DECODE
-        batch = InFlightBatch(number=self.next_number, phase=phase, sequences=tuple(sequences))
-        self.next_number += 1
-        return batch
+        return InFlightBatch(number=self.next_number, phase=phase, sequences=tuple(sequences))
 
     def _admit(self, requests: Sequence[int]) -> list[ReadySequence]:
         """Take requests from the queue and give them slots; the queue keeps its order."""
@@ -341,27 +364,59 @@ class PolicyScheduler:
         self._unfinished += len(requests)
         if self._monitor is not None:
             self._monitor.started(requests)
+        return [self._with_slots(found[request]) for request in requests]
+
+    def _with_slots(self, item: WaitingRequest) -> ReadySequence:
+        slots = tuple(heapq.heappop(self._free_slots) for _ in range(item.slots))
+        self._slots_of[slots[0]] = slots
+        return ReadySequence(
+            request=item.request,
+            slot=slots[0],
+            context_tokens=item.prompt_tokens,
+            new_tokens=0,
+        )
+
+    def _steps_of(self, batch: InFlightBatch) -> list[EngineStep]:
+        """Return the steps of a micro-batch: the newest token, or the parts of a prompt, of each.
+
+        The last parts of all prompts are in one step, so that the answers begin together.
+        """
+        if batch.phase is Phase.DECODE:
+            drafts = self._drafts(batch) if self.drafts.is_on else {}
+            chunks = [
+                self._chunk(sequence, self._first(sequence), drafts.get(sequence.request, 0))
+                for sequence in batch.sequences
+            ]
+            return [self._step(batch.phase, chunks)]
+        parts = [self._parts_of(sequence) for sequence in batch.sequences]
+        most = max(map(len, parts))
         return [
-            ReadySequence(
-                request=request,
-                slot=heapq.heappop(self._free_slots),
-                context_tokens=found[request].prompt_tokens,
-                new_tokens=0,
+            self._step(
+                batch.phase, [own[place - most] for own in parts if place >= most - len(own)]
             )
-            for request in requests
+            for place in range(most)
         ]
 
-    def _step(self, batch: InFlightBatch) -> EngineStep:
-        """Return the step of a micro-batch: a whole prompt, or the newest token, of each."""
-        drafts: dict[int, int] = {}
-        if batch.phase is Phase.DECODE and self.drafts.is_on:
-            drafts = self._drafts(batch)
-        chunks = tuple(
-            self._chunk(sequence, batch.phase, drafts.get(sequence.request, 0))
-            for sequence in batch.sequences
-        )
-        works = self.drafts.take_works()
-        return EngineStep(batch.number, chunks, drafts=works, phase=batch.phase)
+    def _step(self, phase: Phase, chunks: Sequence[ScheduledChunk]) -> EngineStep:
+        number, self.next_number = self.next_number, self.next_number + 1
+        return EngineStep(number, tuple(chunks), drafts=self.drafts.take_works(), phase=phase)
+
+    def _parts_of(self, sequence: ReadySequence) -> list[ScheduledChunk]:
+        """Return the parts of a prompt, as even as they can be."""
+        tokens = sequence.context_tokens
+        count = -(-tokens // self._part_tokens)
+        ends = [tokens * (place + 1) // count for place in range(count)]
+        return [
+            self._chunk(sequence, first, end=end)
+            for first, end in zip([0, *ends], ends, strict=False)
+        ]
+
+    def _first(self, sequence: ReadySequence) -> int:
+        """Return the first token of a decode step, which has the newest one, not in the cache yet.
+
+        Where the rotary angles of all keys change with it, all are computed again.
+        """
+        return 0 if self._switches(sequence) else sequence.context_tokens - 1
 
     def _drafts(self, batch: InFlightBatch) -> dict[int, int]:
         """Return the draft tokens of the sequences of a decode micro-batch."""
@@ -389,26 +444,36 @@ class PolicyScheduler:
         """Whether the rotary angles of all keys change with the newest token of a sequence."""
         return sequence.context_tokens - 1 == self._limits.switches_after
 
-    def _chunk(self, sequence: ReadySequence, phase: Phase, drafts: int) -> ScheduledChunk:
-        # The newest token is not in the cache yet: its position is one less than the context.
-        end, slot = sequence.context_tokens, sequence.slot
-        first = 0 if phase is Phase.PREFILL or self._switches(sequence) else end - 1
-        num_blocks = self._limits.blocks_for(end + drafts)
-        start, width = slot * self._slot_blocks, self._slot_window_blocks
-        # In layers with windows, the blocks of a slot are used in turn: the window before a chunk,
-        # and the chunk, have one each.
-        places = range(num_blocks if width else 0)
+    def _chunk(
+        self, sequence: ReadySequence, first: int, drafts: int = 0, end: int | None = None
+    ) -> ScheduledChunk:
+        """Return the tokens from ``first`` to ``end``, the newest one by default, and drafts."""
+        context = sequence.context_tokens
+        end = (context if end is None else end) + drafts
+        num_blocks = self._limits.blocks_for(end)
         found = self._requests.get(sequence.request)
         return ScheduledChunk(
             sequence.request,
             first,
-            end + drafts - first,
-            tuple(range(start, start + num_blocks)),
-            not sequence.is_finished,
+            end - first,
+            self._blocks(sequence.slot, self._slot_blocks, num_blocks),
+            end >= context and not sequence.is_finished,
             drafts,
-            tuple(slot * width + place % width for place in places),
+            self._blocks(sequence.slot, self._slot_window_blocks, num_blocks),
             0 if found is None else found.origin,
         )
+
+    def _blocks(self, slot: int, width: int, count: int) -> tuple[int, ...]:
+        """Return the first blocks of a sequence, whose slots have ``width`` each.
+
+        In layers with windows there are fewer, which are used in turn: the window before a chunk,
+        and the chunk, have one each.
+        """
+        slots = self._slots_of[slot]
+        if len(slots) == 1 and count <= width:
+            return tuple(range(slot * width, slot * width + count))
+        own = [one * width + place for one in slots for place in range(width)]
+        return tuple(islice(cycle(own), count))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -437,11 +502,11 @@ class PipelineDepth:
         """Whether the master alone computes a phase."""
         return self.max_in_flight(phase) == 1
 
-    def open_phases(self, in_flight: Collection[InFlightBatch]) -> tuple[Phase, ...]:
-        """Return the phases of which the pipeline can take a micro-batch now."""
+    def open_phases(self, in_flight: Sequence[Phase | None]) -> tuple[Phase, ...]:
+        """Return the phases of which the pipeline can take a step beside those in flight."""
         if not self.is_split:
             return BOTH_PHASES if len(in_flight) < self.max_in_flight(Phase.DECODE) else ()
-        counts = Counter(batch.phase for batch in in_flight)
+        counts = Counter(in_flight)
         return tuple(phase for phase in Phase if counts[phase] < self.max_in_flight(phase))
 
 

@@ -19,6 +19,7 @@ from llmpq.spec.cluster import Cluster, Device
 from llmpq.spec.codec import Rule, from_json, to_json
 from llmpq.spec.fields import SCHEMA, dump_json, read_fields, write_text
 from llmpq.spec.precision import BITS, Dtype, Phase
+from llmpq.spec.runtime_constants import KV_BLOCK_SIZE, kept_blocks
 from llmpq.spec.schedule import PlannedDraft, Schedule
 from llmpq.spec.workload import Workload
 from llmpq.units import format_bytes, format_number, format_seconds
@@ -342,6 +343,18 @@ class Plan:
         if stage.phase is Phase.PREFILL:
             return PREFILL_BUFFERS * self.micro_batching.prefill, self.workload.prompt_tokens
         return self.workload.batch, self.workload.max_context_tokens
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of the longest sequence that all blocks for keys and values hold.
+
+        One that is longer than planned takes those of several. Stages that only prefill hold
+        prompts as planned.
+        """
+        work = self.workload
+        if self.is_split:
+            return work.max_context_tokens
+        return work.batch * kept_blocks(work.max_context_tokens, None) * KV_BLOCK_SIZE
 
     def path(self, phase: Phase) -> tuple[int, ...]:
         """Return the ranks of a micro-batch in order, the master first.

@@ -3,39 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from helpers.policies import POLICIES, SIZES, SLOTS
 from helpers.slots import complete, request_of, slots_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmpq.batching import (
-    Admission,
-    FirstComeFormer,
-    HybridPolicy,
-    IterationPolicy,
-    MultiBinFormer,
-    RraPolicy,
-    StaticPolicy,
-)
-from llmpq.batching.length import OraclePredictor
+from llmpq.batching import IterationPolicy
 from llmpq.errors import LlmpqError
-from llmpq.spec.plan import MicroBatching
-
-SLOTS = 4
-SIZES = MicroBatching(prefill=2, decode=3)
-POLICIES = {
-    "hybrid": lambda _: HybridPolicy(micro_batching=SIZES, num_slots=SLOTS, num_stages=2),
-    "static": lambda _: StaticPolicy(former=FirstComeFormer(batch=SLOTS), micro_batching=SIZES),
-    "multibin": lambda wanted: StaticPolicy(
-        former=MultiBinFormer(batch=SLOTS, boundaries=(3,), predictor=OraclePredictor(wanted)),
-        micro_batching=SIZES,
-    ),
-    "iteration": lambda _: IterationPolicy(micro_batching=SIZES),
-    "rra": lambda _: RraPolicy(
-        admission=Admission(encode_batch=2, decode_batch=SLOTS),
-        decode_iterations=3,
-        micro_batching=SIZES,
-    ),
-}
 
 
 @pytest.mark.parametrize("name", POLICIES)

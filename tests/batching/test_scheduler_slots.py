@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from helpers.policies import POLICIES
 from helpers.slots import complete, request_of, slots_of
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from llmpq.batching import Decode, Prefill
+from llmpq.batching import Decode, Prefill, Wait
 from llmpq.batching.engine_step import EngineStep
 from llmpq.errors import CapacityError, LlmpqError, SpecError
 
@@ -150,9 +151,84 @@ def test_a_scheduler_needs_a_slot():
         slots_of(Scripted(holds_finished=False), 0)
 
 
-def test_a_request_longer_than_a_slot_does_not_enter():
+def test_a_request_longer_than_all_slots_does_not_enter():
     scheduler = slots_of(Scripted(holds_finished=False), 2)
-    scheduler.add(request_of(0, 60, 5))
-    with pytest.raises(CapacityError, match="need 2 KV blocks, more than the 1 of a sequence"):
-        scheduler.add(request_of(1, 60, 6))
-    assert [item.request for item in scheduler.view(0.0).waiting] == [0]
+    scheduler.add(request_of(0, 120, 9))
+    with pytest.raises(CapacityError, match="need 3 KV blocks, more than the 2 available"):
+        scheduler.add(request_of(1, 120, 10))
+    assert [(item.request, item.slots) for item in scheduler.view(0.0).waiting] == [(0, 2)]
+
+
+def test_a_long_prompt_takes_several_slots_and_several_steps():
+    policy = Scripted(holds_finished=False)
+    scheduler = slots_of(policy, 4, part_tokens=50)
+    scheduler.add(request_of(0, 10, 3))
+    scheduler.add(request_of(1, 120, 3))
+    scheduler.add(request_of(2, 60, 3))
+    policy.decision = Prefill(requests=(0, 1, 2))
+    steps = [scheduler.schedule(0.0) for _ in range(3)]
+    found = [
+        [(one.request, one.first, one.count, one.makes_token) for one in step.chunks]
+        for step in steps
+    ]
+    assert found == [
+        [(1, 0, 40, False)],
+        [(1, 40, 40, False), (2, 0, 30, False)],
+        [(0, 0, 10, True), (1, 80, 40, True), (2, 30, 30, True)],
+    ]
+    assert [one.blocks for one in steps[-1].chunks] == [(0,), (1, 2), (3,)]
+    assert scheduler.view(0.0).free_slots == 0
+    policy.decision = Wait()
+    for step in steps:
+        assert not scheduler.view(0.0).ready
+        complete(scheduler, step)
+    assert [item.slot for item in scheduler.view(0.0).ready] == [0, 1, 3]
+    policy.decision = Decode(slots=(1,))
+    step = scheduler.schedule(0.0)
+    assert step.chunks[0].blocks == (1, 2)
+    complete(scheduler, step, {1})
+    assert scheduler.view(0.0).free_slots == 2
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@given(
+    requests=st.lists(st.tuples(st.integers(1, 200), st.integers(1, 5)), min_size=1, max_size=12),
+    part_tokens=st.integers(7, 64),
+)
+def test_long_and_short_requests_are_all_answered(  # noqa: C901  one loop of a pipeline
+    name, requests, part_tokens
+):
+    wanted = [tokens for _, tokens in requests]
+    scheduler = slots_of(POLICIES[name](wanted), SLOTS, part_tokens=part_tokens)
+    for number, (prompt, tokens) in enumerate(requests):
+        scheduler.add(request_of(number, prompt, tokens))
+    scheduler.close()
+    made, computed = [0] * len(requests), [0] * len(requests)
+    held: dict[int, set[int]] = {}  # blocks of unfinished requests
+    in_flight = []
+    for step_number in range(10_000):
+        if scheduler.is_done:
+            break
+        step = scheduler.schedule(float(step_number))
+        if step is not None:
+            in_flight.append(step)
+            for chunk in step.chunks:
+                assert chunk.count <= part_tokens
+                if chunk.makes_token:
+                    held.setdefault(chunk.request, set()).update(chunk.blocks)
+                if chunk.first < requests[chunk.request][0]:
+                    assert chunk.first == computed[chunk.request]
+                    computed[chunk.request] += chunk.count
+            assert sum(map(len, held.values())) == len(set().union(*held.values()))
+        elif in_flight:
+            oldest, finished = in_flight.pop(0), set()
+            for chunk in oldest.chunks:
+                made[chunk.request] += chunk.makes_token
+                if chunk.makes_token and made[chunk.request] == wanted[chunk.request]:
+                    finished.add(chunk.request)
+                    del held[chunk.request]
+            complete(scheduler, oldest, finished)
+    assert scheduler.is_done
+    assert made == wanted
+    assert computed == [prompt for prompt, _ in requests]
+    assert scheduler.view(0.0).free_slots == SLOTS

@@ -10,7 +10,9 @@ TOKENS = 64
 MANY = PipelineDepth(prefill_stages=10**6, decode_stages=10**6)
 
 
-def slots_of(policy: BatchingPolicy, num_slots: int, drafts: int = 0) -> PolicyScheduler:
+def slots_of(
+    policy: BatchingPolicy, num_slots: int, drafts: int = 0, part_tokens: int | None = None
+) -> PolicyScheduler:
     """Return a scheduler of so many slots; any number of micro-batches may be in flight.
 
     Draft tokens, up to ``drafts`` of a sequence in a step, cost nothing.
@@ -24,7 +26,7 @@ def slots_of(policy: BatchingPolicy, num_slots: int, drafts: int = 0) -> PolicyS
         num_speculative_tokens=drafts,
         row_cost=0.0,
     )
-    return PolicyScheduler(policy, limits, MANY)
+    return PolicyScheduler(policy, limits, MANY, part_tokens=part_tokens)
 
 
 def request_of(

@@ -49,7 +49,7 @@ class HybridPolicy:
 
     def decide(self, view: SchedulerView) -> Decision:
         """Prefill first, so that decode micro-batches are full afterwards."""
-        available = min(view.free_slots, len(view.waiting))
+        available = len(view.fitting(view.free_slots))
         full = self._full(view)
         if available and self._is_time_to_prefill(view, min(available, full), full):
             size = min(available, full, self._share(view, available))

@@ -42,5 +42,5 @@ class IterationPolicy:
         return Wait()
 
     def _new_requests(self, view: SchedulerView) -> tuple[int, ...]:
-        room = min(self._sizes.prefill, view.free_slots) if view.can(Phase.PREFILL) else 0
-        return tuple(item.request for item in islice(view.waiting, room))
+        room = self._sizes.prefill if view.can(Phase.PREFILL) else 0
+        return tuple(item.request for item in view.fitting(room))

@@ -49,16 +49,16 @@ class MultiBinFormer:
 
     def __call__(self, view: SchedulerView) -> tuple[int, ...]:
         """Return the batch that became full first, or an incomplete one that must be served."""
-        bins: list[list[int]] = [[] for _ in range(len(self._boundaries) + 1)]
+        bins: list[list[WaitingRequest]] = [[] for _ in range(len(self._boundaries) + 1)]
         for item in view.waiting:
             members = bins[self._bin_of(item)]
-            members.append(item.request)
+            members.append(item)
             if len(members) == self._batch:
-                return self._remove(members)
+                return self._remove(members, view.free_slots)
         if not must_flush(view, self.max_wait_s):
             return ()
         oldest = next(iter(view.waiting))
-        return self._remove(bins[self._bin_of(oldest)])
+        return self._remove(bins[self._bin_of(oldest)], view.free_slots)
 
     def _bin_of(self, item: WaitingRequest) -> int:
         found = self._bins.get(item.request)
@@ -67,10 +67,16 @@ class MultiBinFormer:
             self._bins[item.request] = found
         return found
 
-    def _remove(self, members: list[int]) -> tuple[int, ...]:
-        for request in members:
-            del self._bins[request]
-        return tuple(members)
+    def _remove(self, members: list[WaitingRequest], free_slots: int) -> tuple[int, ...]:
+        """Take the first members of a batch that the slots hold."""
+        chosen = []
+        for item in members:
+            free_slots -= item.slots
+            if free_slots < 0:
+                break
+            del self._bins[item.request]
+            chosen.append(item.request)
+        return tuple(chosen)
 
 
 def uniform_boundaries(shortest: float, longest: float, bins: int) -> tuple[float, ...]:

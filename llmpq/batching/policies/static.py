@@ -7,7 +7,6 @@ chooses the batch: in order of arrival, or by predicted length (``multibin``).
 from __future__ import annotations
 
 from collections import deque
-from itertools import islice
 from typing import Protocol
 
 from llmpq.batching.base import Decision, Decode, Prefill, SchedulerView, Wait
@@ -102,8 +101,10 @@ class FirstComeFormer:
 
     def __call__(self, view: SchedulerView) -> tuple[int, ...]:
         """Return the next batch."""
-        chosen = list(islice(view.waiting, self._batch))
-        if len(chosen) < self._batch and not must_flush(view, self.max_wait_s):
+        chosen = view.fitting(self._batch)
+        # Fewer fit where some are longer than a slot.
+        is_full = len(chosen) == self._batch or len(chosen) < len(view.waiting)
+        if not is_full and not must_flush(view, self.max_wait_s):
             return ()
         return tuple(item.request for item in chosen)
 

@@ -89,7 +89,8 @@ class RequestLimits:
     """Largest prompt and answer that plan and model allow, and defaults of a prompt file.
 
     Attributes:
-        context_tokens: length of a KV slot.
+        prompt_tokens: longest prompt.
+        context_tokens: longest sequence.
         new_tokens: most new tokens of a prompt that asks for no number.
         max_positions: longest sequence of the model, ``None`` when unlimited.
         eos_token_ids: the model's own end tokens.
@@ -115,8 +116,8 @@ def request_limits(
 ) -> RequestLimits:
     """Return the limits of requests for this plan and model."""
     return RequestLimits(
-        prompt_tokens=plan.workload.prompt_tokens,
-        context_tokens=plan.workload.max_context_tokens,
+        prompt_tokens=plan.workload.prompt_tokens if plan.is_split else plan.longest_sequence,
+        context_tokens=plan.longest_sequence,
         new_tokens=plan.workload.new_tokens,
         max_positions=model.max_positions,
         vocab_size=model.vocab_size,
@@ -357,4 +358,4 @@ def _check_lengths(where: str, prompt: int, new_tokens: int, limits: RequestLimi
             f"{found}, expected at most the {limits.prompt_tokens} that the plan holds memory for"
         )
     if prompt + new_tokens > limits.context_tokens:
-        raise SpecError(f"{together} plan's slots of {limits.context_tokens}")
+        raise SpecError(f"{together} {limits.context_tokens} that the plan holds memory for")

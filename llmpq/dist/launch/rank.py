@@ -141,7 +141,8 @@ def frame_limits(
     """Return the limits of a run's frames; equal on all ranks of equal plans and models.
 
     ``engine`` are the limits of packed steps, ``None`` where there are none; ``max_context`` is the
-    longest sequence, the plan's by default; ``has_drafts``: decode micro-batches have draft tokens.
+    longest sequence, by default the longest that the plan holds memory for; ``has_drafts``: decode
+    micro-batches have draft tokens.
     """
     config = checked_config(plan, model_dir)
     digest = hashlib.sha256(plan_text(plan).encode())
@@ -151,14 +152,15 @@ def frame_limits(
     cached = DTYPES[plan.dtype_of(plan.stages[0])]  # stages that send keys and values have one
     kv_bits = 8 if plan.kv_bits == 8 else 8 * cached.itemsize
     switch = length_scaling(config).switches_after or 0
-    is_crossed = 0 < switch < plan.workload.max_context_tokens
+    longest = max_context or plan.longest_sequence
+    is_crossed = 0 < switch < longest
     return FrameLimits(
         digest=digest.digest()[:8],
         num_blocks=max(
             plan.workload.batch * blocks_of(plan.workload.max_context_tokens),
             0 if engine is None else engine.num_blocks,
         ),
-        max_context=max_context or plan.workload.max_context_tokens,
+        max_context=longest,
         prefill_rows=plan.micro_batching.prefill,
         prefill_tokens=plan.workload.prompt_tokens,
         decode_rows=max(plan.micro_batching.decode, MAX_STEP_TOKENS if has_drafts else 0),
@@ -202,7 +204,7 @@ def engine_limits_of(job: Job, plan: Plan) -> EngineLimits | None:
 def max_context_of(job: Job, plan: Plan) -> int:
     """Return the tokens of the longest sequence of a run."""
     if job.task != "online":
-        return plan.workload.max_context_tokens
+        return plan.longest_sequence
     return max_model_len(plan, job.engine, load_model_dir(job.model_dir).max_positions)
 
 
@@ -584,13 +586,14 @@ class MasterRank:
         return replace(self._made, stages=tuple(stages), start=start, draft=draft)
 
     def _batch_run(self, requests: Sequence[Request]) -> tuple[PolicyScheduler, BatchRun]:
-        context = self._context
-        policy = policy_of(context.plan, self._schedule, context.job.prediction, requests)
+        context, plan = self._context, self._context.plan
+        policy = policy_of(plan, self._schedule, context.job.prediction, requests)
         monitor = length_monitor_for(self._schedule, policy, context.job.drift)
         scheduler = PolicyScheduler(
             policy,
             self._limits,
             self._depth,
+            part_tokens=None if plan.is_split else plan.workload.prompt_tokens,
             drafts=self._drafts,
             monitor=monitor,
             first_number=self._next_number,

@@ -415,13 +415,14 @@ def _check_tensor(header: Header, limits: FrameLimits) -> None:
         raise _refused("dtype", header.dtype, f"one of {', '.join(map(str, known))}")
     _expect("payload bytes", header.payload_bytes, tokens * hidden * header.dtype.itemsize)
     is_prefill = header.frame.kind is FrameKind.PREFILL
-    longest = limits.prefill_tokens if is_prefill else limits.max_context
     if header.frame.kind is FrameKind.DECODE and not limits.recomputed_tokens:
         _expect("tokens of a decode step", tokens, rows)
     for row in header.frame.rows:
-        is_known = row.rope_length <= limits.max_context
-        if not (row.first < row.length <= longest and is_known):
+        longest = limits.max_context
+        if not (row.first < row.length <= longest and row.rope_length <= longest):
             raise _refused("row", row, f"positions of a sequence of at most {longest} tokens")
+        if is_prefill and row.length - row.first > limits.prefill_tokens:
+            raise _refused("row", row, f"at most {limits.prefill_tokens} tokens of a prompt")
     _expect("tokens of the rows", sum(row.length - row.first for row in header.frame.rows), tokens)
 
 

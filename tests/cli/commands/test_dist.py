@@ -30,7 +30,7 @@ def files(tiny_model, tmp_path) -> dict[str, Path]:
         "--prompts": tmp_path / "prompts.jsonl",
         "--output": tmp_path / "results.jsonl",
     }
-    write_plan(found["--strat_file_name"], make_plan((0, 1, 3)))
+    write_plan(found["--strat_file_name"], make_plan((0, 1, 3), batch=3, decode=3))
     _write_prompt(found["--prompts"])
     return found
 
@@ -53,8 +53,8 @@ def _error(capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("line", "names"),
     [
-        ({"prompt_token_ids": [1] * 17}, "17 prompt tokens.*16 that the plan"),
-        ({"max_new_tokens": 23}, "the plan's slots of 24"),
+        ({"prompt_token_ids": [1] * 97}, "97 prompt tokens.*96 that the plan"),
+        ({"max_new_tokens": 95}, "2 prompt tokens and 95 new ones.*96 that the plan"),
         ({"max_new_tokens": 127}, "the model's 128 positions"),
         ({"prompt_token_ids": [100]}, "token 100.*vocabulary of 100"),
         ({"temperature": 1}, "field 'temperature'"),

@@ -32,6 +32,7 @@ from llmpq.errors import StageError
 from llmpq.models import Master
 from llmpq.quant.loading.loader import load_master
 from llmpq.quant.modules.layer import quantize_layer_
+from llmpq.spec.schedule import default_schedule
 
 torch.set_num_threads(1)
 
@@ -225,6 +226,32 @@ def test_log_probabilities_are_those_of_the_model(tiny_model, monkeypatch, stage
             assert one.logprob == pytest.approx(float(row[one.token_id]), abs=1e-4)
             assert len(one.top) == 2
             assert one.top[0][0] == one.token_id  # greedy
+
+
+@pytest.mark.parametrize("policy", ["hybrid", "static", "iteration", "rra"])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_sequences_longer_than_planned_take_the_memory_of_several(tiny_model, stages, policy):
+    """Prompts of up to 3 parts and 40 tokens, in slots of 32 for prompts of up to 16."""
+    model_dir = tiny_model("llama", seed=1)
+    model = load_reference(model_dir)
+    model.generation_config.eos_token_id = None
+    prompts = [[7 + number, *range(2, 2 + length)] for number, length in enumerate((3, 39, 16, 33))]
+    requests, expected = [], {}
+    for number, prompt in enumerate([*prompts, *PROMPTS]):
+        asked = 9 if number < len(prompts) else 4
+        requests.append(Request(id=number, prompt_token_ids=tuple(prompt), max_new_tokens=asked))
+        ids = torch.tensor([prompt])
+        with torch.inference_mode():
+            whole = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=asked, do_sample=False
+            )
+        expected[number] = whole[0, len(prompt) :].tolist()
+    for prefill, decode, batch in ((2, 3, 4), (1, 2, 2)):
+        plan = make_plan(CUTS[stages], prefill=prefill, decode=decode, batch=batch)
+        plan = replace(plan, schedule=default_schedule(policy, batch))
+        assert plan.workload.prompt_tokens == 16
+        found, _ = run_threads(plan, model_dir, requests)
+        assert {number: list(tokens) for number, (tokens, _) in found.items()} == expected
 
 
 def test_no_requests_is_a_run_too(tiny_model):

@@ -60,11 +60,15 @@ def expected_tokens(model_dir):
     return [generate_alone(model, prompt, NEW)[0][len(prompt) :] for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("shape", [None, WIDE], ids=["small", "wide"])
+@pytest.mark.parametrize(
+    ("shape", "planned"),
+    [(None, LONG), (WIDE, LONG), (None, PROMPT_CHUNK_TOKENS + 60)],
+    ids=["small", "wide", "longer than planned"],
+)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_offline_tokens_equal_generate(tiny_model, family, shape):
+def test_offline_tokens_equal_generate(tiny_model, family, shape, planned):
     model_dir = tiny_model(family, seed=1, shape=shape, **FAMILIES[family])
-    plan = plan_of(2)
+    plan = plan_of(2, prompt_tokens=planned)
     window = window_of(plan, load_config(model_dir))
     assert window == FAMILIES[family]["sliding_window"]
     assert window_blocks_of(plan, load_config(model_dir)) < 3 * blocks_of(LONG + NEW)
