@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from llmpq.dist import generate_offline
+from llmpq.dist.engine.batch_run import FinishedAnswer
 from llmpq.dist.engine.cuda_graphs import (
     Capture,
     CudaCapture,
@@ -251,8 +252,8 @@ def tokens(setting: Setting) -> Iterator[Row]:
         plan = _plan((0, 3), [_type_of(setting.device)])
         answers: dict[object, list[int]] = {}
 
-        def keep(request: Request, made: Sequence[int], _: object, to=answers) -> None:
-            to[request.id] = list(made)
+        def keep(answer: FinishedAnswer, to: dict[object, list[int]] = answers) -> None:
+            to[answer.request.id] = list(answer.token_ids)
 
         paths = {name: model_dir / name for name in ("strategy", "prompts", "output")}
         job = Job(model_dir=model_dir, **paths)
