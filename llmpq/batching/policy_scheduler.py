@@ -271,7 +271,8 @@ class PolicyScheduler:
             raise LlmpqError(f"step {number} completes but is not in flight")
         start_s, step = self._steps.pop(number)
         is_decode = step.phase is Phase.DECODE
-        if now_s is not None and (is_decode or not self._depth.is_split):
+        counts = self.drafts.is_on and (is_decode or not self._depth.is_split)
+        if now_s is not None and counts:
             rows = sum(chunk.count for chunk in step.chunks) if is_decode else None
             self.drafts.measure_step(start_s, now_s, rows)
         batch = self._in_flight.pop(number, None)
@@ -307,8 +308,9 @@ class PolicyScheduler:
         if not (count or is_finished or found.is_aborted):
             raise LlmpqError(f"step: found no token of request {before.request}")
         assert count <= 1 + chunk.num_draft_tokens
-        return replace(
-            before,
+        return ReadySequence(
+            request=before.request,
+            slot=before.slot,
             context_tokens=before.context_tokens + count,
             new_tokens=before.new_tokens + count,
             is_finished=is_finished or found.is_aborted,
