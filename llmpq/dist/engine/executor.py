@@ -179,15 +179,25 @@ class PipelineExecutor:
 
     def collect(self) -> tuple[int, Tensor | None]:
         """Return the number and the scores of the next complete step; see the protocol."""
-        number, hidden = self._local() or self._receive()
-        step = self._in_flight.pop(number)
-        self._collected = step, self._clock.now()
+        number, hidden = self.collect_hidden()
+        assert self._collected is not None
+        step, _ = self._collected
         if not step.outputs:
             return number, None
         rows = cast_hidden_states(hidden[0], self._runner.device, self._runner.dtype)  # [R, H]
         if len(step.outputs) < len(step.rows):
             rows = rows[list(step.outputs)]
         return number, self._master.logits(rows)
+
+    def collect_hidden(self) -> tuple[int, Tensor]:
+        """Return the number of the next complete step, and what its last stage returned.
+
+        The hidden states are ``[1, R, H]``, of the last token of each row, or ``[1, N, H]`` from a
+        stage that returns all; the next call of this executor may overwrite them.
+        """
+        number, hidden = self._local() or self._receive()
+        self._collected = self._in_flight.pop(number), self._clock.now()
+        return number, hidden
 
     def end_step(self) -> None:
         """Record the master's work on the step collected last."""

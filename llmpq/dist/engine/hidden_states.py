@@ -9,13 +9,13 @@ Shapes: R rows (sequences), T tokens a row, H hidden size.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
-import torch
+import numpy as np
 from torch import Tensor
 
+from llmpq.dist.engine.executor import PipelineExecutor
 from llmpq.dist.engine.stage import slot_row
 from llmpq.dist.launch.rank import (
     RankContext,
@@ -27,15 +27,9 @@ from llmpq.dist.launch.rank import (
 )
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import Event
-from llmpq.dist.metrics.stats import StageClock, synchronize
-from llmpq.dist.transport.communicator import (
-    Communicator,
-    error_from_frame,
-    shut_down,
-    wait_until_ready,
-)
-from llmpq.dist.transport.frames import Frame, FrameKind
-from llmpq.errors import SpecError, StageError
+from llmpq.dist.metrics.stats import StageClock
+from llmpq.dist.transport.communicator import Communicator, shut_down, wait_until_ready
+from llmpq.errors import SpecError
 from llmpq.models import load_config
 from llmpq.spec.precision import Phase
 
@@ -89,8 +83,12 @@ class _TeacherForcing:
         self._device = torch_device(plan, 0)
         self._communicator: Communicator | None = context.communicator
         start = self._clock.now()
-        self._master = load_master_of(context, self._device)
-        self._runner = load_runner(context, self._device)
+        self._executor = PipelineExecutor(
+            master=load_master_of(context, self._device),
+            runner=load_runner(context, self._device),
+            communicator=self._communicator,
+            clock=self._clock,
+        )
         self._window = window_of(plan, load_config(context.job.model_dir))
         self._clock.load_s = self._clock.now() - start
         if self._communicator is not None:
@@ -102,22 +100,20 @@ class _TeacherForcing:
     def run(self, sequences: Sequence[tuple[int, ...]], on_hidden: OnHidden) -> Measurement:
         """Run all sequences, a few micro-batches in flight at a time."""
         start = self._clock.now()
-        waiting = micro_batches(sequences, self._context.plan.micro_batching.prefill)
-        in_flight: deque[tuple[int, Tensor | None]] = deque()  # rows, and states if they are here
-        dispatched = completed = tokens = 0
+        waiting = enumerate(micro_batches(sequences, self._context.plan.micro_batching.prefill))
+        rows_of: dict[int, int] = {}  # of the micro-batches in flight, by number
+        tokens = 0
         total = sum(len(sequence) for sequence in sequences)
         while True:
-            room = self._max_in_flight - len(in_flight)
-            for group in islice(waiting, room):
-                in_flight.append((len(group), self._dispatch(dispatched, group)))
-                dispatched += 1
-            if not in_flight:
+            for number, group in islice(waiting, self._max_in_flight - len(rows_of)):
+                rows_of[number] = len(group)
+                self._dispatch(number, group)
+            if not rows_of:
                 break
-            rows, hidden = in_flight.popleft()
-            if hidden is None:
-                hidden = self._receive(completed)
-            on_hidden(completed, hidden.view(rows, -1, hidden.shape[2]))  # [R, T, H]
-            completed += 1
+            number, hidden = self._executor.collect_hidden()
+            self._executor.end_step()
+            states = hidden.clone().view(rows_of.pop(number), -1, hidden.shape[2])  # [R, T, H]
+            on_hidden(number, states)
             tokens += hidden.shape[1]
             event = Event(rank=0, kind="tokens", done=tokens, total=total)
             self._context.progress.report(event)
@@ -133,35 +129,9 @@ class _TeacherForcing:
             stages=tuple(stages),
         )
 
-    def _dispatch(self, number: int, group: list[tuple[int, ...]]) -> Tensor | None:
-        """Run the master's own layers; return their output if there are no other stages."""
-        start = self._clock.now()
-        count = len(group[0])
-        token_ids = torch.tensor(group, device=self._device).view(1, -1)  # [1, N]
-        positions = torch.arange(count).repeat(len(group))[None]
-        most = self._context.plan.workload.max_context_tokens
-        rows = tuple(
-            slot_row(number, (0, count), most, window=self._window) for number in range(len(group))
-        )
-        hidden = self._master.embed(token_ids, positions)
-        hidden = self._runner.run(hidden, rows)  # [1, N, H]
-        synchronize(self._device)
-        self._clock.record(Phase.PREFILL, len(rows), self._clock.now() - start)
-        if self._communicator is None:
-            return hidden
-        self._communicator.send(
-            Frame(kind=FrameKind.PREFILL, micro_batch=number, rows=rows, hidden=hidden)
-        )
-        return None
-
-    def _receive(self, number: int) -> Tensor:
-        assert self._communicator is not None
-        frame = self._communicator.recv()
-        if frame.kind is FrameKind.ERROR:
-            raise error_from_frame(frame)
-        if (frame.kind, frame.micro_batch) != (FrameKind.PREFILL, number) or frame.hidden is None:
-            raise StageError(
-                f"{self._communicator.names[-1]}: found micro-batch {frame.micro_batch} "
-                f"({frame.kind.name}), expected {number} (PREFILL)"
-            )
-        return frame.hidden.clone()  # the next frame is received into the same buffer
+    def _dispatch(self, number: int, group: list[tuple[int, ...]]) -> None:
+        count, most = len(group[0]), self._context.plan.workload.max_context_tokens
+        rows = [
+            slot_row(place, (0, count), most, window=self._window) for place in range(len(group))
+        ]
+        self._executor.dispatch(number, Phase.PREFILL, np.array(group).reshape(-1), rows, [])
