@@ -19,12 +19,13 @@ from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.dist.engine.policy import schedule_of
 from llmpq.dist.io.control_channel import ControlChannel, Message
 from llmpq.dist.io.draft_check import checked_speculation
-from llmpq.dist.io.job import EngineOptions, check_model
+from llmpq.dist.io.job import check_model
 from llmpq.dist.io.prompts import Prompt, RequestId, prompt_to_json
 from llmpq.dist.io.results import Result, result_from_fields
 from llmpq.dist.launch.rank_thread import CLOSE_TIMEOUT_S, RankThread
 from llmpq.dist.metrics.progress import RunProgress
 from llmpq.errors import LlmpqError, SpecError, StageError, StoppedError
+from llmpq.options.engine import EngineOptions
 from llmpq.spec.fields import Fields
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan import Plan

@@ -22,15 +22,13 @@ from llmpq.cli.common import command_start_s, make_parser, print_json, require, 
 from llmpq.cli.options import (
     add_drift_options,
     add_policy_options,
-    add_speculative_option,
     add_step_timeout_option,
     prediction_of,
     schedule_of,
-    speculative_config_of,
 )
 from llmpq.dist import check_job, model_dir_of, run_job
 from llmpq.dist.io.draft_check import checked_speculation
-from llmpq.dist.io.job import DriftHandling, EngineOptions, Job
+from llmpq.dist.io.job import DriftHandling, Job
 from llmpq.dist.io.prompts import sort_prompts
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.launch.launcher import rank_environment
@@ -41,6 +39,8 @@ from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import SilentProgress
 from llmpq.errors import LlmpqError, SpecError, StageError
 from llmpq.logging import get_logger
+from llmpq.options.declare import add_options, read_options
+from llmpq.options.engine import EngineOptions
 from llmpq.spec.fields import dump_json, write_text
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan import Plan, PlanForecast, read_plan
@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         help="run decode steps operator by operator: no CUDA graphs on GPUs, no compiled steps on "
         "CPUs",
     )
-    add_speculative_option(run)
+    add_options(run, EngineOptions, "speculative_config")
     add_step_timeout_option(run)
     run_options.add_fault_options(parser)
     add_policy_options(parser)
@@ -197,8 +197,8 @@ def _supervise(job: Job, plan: Plan, options: argparse.Namespace) -> Measurement
 
 def _job(options: argparse.Namespace, plan: Plan, task: Task | None) -> Job:
     model_dir = model_dir_of(plan, options.model)
-    asked = speculative_config_of(options.speculative_config)
-    config = checked_speculation(plan, asked, model_dir)
+    engine = read_options(EngineOptions, options)
+    config = checked_speculation(plan, engine.speculative_config, model_dir)
     return Job(
         strategy=Path(options.strat_file_name).resolve(),
         model_dir=model_dir,
@@ -224,7 +224,7 @@ def _job(options: argparse.Namespace, plan: Plan, task: Task | None) -> Job:
         pins_workers=not options.no_pin,
         skips_bad_prompts=options.bad_prompts == "skip",
         drift=DriftHandling(replans=options.replan, lengths=_lengths_file(options)),
-        engine=EngineOptions(speculative_config=config),
+        engine=replace(engine, speculative_config=config),
     )
 
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from llmpq.batching.length import ORACLE, Prediction
-from llmpq.batching.queue_order import SERVED_ORDERS
-from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.dist.io.sampling_params import GREEDY, SamplingParams
-from llmpq.errors import SpecError, bad_field
+from llmpq.errors import SpecError
 from llmpq.logging import get_logger
+from llmpq.options.engine import EngineOptions
 from llmpq.spec.catalog import resolve_model
-from llmpq.spec.codec import Rule, from_json, to_json
+from llmpq.spec.codec import from_json, to_json
 from llmpq.spec.fields import Fields, digest_of, dump_json, read_json, write_text
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import Plan
@@ -75,36 +74,6 @@ TOLD_ONLY = DriftHandling()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """Options of an engine that serves requests as they arrive; ``None`` is the plan's own.
-
-    Attributes:
-        scheduler: order of the waiting queue, one of ``queue_order.SERVED_ORDERS``.
-        alpha: weight of waiting time in the order ``larry``.
-        token_budget: most tokens of a step.
-        max_sequences: most sequences that run at a time.
-        num_blocks: KV blocks.
-        max_model_len: most tokens of prompt and answer of a request.
-        prefix_caching: whether prompts reuse blocks of equal content.
-        speculative_config: draft tokens to verify; ``None`` for none.
-    """
-
-    scheduler: str = "fcfs"
-    alpha: float | None = None
-    token_budget: Annotated[int, Rule(minimum=1)] | None = None
-    max_sequences: Annotated[int, Rule(minimum=1)] | None = None
-    num_blocks: Annotated[int, Rule(minimum=1)] | None = None
-    max_model_len: Annotated[int, Rule(minimum=2)] | None = None
-    prefix_caching: bool = True
-    speculative_config: SpeculativeConfig | None = None
-
-    def __post_init__(self) -> None:
-        if self.scheduler not in SERVED_ORDERS:
-            expected = f"one of {', '.join(SERVED_ORDERS)}"
-            raise bad_field("engine", "scheduler", self.scheduler, expected)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """Everything a run needs: plan, model, prompts, where its output goes.
 
@@ -160,7 +129,7 @@ class Job:
     environment: tuple[tuple[str, str], ...] = ()
     skips_bad_prompts: bool = False
     drift: DriftHandling = TOLD_ONLY
-    engine: EngineOptions = EngineOptions()
+    engine: EngineOptions = field(default_factory=EngineOptions)
     start_s: float | None = None
     launch_s: float | None = None
     launcher_pid: int = 0

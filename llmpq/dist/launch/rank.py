@@ -21,15 +21,7 @@ from llmpq.dist.engine.draft_model import Drafter, RemoteDraftModel
 from llmpq.dist.engine.engine import MasterEngine, OnFinish, OnTokens, ShouldAbort
 from llmpq.dist.engine.online import EngineChannel, OnlineEngine
 from llmpq.dist.engine.packed_steps import PipelineSteps
-from llmpq.dist.engine.policy import (
-    engine_limits,
-    max_model_len,
-    own_window,
-    policy_of,
-    schedule_of,
-    window_blocks,
-    with_windows,
-)
+from llmpq.dist.engine.policy import policy_of, schedule_of
 from llmpq.dist.engine.running_requests import drafts_of
 from llmpq.dist.engine.sampler import Sampler
 from llmpq.dist.engine.stage import StageRunner, StageWorker
@@ -74,6 +66,8 @@ from llmpq.models import Master, kv_shapes, load_config
 from llmpq.models.config import kv_sources, largest_window
 from llmpq.models.rotary import length_scaling
 from llmpq.models.token_layout import message_features
+from llmpq.options.engine import EngineOptions
+from llmpq.options.limits import engine_limits, max_model_len, own_window, window_blocks
 from llmpq.quant.loading.loader import load_master, load_stage
 from llmpq.spec.catalog import device as device_spec
 from llmpq.spec.devices.figures import DeviceKind
@@ -180,11 +174,13 @@ def window_blocks_of(plan: Plan, config: PreTrainedConfig) -> int | None:
     return window_blocks(plan, largest_window(config))
 
 
-def with_model(limits: EngineLimits, plan: Plan, config: PreTrainedConfig) -> EngineLimits:
+def limits_of_model(plan: Plan, options: EngineOptions, config: PreTrainedConfig) -> EngineLimits:
     """Return the limits of an engine for a model's rotary angles and windows."""
     scaling = length_scaling(config)
-    return replace(
-        with_windows(limits, plan, largest_window(config)),
+    return engine_limits(
+        plan,
+        options,
+        window_tokens=largest_window(config),
         switches_after=scaling.switches_after,
         grows_after=scaling.grows_after,
     )
@@ -469,7 +465,7 @@ class MasterRank:
         self._should_drain = None if folder is None else DrainFlag(folder)
         self._config = config = checked_config(plan, job.model_dir)
         self._grammars = GrammarCompiler(job.model_dir, eos_token_ids(job.model_dir, config))
-        limits = with_model(engine_limits(plan, job.engine), plan, config)
+        limits = limits_of_model(plan, job.engine, config)
         config_of_drafts = job.engine.speculative_config
         self._drafts = drafts_of(config_of_drafts, limits, self._draft_model, self._clock.now)
         self._next_number = 0
@@ -532,14 +528,13 @@ class MasterRank:
             LlmpqError: what went wrong here or on any other rank.
         """
         plan, job, config = self._context.plan, self._context.job, self._config
-        alpha = {} if job.engine.alpha is None else {"alpha": job.engine.alpha}
         OnlineEngine(
             channel=channel,
             runner=PipelineSteps(
                 master=self._master, runner=self._runner, communicator=self._communicator
             ),
-            limits=with_model(engine_limits(plan, job.engine), plan, config),
-            order=queue_order(job.engine.scheduler, **alpha),
+            limits=limits_of_model(plan, job.engine, config),
+            order=queue_order(job.engine.scheduler, alpha=job.engine.alpha),
             model=ModelLimits(
                 max_model_len=max_context_of(job, plan),
                 vocab_size=config.get_text_config().vocab_size,

@@ -23,14 +23,14 @@ from llmpq.cli.engine_simulation import add_engine_options, simulated_limits
 from llmpq.dist.engine import online
 from llmpq.dist.engine.draft_model import DraftModel
 from llmpq.dist.engine.online import OnlineEngine
-from llmpq.dist.engine.policy import engine_limits
 from llmpq.dist.io.engine_messages import AddedRequest, ModelLimits, added_to_json
 from llmpq.dist.io.generation import GenerationRequest
-from llmpq.dist.io.job import EngineOptions
 from llmpq.dist.io.sampling_params import SamplingParams
-from llmpq.dist.launch.rank import with_model
+from llmpq.dist.launch.rank import limits_of_model
 from llmpq.dist.transport.frames import Row
 from llmpq.models import load_config
+from llmpq.options.engine import EngineOptions
+from llmpq.options.limits import engine_limits
 from llmpq.sim.costs import Hop
 from llmpq.sim.engine import SimulatedEngine
 from llmpq.sim.engine_costs import StepShape
@@ -372,8 +372,8 @@ def test_the_command_simulates_the_blocks_of_windows(family, blocks, tiny_model)
     plan = even_plan(folder, bits=(16,), stages=2, shape=(3, 1200, 4), micro_batch=(1, 2))
     given_blocks = [] if blocks is None else ["--num_blocks", str(blocks)]
     simulated = simulated_limits(asked(*given_blocks), plan, load_model_dir(folder))
-    served = engine_limits(plan, EngineOptions(num_blocks=blocks))
-    assert simulated == with_model(served, plan, load_config(folder))
+    served = EngineOptions(num_blocks=blocks)
+    assert simulated == limits_of_model(plan, served, load_config(folder))
     assert simulated.window_tokens == 9
     # A window of 9 tokens and a chunk of 1,024, wherever a block begins, of three sequences.
     assert 66 <= simulated.num_window_blocks <= 3 * 66
