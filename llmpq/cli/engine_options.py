@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import math
-import os
 from pathlib import Path
 
-from llmpq.cli.common import check_least
-from llmpq.cli.options import add_step_timeout_option
-from llmpq.cli.run_options import (
-    DEFAULT_MAX_RESTARTS,
-    add_store_options,
-    store_directory,
-    store_limit_bytes,
-)
+from llmpq.cli.run_options import add_store_options, read_run_options
 from llmpq.costmodel.memory import context_bytes
 from llmpq.dist.async_engine import AsyncEngine
 from llmpq.dist.io.generation import EngineClient
-from llmpq.dist.io.job import MIN_STEP_TIMEOUT_S
-from llmpq.dist.limited.form_checker import DEFAULT_FORM_TIMEOUT_S
 from llmpq.errors import SpecError
 from llmpq.options.declare import add_options, read_options, values_of
 from llmpq.options.engine import EngineOptions
+from llmpq.options.run import LaunchOptions
 from llmpq.spec import catalog
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.model import ModelSpec
@@ -45,24 +35,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "plan's own cost model",
     )
     add_options(engine, EngineOptions, "max_model_len", "prefix_caching", "speculative_config")
-    engine.add_argument(
-        "--max_restarts",
-        type=int,
-        default=DEFAULT_MAX_RESTARTS,
-        metavar="N",
-        help="start the ranks again up to N times within 300 s of serving after one was lost; "
-        "requests are recomputed, and fail after two deaths in a row without a token of theirs "
-        f"(default {DEFAULT_MAX_RESTARTS})",
-    )
-    engine.add_argument(
-        "--form_timeout",
-        type=float,
-        default=DEFAULT_FORM_TIMEOUT_S,
-        metavar="SECONDS",
-        help="processor time to compile the form of an answer (structured_outputs), in a process "
-        f"of its own (default {DEFAULT_FORM_TIMEOUT_S:g})",
-    )
-    add_step_timeout_option(engine)
+    add_options(engine, LaunchOptions, "max_restarts", "form_timeout_s", "step_timeout_s")
     add_store_options(engine)
 
 
@@ -72,15 +45,8 @@ def check_engine_options(options: argparse.Namespace) -> None:
     Raises:
         SpecError: an option cannot be used.
     """
-    check_least(options, 0, "max_restarts")
     read_options(EngineOptions, options)
-    if not 0 < options.form_timeout < math.inf:
-        raise SpecError(f"--form_timeout: found {options.form_timeout:g}, expected more than 0")
-    if not MIN_STEP_TIMEOUT_S <= options.step_timeout < math.inf:
-        raise SpecError(
-            f"--step_timeout: found {options.step_timeout:g}, expected at least "
-            f"{MIN_STEP_TIMEOUT_S:g}"
-        )
+    read_options(LaunchOptions, options, leaves=["store"])
 
 
 async def start_engine(options: argparse.Namespace, plan: Plan, model_dir: Path) -> EngineClient:
@@ -107,12 +73,7 @@ def launch_engine(options: argparse.Namespace, plan: Plan, model_dir: Path) -> A
         plan,
         model_dir,
         **values_of(engine),
-        step_timeout_s=options.step_timeout,
-        max_restarts=options.max_restarts,
-        form_timeout_s=vars(options).get("form_timeout", DEFAULT_FORM_TIMEOUT_S),
-        store=store_directory(options.store, os.environ),
-        store_limit_bytes=store_limit_bytes(options.store_limit),
-        kernel=options.kernel,
+        **values_of(read_run_options(LaunchOptions, options)),
     )
 
 

@@ -163,27 +163,6 @@ def with_described(cluster: Cluster, options: argparse.Namespace, where: str) ->
     return with_known_types(cluster, where)
 
 
-def add_kernel_option(group: argparse._ActionsContainer) -> None:
-    """Add ``--kernel``."""
-    group.add_argument(
-        "--kernel",
-        metavar="NAME",
-        help="kernel to use wherever it can run, such as bnb_int8_cpu (default: the fastest; "
-        "docs/reference/support.md lists all)",
-    )
-
-
-def add_step_timeout_option(group: argparse._ActionsContainer) -> None:
-    """Add ``--step_timeout``."""
-    group.add_argument(
-        "--step_timeout",
-        type=float,
-        default=10.0,
-        metavar="SECONDS",
-        help="a rank without a sign of life for this time has failed (default 10)",
-    )
-
-
 def add_calibration_options(group: argparse._ActionsContainer) -> None:
     """Add the calibration text and its size."""
     group.add_argument("--calibration", metavar="FILE", help="calibration text (.txt, .jsonl)")

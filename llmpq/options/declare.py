@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -21,8 +22,6 @@ from llmpq.spec.codec import Rule
 
 T = TypeVar("T")
 Function = TypeVar("Function", bound=Callable[..., Any])
-Part = type[Any] | tuple[type[Any], Sequence[str]]
-"""A class of options, or some of its fields."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +57,11 @@ class _Declared:
     kind: Any
     option: Option
     default: Any
+
+    @property
+    def choices(self) -> Sequence[str] | None:
+        is_literal = get_origin(self.kind) is Literal
+        return self.option.choices or (get_args(self.kind) if is_literal else None)
 
     @property
     def is_list(self) -> bool:
@@ -102,8 +106,7 @@ def _arguments(one: _Declared) -> dict[str, Any]:
     if one.is_list:
         kind, given["nargs"] = get_args(kind)[0], "+"
         default = None if default is None else list(default)
-    choices = get_args(kind) if get_origin(kind) is Literal else setting.choices
-    if choices is not None:
+    if (choices := one.choices) is not None:
         given["choices"] = choices
     if setting.metavar is not None:
         given["metavar"] = setting.metavar
@@ -148,9 +151,9 @@ def read_options(
         raise SpecError(f"{declared[name].flags[0]}{colon}{text}") from None
 
 
-def values_of(options: Any) -> dict[str, Any]:
-    """Return the fields of options by name, as keywords take them."""
-    return {one.name: getattr(options, one.name) for one in fields(options)}
+def values_of(options: Any, kind: type[Any] | None = None) -> dict[str, Any]:
+    """Return the fields of options by name, or those of a class that it is derived from."""
+    return {one.name: getattr(options, one.name) for one in fields(kind or options)}
 
 
 def _value_of(one: _Declared, value: Any) -> Any:
@@ -177,44 +180,35 @@ def _value_of(one: _Declared, value: Any) -> Any:
         raise SpecError(f"{flag}: {str(error).removeprefix(where)}") from None
 
 
-def read_keywords(given: Mapping[str, Any], *parts: Part) -> list[Any]:
+def read_keywords(given: Mapping[str, Any], *kinds: type[Any]) -> list[Any]:
     """Return classes of options from the keywords of a call.
 
     Args:
         given: the keywords.
-        parts: the classes.
+        kinds: the classes.
 
     Raises:
         SpecError: a value cannot be used; names the keyword.
         TypeError: a keyword is not one of theirs.
     """
-    known = {name for part in parts for name in _names(part)}
+    known = {one.name for kind in kinds for one in fields(kind)}
     for name in given:
         if name not in known:
             raise TypeError(f"found keyword '{name}', expected one of {', '.join(sorted(known))}")
-    return [
-        _kind(part)(**{name: _accepted(part, name, given[name]) for name in _names(part, given)})
-        for part in parts
-    ]
+    return [_from_keywords(kind, given) for kind in kinds]
 
 
-def _accepted(part: Part, name: str, value: Any) -> Any:
-    one = _declared(_kind(part)).get(name)
-    accept = None if one is None else one.option.accept
-    return value if accept is None else accept(value)
+def _from_keywords(kind: type[Any], given: Mapping[str, Any]) -> Any:
+    values, declared = {}, _declared(kind)
+    for one in fields(kind):
+        if one.name in given:
+            accept = declared[one.name].option.accept if one.name in declared else None
+            value = given[one.name]
+            values[one.name] = value if accept is None else accept(value)
+    return kind(**values)
 
 
-def _kind(part: Part) -> type[Any]:
-    return part[0] if isinstance(part, tuple) else part
-
-
-def _names(part: Part, among: Iterable[str] | None = None) -> list[str]:
-    """Return the fields of a part, those of ``among`` alone."""
-    found = part[1] if isinstance(part, tuple) else [one.name for one in fields(part)]
-    return [name for name in found if among is None or name in among]
-
-
-def with_keywords(*parts: Part) -> Callable[[Function], Function]:
+def with_keywords(*kinds: type[Any]) -> Callable[[Function], Function]:
     """Show the fields of options as keywords of a function that takes ``**options``.
 
     ``help`` and completion have them, with their defaults and their explanations.
@@ -223,13 +217,13 @@ def with_keywords(*parts: Part) -> Callable[[Function], Function]:
     def shown(function: Function) -> Function:
         signature = inspect.signature(function)
         own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
-        added, lines = [], []
-        for part in parts:
-            kind, names = _kind(part), _names(part)
-            hints, declared = get_type_hints(kind), _declared(kind)
-            parameters = inspect.signature(kind).parameters
-            added += [parameters[name].replace(annotation=hints[name]) for name in names]
-            lines += [explanation(declared[name]) for name in names if name in declared]
+        added: list[inspect.Parameter] = []
+        lines: list[str] = []
+        for kind in kinds:
+            hints = get_type_hints(kind)
+            parameters = inspect.signature(kind).parameters.items()
+            added += [one.replace(annotation=hints[name]) for name, one in parameters]
+            lines += [f"    {name}: {text}" for name, text in explained(kind).items()]
         vars(function)["__signature__"] = signature.replace(parameters=[*own, *added])
         function.__doc__ = "\n".join([inspect.getdoc(function) or "", "", "Options:", *lines])
         return function
@@ -237,10 +231,13 @@ def with_keywords(*parts: Part) -> Callable[[Function], Function]:
     return shown
 
 
-def explanation(one: _Declared) -> str:
-    """Return the line of an option in the documentation of a function."""
-    opposite = "where false, " if one.kind is bool and one.default is True else ""
-    return f"    {one.name}: {opposite}{one.option.help % {'default': one.default}}"
+def explained(kind: type[Any]) -> dict[str, str]:
+    """Return what each option of a class means, as a keyword, without its default."""
+    return {
+        name: ("where false, " if one.kind is bool and one.default is True else "")
+        + re.sub(r" \(default %\(default\)\w\)", "", one.option.help)
+        for name, one in _declared(kind).items()
+    }
 
 
 def check_options(value: Any) -> None:
@@ -257,12 +254,22 @@ def check_options(value: Any) -> None:
                 raise SpecError(f"{name}: found {shown}, expected {expected}")
 
 
+_TYPES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+
+
+def _is_a(kind: type[Any], value: Any) -> bool:
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, int | float if kind is float else kind)
+
+
 def _expected(one: _Declared, value: Any) -> str | None:
     """Return what was expected where a value cannot be used, else ``None``."""
-    setting = one.option
-    choices = get_args(one.kind) if get_origin(one.kind) is Literal else setting.choices
-    if isinstance(value, str) and choices is not None and value not in choices:
-        return f"one of {', '.join(choices)}"
+    setting, kind = one.option, get_args(one.kind)[0] if one.is_list else one.kind
+    if value is not None and kind in _TYPES and not _is_a(kind, value):
+        return _TYPES[kind]
+    if isinstance(value, str) and one.choices is not None and value not in one.choices:
+        return f"one of {', '.join(one.choices)}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     if value > setting.maximum and setting.maximum < math.inf:

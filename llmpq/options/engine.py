@@ -16,7 +16,26 @@ MAX_SEQUENCES = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
+class SpeculationOptions:
+    """Draft tokens that every engine may verify."""
+
+    speculative_config: Annotated[
+        SpeculativeConfig | None,
+        Option(
+            metavar="JSON",
+            accept=as_speculative_config,
+            help="verify draft tokens, in vLLM's notation: "
+            '\'{"method": "ngram", "num_speculative_tokens": 5}\' proposes tokens that followed '
+            "the last ones before; prompt_lookup_max and prompt_lookup_min are the most and fewest "
+            "last tokens looked up (default 4 and 2); method draft_model proposes those of a small "
+            "model with the same vocabulary: model is its directory, bits those of its layers "
+            "(default: as stored); by default the strategy's draft model, if it has one",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions(SpeculationOptions):
     """Options of an engine that serves requests as they arrive; ``None`` is the plan's own.
 
     Raises:
@@ -88,19 +107,6 @@ class EngineOptions:
             help="compute every prompt, also where its beginning is in the cache",
         ),
     ] = True
-    speculative_config: Annotated[
-        SpeculativeConfig | None,
-        Option(
-            metavar="JSON",
-            accept=as_speculative_config,
-            help="verify draft tokens, in vLLM's notation: "
-            '\'{"method": "ngram", "num_speculative_tokens": 5}\' proposes tokens that followed '
-            "the last ones before; prompt_lookup_max and prompt_lookup_min are the most and fewest "
-            "last tokens looked up (default 4 and 2); method draft_model proposes those of a small "
-            "model with the same vocabulary: model is its directory, bits those of its layers "
-            "(default: as stored); by default the strategy's draft model, if it has one",
-        ),
-    ] = None
 
     def __post_init__(self) -> None:
         check_options(self)
