@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 from llmpq.batching import RequestRecord
@@ -22,9 +23,13 @@ from llmpq.sim.engine_costs import PlanEngineCosts
 from llmpq.sim.engine_report import capacity
 from llmpq.sim.fleet import FleetReplica, FleetReport, simulate_fleet
 from llmpq.sim.plan_costs import PlanCosts
+from llmpq.spec.facts.length_scaling import LengthScaling, read_length_scaling
+from llmpq.spec.facts.model_fields import model_fields
+from llmpq.spec.huggingface.language import language_fields
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import Plan
 from llmpq.spec.runtime_constants import POLL_S
+from llmpq.spec.schedule import ACCEPTANCE_RATE
 from llmpq.spec.trace import (
     ARRIVALS,
     TraceRequest,
@@ -36,9 +41,6 @@ from llmpq.spec.trace import (
 )
 from llmpq.spec.workload import Workload
 from llmpq.units import format_number, format_seconds
-
-DEFAULT_ACCEPTANCE = 0.7
-"""Probability that a draft token is right where neither option nor plan has one."""
 
 
 def _slice(text: str) -> tuple[int, int | None]:
@@ -74,7 +76,7 @@ class EngineSimulation:
             maximum=1,
             metavar="A",
             help="probability that a draft token is right, once those before it are (default: that "
-            "of the strategy's draft model, else 0.7)",
+            f"of the strategy's draft model, else {ACCEPTANCE_RATE:g})",
         ),
     ] = None
     draft_cost: Annotated[
@@ -251,7 +253,7 @@ def run_engine(
 def _acceptance_rate(asked: EngineSimulation, plan: Plan) -> float:
     if asked.acceptance_rate is not None:
         return asked.acceptance_rate
-    return DEFAULT_ACCEPTANCE if plan.draft is None else plan.draft.acceptance_rate
+    return ACCEPTANCE_RATE if plan.draft is None else plan.draft.acceptance_rate
 
 
 def simulated_limits(options: argparse.Namespace, plan: Plan, model: ModelSpec) -> EngineLimits:
@@ -263,7 +265,9 @@ def simulated_limits(options: argparse.Namespace, plan: Plan, model: ModelSpec) 
         leaves=("scheduler", "alpha"),
         speculative_config=_speculation(asked, plan),
     )
-    limits = engine_limits(plan, engine, window_tokens=model.window_tokens)
+    limits = engine_limits(
+        plan, engine, window_tokens=model.window_tokens, scaling=_length_scaling(plan)
+    )
     if asked.draft_cost is None:
         return limits
     if not asked.num_speculative_tokens:
@@ -271,6 +275,14 @@ def simulated_limits(options: argparse.Namespace, plan: Plan, model: ModelSpec) 
     return replace(  # a draft model that may not exist
         limits, draft=DraftLimits(num_blocks=limits.num_blocks, cost=asked.draft_cost)
     )
+
+
+def _length_scaling(plan: Plan) -> LengthScaling:
+    """Return how the angles of the model in the plan's directory depend on the length."""
+    source = plan.model.source
+    if source is None or not Path(source).exists():
+        return LengthScaling()
+    return read_length_scaling(language_fields(model_fields(source)))
 
 
 def _speculation(asked: EngineSimulation, plan: Plan) -> SpeculativeConfig | None:

@@ -15,6 +15,7 @@ from llmpq.batching.speculation import SpeculativeConfig, row_cost_of
 from llmpq.errors import SpecError
 from llmpq.options.engine import MAX_SEQUENCES, EngineOptions
 from llmpq.spec.catalog import resolve_model
+from llmpq.spec.facts.length_scaling import LengthScaling
 from llmpq.spec.facts.model_fields import absolute_model_path
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.model import ModelSpec
@@ -22,6 +23,7 @@ from llmpq.spec.plan import Plan
 from llmpq.spec.precision import DTYPE_BYTES, Phase
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE, PROMPT_CHUNK_TOKENS, kept_blocks
 
+NO_SCALING = LengthScaling()
 MOST_FIRST_COST = 0.5
 """Most that a pass of a draft model is expected to cost before it is measured, in steps."""
 
@@ -31,8 +33,7 @@ def engine_limits(
     options: EngineOptions,
     *,
     window_tokens: int | None = None,
-    switches_after: int | None = None,
-    grows_after: int | None = None,
+    scaling: LengthScaling = NO_SCALING,
 ) -> EngineLimits:
     """Return the limits of an engine of packed steps: the only place that computes them.
 
@@ -42,8 +43,7 @@ def engine_limits(
         plan: the strategy.
         options: of the engine.
         window_tokens: largest window of the model's layers, ``None`` without one.
-        switches_after: of its rotary angles, as ``EngineLimits`` has it.
-        grows_after: likewise.
+        scaling: of its rotary angles.
 
     Raises:
         SpecError: a limit is below 1, or a draft model's directory has no model.
@@ -65,8 +65,8 @@ def engine_limits(
         num_speculative_tokens=0 if config is None else config.num_speculative_tokens,
         row_cost=row_cost_of(plan),
         draft=draft_limits(plan, config, num_blocks),
-        switches_after=switches_after,
-        grows_after=grows_after,
+        switches_after=scaling.switches_after,
+        grows_after=scaling.grows_after,
         window_tokens=own_window(plan, window_tokens),
         num_window_blocks=min(window_blocks(plan, window_tokens) or 0, num_blocks),
     )

@@ -176,13 +176,8 @@ def window_blocks_of(plan: Plan, config: PreTrainedConfig) -> int | None:
 
 def limits_of_model(plan: Plan, options: EngineOptions, config: PreTrainedConfig) -> EngineLimits:
     """Return the limits of an engine for a model's rotary angles and windows."""
-    scaling = length_scaling(config)
     return engine_limits(
-        plan,
-        options,
-        window_tokens=largest_window(config),
-        switches_after=scaling.switches_after,
-        grows_after=scaling.grows_after,
+        plan, options, window_tokens=largest_window(config), scaling=length_scaling(config)
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import shutil
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -377,6 +379,43 @@ def test_the_command_simulates_the_blocks_of_windows(family, blocks, tiny_model)
     assert simulated.window_tokens == 9
     # A window of 9 tokens and a chunk of 1,024, wherever a block begins, of three sequences.
     assert 66 <= simulated.num_window_blocks <= 3 * 66
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+    "original_max_position_embeddings": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "rope", "more", "expected"),
+    [
+        ("phi3", LONGROPE, {"original_max_position_embeddings": 8}, (8, None)),
+        ("llama", LONGROPE, {}, (8, None)),
+        ("llama", {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}, {}, (None, 16)),
+        ("llama", {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}, {}, (None, None)),
+    ],
+)
+@pytest.mark.parametrize("is_old", [False, True])
+def test_the_command_simulates_rotary_angles_that_depend_on_the_length(
+    family, rope, more, expected, is_old, tiny_model, tmp_path
+):
+    """Also of a file of earlier releases of transformers, which has other names."""
+    folder = tmp_path / "model"
+    made = tiny_model(family, rope_parameters=dict(rope), max_position_embeddings=16, **more)
+    shutil.copytree(made, folder)
+    if is_old:
+        fields = json.loads((folder / "config.json").read_text())
+        old = fields.pop("rope_parameters")
+        fields["rope_scaling"] = {"type": old.pop("rope_type"), **old}
+        (folder / "config.json").write_text(json.dumps(fields))
+    plan = even_plan(folder, bits=(16,), stages=1, shape=(2, 10, 4), micro_batch=(1, 2))
+    simulated = simulated_limits(asked(), plan, load_model_dir(folder))
+    assert simulated == limits_of_model(plan, EngineOptions(), load_config(folder))
+    assert (simulated.switches_after, simulated.grows_after) == expected
 
 
 def asked(*words):
