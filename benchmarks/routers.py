@@ -46,8 +46,8 @@ from workbench import PASSIVE, ROOT, SMALL_LLAMA, machine, write_results
 from llmpq import plan
 from llmpq.batching.queue_order import queue_order
 from llmpq.costmodel import build_costs
-from llmpq.dist.engine.policy import engine_limits
-from llmpq.dist.io.job import EngineOptions
+from llmpq.options.engine import EngineOptions
+from llmpq.options.limits import engine_limits
 from llmpq.profiler.device import cpu_isas
 from llmpq.routing import BALANCERS, load_balancer
 from llmpq.sim.engine_costs import PlanEngineCosts

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast, get_type_hints
 
 from llmpq.assigner import PlanRequest, make_plan
 from llmpq.assigner.constraints.fixed_bits import with_stored_bits
 from llmpq.assigner.request import DEFAULT_GAP
-from llmpq.batching.speculation import SpeculativeConfig, as_speculative_config
 from llmpq.dist import Prompt, Result, Session, model_dir_of
 from llmpq.dist import SamplingParams as SamplingParams
 from llmpq.dist.async_engine import AsyncEngine as AsyncEngine
@@ -28,6 +27,9 @@ from llmpq.dist.io.sampling_params import StructuredOutputsParams as StructuredO
 from llmpq.dist.io.sampling_params import TokenLogprobs
 from llmpq.dist.metrics.progress import RunProgress
 from llmpq.errors import SpecError
+from llmpq.options.declare import with_keywords
+from llmpq.options.engine import SpeculationOptions
+from llmpq.options.run import RunOptions
 from llmpq.profiler.device import host_cpu, with_host_cpu
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, cluster_of_lists, load_cluster
@@ -53,8 +55,11 @@ def _with_options(function: Callable[P, R]) -> Callable[P, R]:
     signature = inspect.signature(function)
     *own, _ = signature.parameters.values()
     set_here = {"theta_s", "workload", "model_source", *signature.parameters}
-    fields = inspect.signature(PlanRequest).parameters
-    options = [field for name, field in fields.items() if name not in set_here]
+    hints = get_type_hints(PlanRequest)
+    fields = inspect.signature(PlanRequest).parameters.items()
+    options = [
+        field.replace(annotation=hints[name]) for name, field in fields if name not in set_here
+    ]
     vars(function)["__signature__"] = signature.replace(parameters=[*own, *options])
     return function
 
@@ -216,11 +221,8 @@ class Pipeline:
     Args:
         strategy: a plan, or a strategy file.
         model: directory with the weights; the plan's own by default.
-        step_timeout_s: seconds without a sign of life after which a rank has failed.
-        store: folder that keeps quantized layers from run to run; ``None`` quantizes each time.
-        kernel: backend to prefer; ``None`` takes the fastest.
-        speculative_config: draft tokens to verify, such as ``{"num_speculative_tokens": 5}``; they
-            change the time of an answer, not the answer. ``None`` for no speculative decoding.
+        options: those of ``RunOptions``, and ``speculative_config``, draft tokens to verify, such
+            as ``{"num_speculative_tokens": 5}``: they change the time of an answer, not the answer.
         progress: receives loading and token events.
 
     Raises:
@@ -237,29 +239,19 @@ class Pipeline:
         True
     """
 
-    def __init__(  # noqa: PLR0913  what a run may set
+    @with_keywords(RunOptions, SpeculationOptions)
+    def __init__(
         self,
         strategy: Plan | str | Path,
         model: str | Path | None = None,
         *,
-        step_timeout_s: float = 10.0,
-        store: str | Path | None = None,
-        kernel: str | None = None,
-        speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
         progress: RunProgress | None = None,
+        **options: Any,
     ) -> None:
         self.plan = strategy if isinstance(strategy, Plan) else load_plan(strategy)
         self._model_dir = model_dir_of(self.plan, model)
         self._lock = threading.Lock()
-        self._session = Session(
-            self.plan,
-            self._model_dir,
-            step_timeout_s=step_timeout_s,
-            store=None if store is None else Path(store).resolve(),
-            kernel=kernel,
-            speculative_config=as_speculative_config(speculative_config),
-            progress=progress,
-        )
+        self._session = Session(self.plan, self._model_dir, progress=progress, **options)
 
     def generate(self, prompts: Prompts, sampling: Sampling = None) -> list[Output]:
         """Answer prompts; return when all of them are finished.

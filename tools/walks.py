@@ -43,10 +43,10 @@ from helpers.served import make_service
 from helpers.tiny_models import save_tiny_model
 
 from llmpq.cli.commands.algo import main as algo
-from llmpq.dist.io.job import EngineOptions
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.models import Master
+from llmpq.options.engine import EngineOptions
 from llmpq.quant.loading.loader import load_stage
 from llmpq.server.app import build_app
 

@@ -27,12 +27,13 @@ from helpers.ranks import make_plan  # noqa: E402
 from helpers.tiny_models import save_tiny_model  # noqa: E402
 
 from llmpq.dist import Supervision, run_job  # noqa: E402
-from llmpq.dist.io.job import Job, Transport  # noqa: E402
+from llmpq.dist.io.job import Job  # noqa: E402
 from llmpq.dist.io.prompts import Prompt, write_prompts  # noqa: E402
 from llmpq.dist.io.results import read_results  # noqa: E402
 from llmpq.dist.metrics.measurement import Measurement  # noqa: E402
 from llmpq.dist.metrics.progress import Event  # noqa: E402
 from llmpq.errors import LlmpqError  # noqa: E402
+from llmpq.options.run import Transport  # noqa: E402
 from llmpq.spec.plan import Plan, write_plan  # noqa: E402
 
 Answers = dict[str | int, tuple[int, ...]]

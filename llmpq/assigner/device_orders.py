@@ -18,7 +18,7 @@ from llmpq.assigner.problem import FloatArray, SearchSpace
 from llmpq.errors import SpecError
 from llmpq.spec.plan import OrderSet
 
-OrderMode = Literal["auto", "all", "types"]
+OrderMode = Literal["auto", "types", "all"]
 """All distinct orders; those that keep the devices of a group together; or all where they are few,
 and those in groups where they are many."""
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from llmpq.assigner.enumeration import (
     micro_batch_pairs,
 )
 from llmpq.assigner.lower_bounds import lower_bounds
-from llmpq.assigner.milp.solvers import SolverName
+from llmpq.assigner.milp.solvers import SOLVERS, SolverName
 from llmpq.assigner.objective import Evaluation
 from llmpq.assigner.problem import (
     Assignment,
@@ -34,6 +34,7 @@ from llmpq.assigner.problem import (
 )
 from llmpq.costmodel import ClusterCosts, LatencySource, build_costs
 from llmpq.errors import InfeasibleError, SpecError
+from llmpq.options.declare import Option, check_options
 from llmpq.spec.cluster import Cluster
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import Formula, OrderSet, Status
@@ -72,20 +73,10 @@ class PlanRequest:
         cluster, workload: devices and requests.
         dtype: number format of whatever is not quantized.
         kv_bits: bits of a cached key or value.
-        bits: bitwidths allowed.
         head_bits: bitwidths allowed for the head's matrix; ``overrides`` may fix another.
         sensitivity: measured degradation, ``None`` for ``DEFAULT_OMEGA``.
-        theta_s: seconds that one unit of degradation ("every layer at 4 bits") costs; ``None`` is 0
-            under a quality budget, else ``default_theta``.
-        quality_budget: largest allowed degradation, ``None`` for no limit.
-        formula: latency formula to minimise.
-        solver: the exact search, or integer programs by one of the solvers.
         gap: relative optimality gap at which to stop.
-        time_limit_s: seconds after which the best plan so far is returned, from the start of
-            planning, or from an earlier start where ``deadline`` is set.
-        deadline: the moment when they are over; ``with_deadline`` sets it.
-        orders: which device orders to try.
-        layer_group: consecutive layers decided together (LLM-PQ, Optimization 2).
+        deadline: the moment when ``time_limit_s`` is over; ``with_deadline`` sets it.
         profile_dir: folder of measured tables.
         latency: measured points with interpolation, or the regression fitted to them.
         overrides: manual decisions of the user.
@@ -97,18 +88,62 @@ class PlanRequest:
     workload: Workload
     dtype: Dtype
     kv_bits: int
-    bits: tuple[int, ...] = BITS
+    bits: Annotated[
+        tuple[int, ...], Option(metavar="BITS", help="bitwidths to choose from (default: all)")
+    ] = BITS
     head_bits: tuple[int, ...] = (16,)
     sensitivity: SensitivityTable | None = None
-    theta_s: float | None = None
-    quality_budget: float | None = None
-    formula: Formula = "steady"
-    solver: Literal["exact"] | SolverName = "exact"
+    theta_s: Annotated[
+        float | None,
+        Option(
+            flags=("theta",),
+            metavar="SECONDS",
+            help='cost of "every layer at 4 bits" in the objective (default: a lower bound of the '
+            "latency, to two digits; 0 with a quality budget)",
+        ),
+    ] = None
+    quality_budget: Annotated[
+        float | None,
+        Option(metavar="Q", help="largest total degradation (1 = every layer at 4 bits)"),
+    ] = None
+    formula: Annotated[
+        Formula,
+        Option(help="latency formula: decoding in steady state (default), or as published"),
+    ] = "steady"
+    solver: Annotated[
+        Literal["exact"] | SolverName,
+        Option(
+            choices=("exact", *SOLVERS),
+            help="exact (default): built-in search with a proof; others: integer programs",
+        ),
+    ] = "exact"
     gap: float = 0.0
-    time_limit_s: float | None = None
+    time_limit_s: Annotated[
+        float | None,
+        Option(
+            flags=("time_limit",),
+            metavar="SECONDS",
+            help="limit of the whole command, which then reports the best plan found with its "
+            "bound and gap; with --pareto: limit of each search",
+        ),
+    ] = None
     deadline: Deadline = NEVER
-    orders: OrderMode = "auto"
-    layer_group: int = 1
+    orders: Annotated[
+        OrderMode,
+        Option(
+            help="device orders to search: types keeps equal devices of a node adjacent, all is "
+            "every order, auto (default) is all where that takes under about a second, else types"
+        ),
+    ] = "auto"
+    layer_group: Annotated[
+        int,
+        Option(
+            flags=("group",),
+            minimum=1,
+            metavar="G",
+            help="consecutive layers that share device and bits",
+        ),
+    ] = 1
     profile_dir: Path | None = None
     latency: LatencySource = "table"
     overrides: Overrides = NO_OVERRIDES
@@ -145,6 +180,7 @@ class PlanRequest:
         return self.head_choices[0]
 
     def __post_init__(self) -> None:
+        check_options(self)
         longest = self.model.max_positions
         if longest is not None and self.workload.max_context_tokens > longest:
             raise SpecError(
@@ -158,12 +194,6 @@ class PlanRequest:
             raise SpecError(f"--fix_bits head: found {found}, expected one of {list(BITS)}")
         if not 0 <= self.gap < 1:
             raise SpecError(f"gap: found {self.gap}, expected a share in [0, 1)")
-        for name in ("theta_s", "quality_budget", "time_limit_s"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < float("inf"):
-                raise SpecError(f"{name}: found {value}, expected a finite value, not negative")
-        if self.layer_group < 1:
-            raise SpecError(f"layer group: found {self.layer_group}, expected at least 1")
         sizes, batch = self.overrides.micro_batching, self.workload.batch
         if sizes is not None and not {sizes.prefill, sizes.decode} <= set(range(1, batch + 1)):
             raise SpecError(

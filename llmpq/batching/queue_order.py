@@ -180,7 +180,7 @@ ALPHA = 1.0
 def queue_order(
     name: str,
     *,
-    alpha: float = ALPHA,
+    alpha: float | None = None,
     unit: float | None = None,
     unit_s: float | None = None,
 ) -> QueueOrder:
@@ -190,13 +190,14 @@ def queue_order(
         name: ``fcfs`` (first come, first served), ``larry``, ``no_preempt`` (FCFS that reserves
             memory for the longest answer), ``trail``, ``spf`` (shortest prompt first), ``hrrn``
             (highest response ratio next) or ``priority``.
-        alpha: of LARRY, see :func:`larry`.
+        alpha: of LARRY, see :func:`larry`; ``ALPHA`` by default.
         unit: of LARRY.
         unit_s: of LARRY.
 
     Raises:
         SpecError: the name is unknown, ``alpha`` is negative, or a unit is not positive.
     """
+    alpha = ALPHA if alpha is None else alpha
     units = [one for one in (unit, unit_s) if one is not None]
     if not alpha >= 0 or not all(one > 0 for one in units):
         raise SpecError(

@@ -13,6 +13,7 @@ A draft token takes a part of a step, its ``RowCost``. ``DraftCredit`` bounds wh
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -96,24 +97,26 @@ class SpeculativeConfig:
             )
 
 
-def read_speculative_config(fields: object, where: str = "speculative_config") -> SpeculativeConfig:
-    """Return the speculative decoding that a mapping describes, in the notation of vLLM.
-
-    Raises:
-        SpecError: it is not acceptable; the message names the field.
-    """
-    return from_json(SpeculativeConfig, Fields(fields, where))
-
-
 def as_speculative_config(
-    given: SpeculativeConfig | Mapping[str, Any] | None,
+    given: SpeculativeConfig | Mapping[str, Any] | str | None,
 ) -> SpeculativeConfig | None:
-    """Return the speculative decoding that an argument of the Python API asks for.
+    """Return the speculative decoding that an argument asks for, in the notation of vLLM.
+
+    Args:
+        given: a mapping, or its JSON.
 
     Raises:
         SpecError: it is not acceptable; the message names the field.
     """
-    return read_speculative_config(given) if isinstance(given, Mapping) else given
+    name = "speculative_config"
+    if given is None or isinstance(given, SpeculativeConfig):
+        return given
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            raise SpecError(f"{name}: found no JSON: {error}") from None
+    return from_json(SpeculativeConfig, Fields(given, name))
 
 
 def row_cost_of(plan: Plan) -> float:

@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import errno
 import io
-import ipaddress
 import json
 import logging
 import os
@@ -137,29 +136,6 @@ def _disk_problem(error: OSError) -> str | None:
     if error.errno == errno.ENOENT and error.filename is None:  # of tempfile, which names folders
         return f"{error.strerror}; set TMPDIR to a folder that can be written"
     return None
-
-
-def host_name(text: str) -> str:
-    """Return the host that an option names: a name or an address, IPv6 with brackets or without.
-
-    Raises:
-        argparse.ArgumentTypeError: it holds more, such as a scheme or a port.
-    """
-    host = text[1:-1] if text.startswith("[") and text.endswith("]") else text
-    is_name = bool(host) and not set(host) & set("[]/@ :")
-    if not is_name and not _is_address(host):
-        raise argparse.ArgumentTypeError(
-            f"found {text!r}, expected a host name or an address, without scheme and port"
-        )
-    return host
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 def require(*packages: str) -> None:

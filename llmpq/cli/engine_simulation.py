@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any
 
 from llmpq.batching import RequestRecord
-from llmpq.batching.drafts import DraftLimits, planned_limits
+from llmpq.batching.drafts import DraftLimits
 from llmpq.batching.engine_step import EngineLimits
-from llmpq.batching.queue_order import ALPHA, QUEUE_ORDERS, queue_order
+from llmpq.batching.queue_order import QUEUE_ORDERS, queue_order
+from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.cli.common import print_json, progress_bar
-from llmpq.dist.engine.policy import engine_limits, with_windows
-from llmpq.dist.io.job import EngineOptions
 from llmpq.errors import SpecError
+from llmpq.options.declare import Option, add_options, check_options, read_options
+from llmpq.options.engine import EngineOptions
+from llmpq.options.limits import engine_limits, planned_speculation
 from llmpq.routing import BALANCERS, load_balancer
 from llmpq.sim.engine_costs import PlanEngineCosts
 from llmpq.sim.engine_report import capacity
 from llmpq.sim.fleet import FleetReplica, FleetReport, simulate_fleet
 from llmpq.sim.plan_costs import PlanCosts
+from llmpq.spec.facts.length_scaling import LengthScaling, read_length_scaling
+from llmpq.spec.facts.model_fields import model_fields
+from llmpq.spec.huggingface.language import language_fields
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import Plan
-from llmpq.spec.runtime_constants import POLL_S, PROMPT_CHUNK_TOKENS
+from llmpq.spec.runtime_constants import POLL_S
+from llmpq.spec.schedule import ACCEPTANCE_RATE
 from llmpq.spec.trace import (
     ARRIVALS,
     TraceRequest,
@@ -35,8 +42,113 @@ from llmpq.spec.trace import (
 from llmpq.spec.workload import Workload
 from llmpq.units import format_number, format_seconds
 
-DEFAULT_ACCEPTANCE = 0.7
-"""Probability that a draft token is right where neither option nor plan has one."""
+
+def _slice(text: str) -> tuple[int, int | None]:
+    first, _, end = text.partition(":")
+    try:
+        return int(first or 0), int(end) if end else None
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"found '{text}', expected FIRST:END") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSimulation:
+    """What is simulated beside the engine's own options: drafts, arrivals, replicas."""
+
+    unit: Annotated[
+        float | None,
+        Option(
+            metavar="TOKENS",
+            help="larry: unit of prompt lengths (default: mean prompt so far)",
+        ),
+    ] = None
+    num_speculative_tokens: Annotated[
+        int | None,
+        Option(
+            metavar="K",
+            help="speculative decoding: draft tokens of a sequence in a step (default: those of "
+            "the strategy's draft model, else 0)",
+        ),
+    ] = None
+    acceptance_rate: Annotated[
+        float | None,
+        Option(
+            maximum=1,
+            metavar="A",
+            help="probability that a draft token is right, once those before it are (default: that "
+            f"of the strategy's draft model, else {ACCEPTANCE_RATE:g})",
+        ),
+    ] = None
+    draft_cost: Annotated[
+        float | None,
+        Option(
+            above=0,
+            metavar="C",
+            help="drafts are those of a draft model beside stage 0, one token of which takes C "
+            "decode steps of a sequence (default: the strategy's draft model, else prompt lookup)",
+        ),
+    ] = None
+    max_tokens: Annotated[
+        int | None,
+        Option(
+            metavar="N",
+            help="longest answer that a request allows (default: its answer), for no_preempt",
+        ),
+    ] = None
+    trace_slice: Annotated[
+        tuple[int, int | None] | None,
+        Option(
+            parse=_slice,
+            metavar="FIRST:END",
+            help="simulate these requests of the trace only",
+        ),
+    ] = None
+    arrivals: Annotated[
+        str,
+        Option(
+            choices=("trace", *ARRIVALS),
+            help="arrival times: those of the requests (default), or random ones at --rate",
+        ),
+    ] = "trace"
+    cv: Annotated[float, Option(help="gamma: variation of the gaps (default %(default)g)")] = 2.0
+    rate_scale: Annotated[
+        tuple[float, ...],
+        Option(metavar="X", help="simulate at these multiples of the rate (default 1)"),
+    ] = (1.0,)
+    ttft_bound: Annotated[
+        float | None,
+        Option(metavar="S", help="find the rate at which the 95th percentile of TTFT reaches this"),
+    ] = None
+    replicas: Annotated[
+        int,
+        Option(
+            minimum=1,
+            metavar="N",
+            help="simulate N engines behind a load balancer (default %(default)s)",
+        ),
+    ] = 1
+    balancer: Annotated[
+        str,
+        Option(
+            choices=tuple(BALANCERS), help="which replica takes a request (default %(default)s)"
+        ),
+    ] = "round_robin"
+    poll_s: Annotated[
+        float,
+        Option(
+            flags=("poll",),
+            above=0,
+            metavar="S",
+            help="seconds between two readings of the replicas' statistics (default %(default)g)",
+        ),
+    ] = POLL_S
+    plot: Annotated[
+        str | None,
+        Option(metavar="FILE", help="draw TTFT and TGT over the rate, and their distributions"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -47,128 +159,13 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="simulate the online engine instead of a batching policy",
     )
-    group.add_argument(
-        "--scheduler",
-        choices=QUEUE_ORDERS,
-        default="fcfs",
-        help="order of the waiting queue (default fcfs)",
-    )
-    group.add_argument(
-        "--alpha",
-        type=float,
-        default=ALPHA,
-        help="larry: weight of waiting, in mean prefill times of a prompt (default "
-        f"{ALPHA:g}; 0 is spf, above 1000 fcfs)",
-    )
-    group.add_argument(
-        "--unit",
-        type=float,
-        metavar="TOKENS",
-        help="larry: unit of prompt lengths (default: mean prompt so far)",
-    )
-    group.add_argument(
-        "--token_budget",
-        type=int,
-        help=f"tokens of a step (default: those of llmpq-serve, at most {PROMPT_CHUNK_TOKENS:,})",
-    )
-    group.add_argument(
-        "--max_sequences",
-        type=int,
-        help="running sequences (default: those of llmpq-serve)",
-    )
-    group.add_argument(
-        "--num_blocks",
-        type=int,
-        help="KV blocks of 16 tokens (default: those of the strategy's slots)",
-    )
-    group.add_argument(
-        "--watermark",
-        type=float,
-        default=0.01,
-        help="share of the blocks that an admission leaves free (default 0.01)",
-    )
-    group.add_argument(
-        "--no_prefix_caching", action="store_true", help="do not reuse blocks of equal content"
-    )
-    group.add_argument(
-        "--num_speculative_tokens",
-        type=int,
-        metavar="K",
-        help="speculative decoding: draft tokens of a sequence in a step (default: those of the "
-        "strategy's draft model, else 0)",
-    )
-    group.add_argument(
-        "--acceptance_rate",
-        type=float,
-        metavar="A",
-        help="probability that a draft token is right, once those before it are (default: that of "
-        "the strategy's draft model, else 0.7)",
-    )
-    group.add_argument(
-        "--draft_cost",
-        type=float,
-        metavar="C",
-        help="drafts are those of a draft model beside stage 0, one token of which takes C decode "
-        "steps of a sequence (default: the strategy's draft model, else prompt lookup)",
-    )
-    group.add_argument(
-        "--max_tokens",
-        type=int,
-        metavar="N",
-        help="longest answer that a request allows (default: its answer), for no_preempt",
-    )
-    group.add_argument(
-        "--trace_slice",
-        type=_slice,
-        metavar="FIRST:END",
-        help="simulate these requests of the trace only",
-    )
-    group.add_argument(
-        "--arrivals",
-        choices=("trace", *ARRIVALS),
-        default="trace",
-        help="arrival times: those of the requests (default), or random ones at --rate",
-    )
-    group.add_argument(
-        "--cv", type=float, default=2.0, help="gamma: variation of the gaps (default 2)"
-    )
-    group.add_argument(
-        "--rate_scale",
-        type=float,
-        nargs="+",
-        default=[1.0],
-        metavar="X",
-        help="simulate at these multiples of the rate (default 1)",
-    )
-    group.add_argument(
-        "--ttft_bound",
-        type=float,
-        metavar="S",
-        help="find the rate at which the 95th percentile of TTFT reaches this",
-    )
-    group.add_argument(
-        "--replicas",
-        type=int,
-        default=1,
-        metavar="N",
-        help="simulate N engines behind a load balancer (default 1)",
-    )
-    group.add_argument(
-        "--balancer",
-        choices=BALANCERS,
-        default="round_robin",
-        help="which replica takes a request (default round_robin)",
-    )
-    group.add_argument(
-        "--poll",
-        type=float,
-        default=POLL_S,
-        metavar="S",
-        help=f"seconds between two readings of the replicas' statistics (default {POLL_S:g})",
-    )
-    group.add_argument(
-        "--plot", metavar="FILE", help="draw TTFT and TGT over the rate, and their distributions"
-    )
+    orders = {"choices": QUEUE_ORDERS}  # "trail" predicts lengths, which only a simulation has
+    add_options(group, EngineOptions, "scheduler", "alpha", scheduler=orders)
+    first, *others = (one.name for one in fields(EngineSimulation))
+    add_options(group, EngineSimulation, first)
+    limits = ("token_budget", "max_sequences", "num_blocks", "watermark", "prefix_caching")
+    add_options(group, EngineOptions, *limits)
+    add_options(group, EngineSimulation, *others)
 
 
 def refuse_engine_options(options: argparse.Namespace) -> None:
@@ -188,15 +185,11 @@ def run_engine(
     options: argparse.Namespace, plan: Plan, costs: PlanCosts, requests: Sequence[TraceRequest]
 ) -> int:
     """Simulate, print and draw; return the exit status."""
-    if options.replicas < 1 or not options.poll > 0:
-        raise SpecError(
-            f"--replicas, --poll: found {options.replicas} and {options.poll:g}, expected at least "
-            "1 and more than 0"
-        )
-    acceptance_rate = _acceptance_rate(options, plan)
+    asked = read_options(EngineSimulation, options)
+    acceptance_rate = _acceptance_rate(asked, plan)
     limits = simulated_limits(options, plan, costs.model)
-    order = queue_order(options.scheduler, alpha=options.alpha, unit=options.unit)
-    requests = _with_arrivals(options, requests)
+    order = queue_order(options.scheduler, alpha=options.alpha, unit=asked.unit)
+    requests = _with_arrivals(options, asked, requests)
     room = limits.num_blocks * limits.block_size
     fitting, skipped = fit_trace(
         requests,
@@ -214,20 +207,20 @@ def run_engine(
     def play(scale: float) -> FleetReport:
         with progress_bar(f"rate x {scale:.3g}") as show:
             return simulate_fleet(
-                [replica] * options.replicas,
-                load_balancer(options.balancer, seed=options.seed),
+                [replica] * asked.replicas,
+                load_balancer(asked.balancer, seed=options.seed),
                 scale_rate(fitting, scale),
-                poll_s=options.poll,
-                max_tokens=options.max_tokens,
+                poll_s=asked.poll_s,
+                max_tokens=asked.max_tokens,
                 progress=show,
             )
 
-    reports = {scale: play(scale) for scale in options.rate_scale}
+    reports = {scale: play(scale) for scale in asked.rate_scale}
     rate = _rate(fitting)
     record: dict[str, Any] = {
         "scheduler": order.name,
-        "replicas": options.replicas,
-        "balancer": options.balancer,
+        "replicas": asked.replicas,
+        "balancer": asked.balancer,
         "token_budget": limits.token_budget,
         "num_blocks": limits.num_blocks,
         "skipped": skipped,
@@ -242,13 +235,13 @@ def run_engine(
             for scale, report in reports.items()
         ],
     }
-    if options.ttft_bound is not None:
-        record["capacity"] = _capacity(play, options, rate)
-    if options.plot:
+    if asked.ttft_bound is not None:
+        record["capacity"] = _capacity(play, asked.ttft_bound, asked.rate_scale[0], rate)
+    if asked.plot:
         from llmpq.cli.engine_plots import draw_engine
 
         draw_engine(
-            {scale: report.total for scale, report in reports.items()}, order.name, options.plot
+            {scale: report.total for scale, report in reports.items()}, order.name, asked.plot
         )
     if options.json:
         print_json(record)
@@ -257,61 +250,62 @@ def run_engine(
     return 0
 
 
-def _acceptance_rate(options: argparse.Namespace, plan: Plan) -> float:
-    rate: float | None = options.acceptance_rate
-    if rate is None:
-        rate = DEFAULT_ACCEPTANCE if plan.draft is None else plan.draft.acceptance_rate
-    if not 0 <= rate <= 1:
-        raise SpecError(f"--acceptance_rate: found {rate:g}, expected 0 to 1")
-    return rate
-
-
-def _slice(text: str) -> tuple[int, int | None]:
-    first, _, end = text.partition(":")
-    try:
-        return int(first or 0), int(end) if end else None
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"found '{text}', expected FIRST:END") from None
+def _acceptance_rate(asked: EngineSimulation, plan: Plan) -> float:
+    if asked.acceptance_rate is not None:
+        return asked.acceptance_rate
+    return ACCEPTANCE_RATE if plan.draft is None else plan.draft.acceptance_rate
 
 
 def simulated_limits(options: argparse.Namespace, plan: Plan, model: ModelSpec) -> EngineLimits:
     """Return the limits of the engine that runs a plan of a model with these options."""
-    served = engine_limits(plan, EngineOptions(num_blocks=options.num_blocks))
-    names = ("token_budget", "max_sequences", "num_blocks")
-    asked = {name: getattr(options, name) for name in names}
-    limits = replace(
-        served,
-        **{name: value for name, value in asked.items() if value is not None},
-        watermark=options.watermark,
-        prefix_caching=not options.no_prefix_caching,
+    asked = read_options(EngineSimulation, options)
+    engine = read_options(
+        EngineOptions,
+        options,
+        leaves=("scheduler", "alpha"),
+        speculative_config=_speculation(asked, plan),
     )
-    limits = with_windows(limits, plan, model.window_tokens)
-    most = options.num_speculative_tokens
-    if options.draft_cost is not None:
-        if not most:
-            raise SpecError("--draft_cost: found without --num_speculative_tokens, expected both")
-        draft = DraftLimits(num_blocks=limits.num_blocks, cost=options.draft_cost)
-        return replace(limits, num_speculative_tokens=most, draft=draft)
-    if most is None and plan.draft is not None:
-        return replace(
-            limits,
-            num_speculative_tokens=plan.draft.num_speculative_tokens,
-            draft=planned_limits(plan, limits.num_blocks),
-        )
-    return replace(limits, num_speculative_tokens=most or 0)
+    limits = engine_limits(
+        plan, engine, window_tokens=model.window_tokens, scaling=_length_scaling(plan)
+    )
+    if asked.draft_cost is None:
+        return limits
+    if not asked.num_speculative_tokens:
+        raise SpecError("--draft_cost: found without --num_speculative_tokens, expected both")
+    return replace(  # a draft model that may not exist
+        limits, draft=DraftLimits(num_blocks=limits.num_blocks, cost=asked.draft_cost)
+    )
+
+
+def _length_scaling(plan: Plan) -> LengthScaling:
+    """Return how the angles of the model in the plan's directory depend on the length."""
+    source = plan.model.source
+    if source is None or not Path(source).exists():
+        return LengthScaling()
+    return read_length_scaling(language_fields(model_fields(source)))
+
+
+def _speculation(asked: EngineSimulation, plan: Plan) -> SpeculativeConfig | None:
+    """Return the drafts that are asked for: by default those of the plan's draft model."""
+    planned, most = planned_speculation(plan), asked.num_speculative_tokens
+    if most is None or most == 0:
+        return planned if most is None else None
+    if planned is None or asked.draft_cost is not None:
+        return SpeculativeConfig(num_speculative_tokens=most)
+    return replace(planned, num_speculative_tokens=most)
 
 
 def _with_arrivals(
-    options: argparse.Namespace, requests: Sequence[TraceRequest]
+    options: argparse.Namespace, asked: EngineSimulation, requests: Sequence[TraceRequest]
 ) -> Sequence[TraceRequest]:
-    if options.trace_slice is not None:
-        requests = slice_trace(requests, *options.trace_slice)
-    if options.arrivals == "trace":
+    if asked.trace_slice is not None:
+        requests = slice_trace(requests, *asked.trace_slice)
+    if asked.arrivals == "trace":
         return requests
     rate = options.rate or _rate(requests)
     if rate is None:
-        raise SpecError(f"--arrivals {options.arrivals}: found no rate, expected --rate")
-    times = draw_arrivals(options.arrivals, len(requests), rate, cv=options.cv, seed=options.seed)
+        raise SpecError(f"--arrivals {asked.arrivals}: found no rate, expected --rate")
+    times = draw_arrivals(asked.arrivals, len(requests), rate, cv=asked.cv, seed=options.seed)
     return with_arrivals(requests, times)
 
 
@@ -322,7 +316,7 @@ def _rate(requests: Sequence[TraceRequest]) -> float | None:
 
 
 def _capacity(
-    play: Callable[[float], FleetReport], options: argparse.Namespace, rate: float | None
+    play: Callable[[float], FleetReport], bound_s: float, first_scale: float, rate: float | None
 ) -> dict[str, float | None]:
     if rate is None:
         raise SpecError("--ttft_bound: found requests that all arrive at once, expected a rate")
@@ -331,9 +325,9 @@ def _capacity(
         figures: dict[str, float] = play(scale).total.to_json()["time_to_first_token_s"]
         return figures["p95"]
 
-    scale = capacity(ttft_p95_s, options.ttft_bound, start=options.rate_scale[0])
+    scale = capacity(ttft_p95_s, bound_s, start=first_scale)
     return {
-        "ttft_p95_s": options.ttft_bound,
+        "ttft_p95_s": bound_s,
         "rate_scale": scale,
         "requests_per_s": None if scale is None else scale * rate,
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from llmpq.batching.length import PREDICTOR_NAMES, Prediction
 from llmpq.batching.policies.multibin import quantile_boundaries
-from llmpq.batching.speculation import SpeculativeConfig, read_speculative_config
 from llmpq.errors import SpecError
 from llmpq.spec.catalog import GPUS, device, load_devices, with_device_types, with_known_types
 from llmpq.spec.cluster import Cluster, DeviceGroup
@@ -163,57 +161,6 @@ def with_described(cluster: Cluster, options: argparse.Namespace, where: str) ->
     if options.devices is not None:
         cluster = with_device_types(cluster, load_devices(options.devices))
     return with_known_types(cluster, where)
-
-
-def add_kernel_option(group: argparse._ActionsContainer) -> None:
-    """Add ``--kernel``."""
-    group.add_argument(
-        "--kernel",
-        metavar="NAME",
-        help="kernel to use wherever it can run, such as bnb_int8_cpu (default: the fastest; "
-        "docs/reference/support.md lists all)",
-    )
-
-
-def add_step_timeout_option(group: argparse._ActionsContainer) -> None:
-    """Add ``--step_timeout``."""
-    group.add_argument(
-        "--step_timeout",
-        type=float,
-        default=10.0,
-        metavar="SECONDS",
-        help="a rank without a sign of life for this time has failed (default 10)",
-    )
-
-
-def add_speculative_option(group: argparse._ActionsContainer) -> None:
-    """Add ``--speculative_config``."""
-    group.add_argument(
-        "--speculative_config",
-        metavar="JSON",
-        help="verify draft tokens, in vLLM's notation: "
-        '\'{"method": "ngram", "num_speculative_tokens": 5}\' proposes tokens that followed the '
-        "last ones before; prompt_lookup_max and prompt_lookup_min are the most and fewest last "
-        "tokens looked up (default 4 and 2); method draft_model proposes those of a small model "
-        "with the same vocabulary: model is its directory, bits those of its layers (default: as "
-        "stored); by default the strategy's draft model, if it has one",
-    )
-
-
-def speculative_config_of(text: str | None) -> SpeculativeConfig | None:
-    """Return the speculative decoding that an option asks for.
-
-    Raises:
-        SpecError: it is not acceptable; the message names the field.
-    """
-    if text is None:
-        return None
-    name = "--speculative_config"
-    try:
-        fields = json.loads(text)
-    except ValueError as error:
-        raise SpecError(f"{name}: found no JSON: {error}") from None
-    return read_speculative_config(fields, name)
 
 
 def add_calibration_options(group: argparse._ActionsContainer) -> None:

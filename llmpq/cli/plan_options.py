@@ -13,7 +13,6 @@ from typing import cast
 from llmpq.assigner import PlanRequest
 from llmpq.assigner.constraints.fixed_bits import with_average_bits, with_stored_bits
 from llmpq.assigner.constraints.overrides import HEAD, Overrides
-from llmpq.assigner.milp.solvers import SOLVERS
 from llmpq.assigner.planner import METHODS
 from llmpq.assigner.request import DEFAULT_GAP
 from llmpq.assigner.schedules.plan import ScheduleRequest, schedule_plan
@@ -24,6 +23,7 @@ from llmpq.cli.options import (
     with_reserve,
 )
 from llmpq.errors import SpecError
+from llmpq.options.declare import add_options, read_options
 from llmpq.profiler.device import host_cpu, with_host_cpu
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, cluster_of_lists, load_cluster
@@ -106,19 +106,7 @@ def _add_quality_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.json",
         help="measured sensitivity (default: the same for all layers, from the quantization step)",
     )
-    quality.add_argument(
-        "--theta",
-        type=float,
-        metavar="SECONDS",
-        help='cost of "every layer at 4 bits" in the objective (default: a lower bound of the '
-        "latency, to two digits; 0 with a quality budget)",
-    )
-    quality.add_argument(
-        "--quality_budget",
-        type=float,
-        metavar="Q",
-        help="largest total degradation (1 = every layer at 4 bits)",
-    )
+    add_options(quality, PlanRequest, "theta_s", "quality_budget")
     quality.add_argument(
         "--average_bits",
         type=float,
@@ -132,15 +120,7 @@ def _add_quality_options(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="make K plans from the best quality to the highest speed, a table and a picture",
     )
-    quality.add_argument(
-        "--bits",
-        type=int,
-        nargs="+",
-        choices=sorted(BITS),
-        default=list(BITS),
-        metavar="BITS",
-        help="bitwidths to choose from (default: all)",
-    )
+    add_options(quality, PlanRequest, "bits", bits={"choices": sorted(BITS)})
 
 
 def _add_search_options(parser: argparse.ArgumentParser) -> None:
@@ -158,45 +138,14 @@ def _add_search_options(parser: argparse.ArgumentParser) -> None:
         const="heuristic",
         help="name of --method heuristic in the paper",
     )
-    search.add_argument(
-        "--solver",
-        choices=("exact", *SOLVERS),
-        default="exact",
-        help="exact (default): built-in search with a proof; others: integer programs",
-    )
-    search.add_argument(
-        "--orders",
-        choices=("auto", "types", "all"),
-        default="auto",
-        help="device orders to search: types keeps equal devices of a node adjacent, all is every "
-        "order, auto (default) is all where that takes under about a second, else types",
-    )
-    search.add_argument(
-        "--formula",
-        choices=("steady", "paper"),
-        default="steady",
-        help="latency formula: decoding in steady state (default), or as published",
-    )
-    search.add_argument(
-        "--group",
-        type=int,
-        default=1,
-        metavar="G",
-        help="consecutive layers that share device and bits",
-    )
+    add_options(search, PlanRequest, "solver", "orders", "formula", "layer_group")
     search.add_argument(
         "--gap",
         type=float,
         metavar="GAP",
         help="relative optimality gap to stop at (default: 0; integer programs 0.001)",
     )
-    search.add_argument(
-        "--time_limit",
-        type=float,
-        metavar="SECONDS",
-        help="limit of the whole command, which then reports the best plan found with its bound "
-        "and gap; with --pareto: limit of each search",
-    )
+    add_options(search, PlanRequest, "time_limit_s")
 
 
 def request_of(options: argparse.Namespace) -> PlanRequest:
@@ -208,24 +157,18 @@ def request_of(options: argparse.Namespace) -> PlanRequest:
         raise SpecError(f"--profile: {profile_dir}: no such folder")
     gap = 0.0 if options.solver == "exact" else DEFAULT_GAP
     overrides, chooses_head = overrides_of(options)
-    request = PlanRequest(
+    request = read_options(
+        PlanRequest,
+        options,
         model=model,
         model_source=source,
         cluster=_cluster(options),
         workload=_workload(options),
         dtype=dtype,
         kv_bits=8 if options.kv_bits == 8 else 8 * DTYPE_BYTES[dtype],
-        bits=tuple(options.bits),
         head_bits=tuple({16, *options.bits}) if chooses_head else (16,),
         sensitivity=_sensitivity(options, model, source),
-        theta_s=options.theta,
-        quality_budget=options.quality_budget,
-        formula=options.formula,
-        solver=options.solver,
         gap=gap if options.gap is None else options.gap,
-        time_limit_s=options.time_limit,
-        orders=options.orders,
-        layer_group=options.group,
         profile_dir=profile_dir,
         latency="fit" if options.fit else "table",
         overrides=overrides,

@@ -9,22 +9,27 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import TypeVar
 
-from llmpq.cli.common import host_name
-from llmpq.cli.options import add_kernel_option
 from llmpq.dist import Hosts, Supervision
-from llmpq.dist.io.job import DEFAULT_STORE_LIMIT_BYTES, Rendezvous, Transport
+from llmpq.dist.io.job import Rendezvous
 from llmpq.dist.launch.launcher import ranks_of_node
-from llmpq.dist.launch.supervisor import DRAIN_TIMEOUT_S
 from llmpq.dist.launch.task_environment import Task, started_task
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import BarProgress, Event, RunProgress, SilentProgress
 from llmpq.errors import SpecError, StoppedError
+from llmpq.options.declare import add_options, read_options, values_of
+from llmpq.options.run import (
+    DrainOptions,
+    HostOptions,
+    HostsRunOptions,
+    LauncherOptions,
+    LaunchOptions,
+    RunOptions,
+)
 from llmpq.spec.plan import Plan
-from llmpq.units import GIB
 
-DEFAULT_MAX_RESTARTS = 3
+Run = TypeVar("Run", bound=RunOptions)
 MAX_LISTED = 10
 """Rejected prompts that are listed; --json lists all."""
 
@@ -32,22 +37,12 @@ MAX_LISTED = 10
 def add_fault_options(parser: argparse.ArgumentParser) -> None:
     """Add the handling of faults and signals."""
     faults = parser.add_argument_group("when something fails")
-    faults.add_argument(
-        "--max_restarts",
-        type=int,
-        default=DEFAULT_MAX_RESTARTS,
-        metavar="N",
-        help="restart all ranks up to N times after one of them died or hung; finished answers "
-        f"are kept (default {DEFAULT_MAX_RESTARTS})",
-    )
-    faults.add_argument(
-        "--drain_timeout",
-        type=float,
-        default=DRAIN_TIMEOUT_S,
-        metavar="SECONDS",
-        help="time for running requests to finish after SIGTERM or Ctrl-C; a second signal ends "
-        f"the run at once (default {DRAIN_TIMEOUT_S:g})",
-    )
+    restarts = {
+        "help": "restart all ranks up to N times after one of them died or hung; finished answers "
+        "are kept (default %(default)s)"
+    }
+    add_options(faults, LaunchOptions, "max_restarts", max_restarts=restarts)
+    add_options(faults, DrainOptions, "drain_timeout_s")
     faults.add_argument(
         "--bad_prompts",
         choices=("skip", "refuse"),
@@ -63,8 +58,8 @@ def add_fault_options(parser: argparse.ArgumentParser) -> None:
 def supervision_of(options: argparse.Namespace) -> Supervision:
     """Return the supervision of the run."""
     return Supervision(
-        max_restarts=options.max_restarts,
-        drain_timeout_s=options.drain_timeout,
+        max_restarts=read_options(LaunchOptions, options, leaves=["store"]).max_restarts,
+        drain_timeout_s=read_options(DrainOptions, options).drain_timeout_s,
         health=None if options.health is None else Path(options.health).resolve(),
     )
 
@@ -151,41 +146,14 @@ def _command_of(words: Sequence[str], number: int) -> str:
 def add_host_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Add the hosts of a run and return their group."""
     hosts = parser.add_argument_group("several hosts (each runs this command)")
-    hosts.add_argument("--nnodes", type=int, default=1, help="number of hosts")
-    hosts.add_argument(
-        "--node_rank", type=int, default=0, help="number of this host; 0 is the master"
-    )
-    hosts.add_argument(
-        "--master_addr", type=host_name, help="address of host 0 that rank 0 listens on"
-    )
-    hosts.add_argument("--master_port", type=int, default=29500, help="its port (default 29500)")
-    hosts.add_argument(
-        "--token_file",
-        metavar="FILE",
-        help="secret shared by all hosts (mode 600); required unless --master_addr is this host",
-    )
-    hosts.add_argument(
-        "--transport",
-        choices=get_args(Transport),
-        default="auto",
-        help="auto: unix sockets inside a host, TCP between hosts; gloo: torch.distributed, for "
-        "comparison, without authentication",
-    )
+    add_options(hosts, HostOptions)
+    add_options(hosts, HostsRunOptions, "transport")
     return hosts
 
 
 def add_ray_options(hosts: argparse._ArgumentGroup) -> None:
     """Add the options that run the command on a Ray cluster."""
-    hosts.add_argument(
-        "--launcher",
-        choices=("local", "ray"),
-        default="local",
-        help="local: processes of this host; ray: nodes of a Ray cluster, whose label llmpq-device "
-        "is the device types of a node in the plan (default local)",
-    )
-    hosts.add_argument(
-        "--ray_address", help="with --launcher ray: the cluster (default: the one that Ray finds)"
-    )
+    add_options(hosts, LauncherOptions)
 
 
 def check_ray_address(options: argparse.Namespace) -> None:
@@ -203,11 +171,8 @@ def words_for_ray(options: argparse.Namespace) -> list[str]:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--launcher")
     parser.add_argument("--ray_address")
-    own = argparse.ArgumentParser(add_help=False)
-    add_host_options(own).add_argument("--no_auto", action="store_true")
-    chosen = own.parse_args([])
-    for name in ("nnodes", "node_rank", "master_addr", "master_port", "token_file", "no_auto"):
-        if getattr(options, name) != getattr(chosen, name):
+    for name, value in [*values_of(HostOptions()).items(), ("no_auto", False)]:
+        if getattr(options, name) != value:
             raise SpecError(f"--{name}: found with --launcher ray, expected one of them")
     words: list[str] = parser.parse_known_args(options.argv)[1]
     return words
@@ -259,20 +224,20 @@ _VARIABLE = "LLMPQ_STORE"
 
 def add_store_options(group: argparse._ArgumentGroup) -> None:
     """Add ``--store``, ``--store_limit`` and ``--kernel``."""
-    group.add_argument(
-        "--store",
-        metavar="DIR|off",
-        help="cache of quantized layers, so that the next start quantizes nothing "
-        f"(default: ${_VARIABLE}, else llmpq/store in the user's cache)",
-    )
-    group.add_argument(
-        "--store_limit",
-        type=float,
-        default=DEFAULT_STORE_LIMIT_BYTES / GIB,
-        metavar="GIB",
-        help="size of the cache; least recently used entries are deleted (default %(default)g)",
-    )
-    add_kernel_option(group)
+    store = {
+        "help": "cache of quantized layers, so that the next start quantizes nothing "
+        f"(default: ${_VARIABLE}, else llmpq/store in the user's cache)"
+    }
+    add_options(group, RunOptions, "store", "store_limit_bytes", "kernel", store=store)
+
+
+def read_run_options(kind: type[Run], options: argparse.Namespace) -> Run:
+    """Return the options of a run, with the default folder of quantized layers.
+
+    Raises:
+        SpecError: a value cannot be used.
+    """
+    return read_options(kind, options, store=store_directory(options.store, os.environ))
 
 
 def store_directory(option: str | None, environ: Mapping[str, str]) -> Path | None:
@@ -296,10 +261,3 @@ def store_directory(option: str | None, environ: Mapping[str, str]) -> Path | No
     except OSError:
         return None
     return default
-
-
-def store_limit_bytes(gibibytes: float) -> int:
-    """Return the size limit of the cache in bytes."""
-    if not 0 <= gibibytes < 2**30:
-        raise SpecError(f"--store_limit: found {gibibytes}, expected gibibytes, at least 0")
-    return int(gibibytes * GIB)

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from llmpq.dist.engine.policy import schedule_of
 from llmpq.dist.io.job import Job, Rendezvous, check_model
@@ -71,8 +72,8 @@ def generate_offline(
     *,
     model_dir: str | Path | None = None,
     sampling: SamplingParams = GREEDY,
-    step_timeout_s: float = 10.0,
     progress: RunProgress | None = None,
+    **options: Any,
 ) -> list[Result]:
     """Answer prompts with the ranks of ``plan``, loaded for this call alone.
 
@@ -81,8 +82,8 @@ def generate_offline(
         prompts: any number; ids must differ.
         model_dir: where the weights are; the plan's own directory by default.
         sampling: how tokens are chosen where a prompt does not say; greedy by default.
-        step_timeout_s: how long a rank may give no sign of life.
         progress: receives events.
+        options: those of a ``Session``.
 
     Returns:
         The results in the order of the prompts.
@@ -92,7 +93,7 @@ def generate_offline(
             ``StageError`` when a rank died, hung or failed.
     """
     folder = model_dir_of(plan, model_dir)
-    with Session(plan, folder, step_timeout_s=step_timeout_s, progress=progress) as session:
+    with Session(plan, folder, progress=progress, **options) as session:
         return session.generate(
             [replace(item, sampling_params=item.sampling_params or sampling) for item in prompts]
         )

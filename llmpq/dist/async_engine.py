@@ -12,30 +12,26 @@ import contextlib
 import json
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmpq.batching.speculation import SpeculativeConfig, as_speculative_config
-from llmpq.dist.engine.policy import max_model_len as longest_sequence
 from llmpq.dist.io.draft_check import checked_speculation
 from llmpq.dist.io.engine_messages import AddedRequest, added_to_json, output_from_json
 from llmpq.dist.io.generation import GenerationRequest, ServingStats, TokenOutput
-from llmpq.dist.io.job import (
-    DEFAULT_STORE_LIMIT_BYTES,
-    EngineOptions,
-    Job,
-    Rendezvous,
-    check_model,
-)
+from llmpq.dist.io.job import Job, Rendezvous, check_model
 from llmpq.dist.io.sampling_params import StructuredOutputsParams
 from llmpq.dist.launch.rank_thread import CLOSE_TIMEOUT_S, RankThread
-from llmpq.dist.limited.form_checker import DEFAULT_FORM_TIMEOUT_S, FormChecker
+from llmpq.dist.limited.form_checker import FormChecker
 from llmpq.dist.metrics.progress import RunProgress
 from llmpq.errors import SpecError, StageError, StoppedError
 from llmpq.logging import get_logger
+from llmpq.options.declare import read_keywords, values_of, with_keywords
+from llmpq.options.engine import EngineOptions
+from llmpq.options.limits import max_model_len as longest_sequence
+from llmpq.options.run import LaunchOptions, RunOptions
 from llmpq.spec.facts.model_fields import absolute_model_path
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan import Plan
@@ -43,7 +39,6 @@ from llmpq.spec.plan import Plan
 __all__ = ["AsyncEngine", "GenerationRequest", "TokenOutput"]
 
 MAX_LINE_BYTES = 1 << 28
-DEFAULT_RESTARTS = 3
 RESTART_WINDOW_S = 300.0
 """Seconds of serving in which restarts are counted; loading is no serving."""
 MAX_DEATHS = 2
@@ -167,30 +162,15 @@ class AsyncEngine:
         return await cls.launch(plan, model_dir, **options).ready()
 
     @classmethod
-    def launch(  # noqa: PLR0913  what a run may set
+    @with_keywords(EngineOptions, LaunchOptions)
+    def launch(
         cls,
         plan: Plan,
         model_dir: str | Path,
         *,
-        scheduler: str = "fcfs",
-        alpha: float | None = None,
-        token_budget: int | None = None,
-        max_sequences: int | None = None,
-        num_blocks: int | None = None,
-        max_model_len: int | None = None,
-        prefix_caching: bool = True,
-        speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
-        step_timeout_s: float = 10.0,
-        max_restarts: int = DEFAULT_RESTARTS,
-        form_timeout_s: float = DEFAULT_FORM_TIMEOUT_S,
-        store: Path | None = None,
-        store_limit_bytes: int = DEFAULT_STORE_LIMIT_BYTES,
-        kernel: str | None = None,
-        cores: Sequence[int] = (),
-        pins_workers: bool = True,
-        environment: Mapping[str, str] | None = None,
         progress: RunProgress | None = None,
         clock: Callable[[], float] = time.monotonic,
+        **options: Any,
     ) -> AsyncEngine:
         """Start the ranks of a plan, and return while they load; :meth:`ready` waits for them.
 
@@ -199,32 +179,9 @@ class AsyncEngine:
         Args:
             plan: the strategy; prefill and decode on the same stages.
             model_dir: directory with the weights.
-            scheduler: order of the waiting queue, ``fcfs``, ``larry``, ``no_preempt``, ``spf``,
-                ``hrrn`` or ``priority``.
-            alpha: weight of waiting time in the order ``larry``.
-            token_budget: most tokens of a step; by default 1,024, or fewer where the plan has less
-                memory.
-            max_sequences: most sequences that run at a time; by default 256.
-            num_blocks: KV blocks of 16 tokens; by default as many as the plan has memory for.
-            max_model_len: most tokens of prompt and answer together; by default those of the plan's
-                longest sequence. Longer ones take more temporary memory than the plan states
-                (``llmpq.costmodel.memory.context_bytes``).
-            prefix_caching: whether prompts reuse blocks of equal content.
-            speculative_config: draft tokens to verify, such as ``{"num_speculative_tokens": 5}``;
-                ``"method": "draft_model"`` takes those of the model in the directory ``"model"``;
-                ``None`` for the plan's draft model, if it has one.
-            step_timeout_s: how long a rank may give no sign of life.
-            max_restarts: most restarts within 300 s of serving; after one more death the engine has
-                failed.
-            form_timeout_s: processor time to compile the form of an answer.
-            store: folder of quantized layers kept from run to run, ``None`` for none.
-            store_limit_bytes: most bytes it may hold.
-            kernel: backend to prefer; ``None`` leaves it to the registry.
-            cores: CPU cores of the ranks, those of rank 0 first; none: all of this process.
-            pins_workers: whether CPU workers keep to cores of their own where there are enough.
-            environment: variables of the ranks besides those of this process.
             progress: receives loading events.
             clock: seconds, for ``max_restarts``.
+            options: those of ``EngineOptions`` and ``LaunchOptions``.
 
         Raises:
             SpecError: the plan is not for this model, has stages of its own for each phase, or does
@@ -238,33 +195,14 @@ class AsyncEngine:
                 "plan: found stages of their own for prefill and decode, expected stages that do "
                 "both: a step of the engine mixes prefill and decode"
             )
-        options = EngineOptions(
-            scheduler=scheduler,
-            alpha=alpha,
-            token_budget=token_budget,
-            max_sequences=max_sequences,
-            num_blocks=num_blocks,
-            max_model_len=max_model_len,
-            prefix_caching=prefix_caching,
-            speculative_config=checked_speculation(
-                plan, as_speculative_config(speculative_config), model_dir
-            ),
-        )
-        longest_sequence(plan, options, model.max_positions)
+        own, run = read_keywords(options, EngineOptions, LaunchOptions)
+        speculation = checked_speculation(plan, own.speculative_config, model_dir)
+        own = replace(own, speculative_config=speculation)
+        longest_sequence(plan, own, model.max_positions)
         ranks = RankThread(plan, model_dir, progress)
-        job = replace(
-            ranks.job,
-            task="online",
-            step_timeout_s=step_timeout_s,
-            store=store,
-            store_limit_bytes=store_limit_bytes,
-            kernel=kernel,
-            cores=tuple(cores),
-            pins_workers=pins_workers,
-            environment=tuple((environment or {}).items()),
-            engine=options,
-        )
-        engine = cls(ranks, FormChecker(model_dir, form_timeout_s), max_restarts, clock)
+        job = replace(ranks.job, task="online", engine=own, **values_of(run, RunOptions))
+        forms = FormChecker(model_dir, run.form_timeout_s)
+        engine = cls(ranks, forms, run.max_restarts, clock)
         ranks.start(lambda: engine._run_ranks(job), engine._ranks_ended)
         return engine
 

@@ -15,16 +15,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.dist.engine.policy import schedule_of
 from llmpq.dist.io.control_channel import ControlChannel, Message
 from llmpq.dist.io.draft_check import checked_speculation
-from llmpq.dist.io.job import EngineOptions, check_model
+from llmpq.dist.io.job import check_model
 from llmpq.dist.io.prompts import Prompt, RequestId, prompt_to_json
 from llmpq.dist.io.results import Result, result_from_fields
 from llmpq.dist.launch.rank_thread import CLOSE_TIMEOUT_S, RankThread
 from llmpq.dist.metrics.progress import RunProgress
 from llmpq.errors import LlmpqError, SpecError, StageError, StoppedError
+from llmpq.options.declare import read_keywords, values_of, with_keywords
+from llmpq.options.engine import EngineOptions, SpeculationOptions
+from llmpq.options.run import RunOptions
 from llmpq.spec.fields import Fields
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan import Plan
@@ -42,41 +44,29 @@ class NewToken:
 class Session(contextlib.AbstractContextManager["Session"]):
     """Loaded ranks that wait for requests; they answer one batch at a time.
 
-    The arguments are those of :class:`~llmpq.dist.io.job.Job`; ``progress`` receives the events of
-    the ranks.
+    The options are those of ``RunOptions``, and the engine's ``speculative_config``; ``progress``
+    receives the events of the ranks.
 
     Raises:
         LlmpqError: ``SpecError`` for a model that the plan is not for, ``CapacityError`` when
             memory ran out, ``StageError`` when a rank died, hung or failed.
     """
 
-    def __init__(  # noqa: PLR0913  what a run may set
-        self,
-        plan: Plan,
-        model_dir: Path,
-        *,
-        step_timeout_s: float = 10.0,
-        store: Path | None = None,
-        kernel: str | None = None,
-        speculative_config: SpeculativeConfig | None = None,
-        progress: RunProgress | None = None,
+    @with_keywords(RunOptions, SpeculationOptions)
+    def __init__(
+        self, plan: Plan, model_dir: Path, *, progress: RunProgress | None = None, **options: Any
     ) -> None:
+        run, asked = read_keywords(options, RunOptions, SpeculationOptions)
         check_model(plan, model_dir, load_model_dir(model_dir))
         schedule_of(plan, None)
-        options = EngineOptions(
-            speculative_config=checked_speculation(plan, speculative_config, model_dir)
-        )
+        speculation = checked_speculation(plan, asked.speculative_config, model_dir)
+        engine = EngineOptions(speculative_config=speculation)
         self._ranks = _SessionRanks(RankThread(plan, model_dir, progress))
         self._finalizer = weakref.finalize(self, self._ranks.stop)
         self._batch = 0
         self._is_running = False
         try:
-            self._ranks.start(
-                step_timeout_s=step_timeout_s,
-                store=store,
-                kernel=kernel,
-                engine=options,
-            )
+            self._ranks.start(engine=engine, **values_of(run))
             self._receive()  # ready
         except BaseException:
             self._ranks.stop()

@@ -9,7 +9,6 @@ the tokens of a prompt have the same angles in one chunk and in several.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from transformers import PreTrainedConfig
 
 from llmpq.models.adapter import Skeleton, accepts
 from llmpq.models.attention import PackedBatch
+from llmpq.spec.facts.length_scaling import LengthScaling, read_length_scaling
 
 Table = tuple[Tensor, Tensor] | Tensor
 """``(cos, sin)``, or rotations as complex numbers (DeepSeek-V2)."""
@@ -25,29 +25,10 @@ Span = tuple[int, int | None]
 for the length up to the last of them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LengthScaling:
-    """How the rotary angles of a model depend on the length of a sequence.
-
-    Attributes:
-        switches_after: longest sequence with the first of the two tables of ``longrope``. One token
-            later, all keys have other angles and are computed again, as transformers does.
-        grows_after: longest sequence without ``dynamic`` scaling. The tokens of a longer prompt
-            have the angles of its length, each later token those of its own position.
-    """
-
-    switches_after: int | None = None
-    grows_after: int | None = None
-
-
 def length_scaling(config: PreTrainedConfig) -> LengthScaling:
     """Return how the rotary angles of a model depend on the length of a sequence."""
-    stated = getattr(config, "rope_parameters", None) or {}
-    parts = [part for part in stated.values() if isinstance(part, Mapping)] or [stated]
-    kinds = {part.get("rope_type"): part for part in parts}
-    switch = kinds.get("longrope", {}).get("original_max_position_embeddings")
-    grows = config.max_position_embeddings if "dynamic" in kinds else None
-    return LengthScaling(switches_after=switch, grows_after=grows)
+    names = ("rope_parameters", "original_max_position_embeddings", "max_position_embeddings")
+    return read_length_scaling({name: getattr(config, name, None) for name in names})
 
 
 def spans_of(batch: PackedBatch) -> Iterator[Span]:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from llmpq.errors import SpecError
 from llmpq.logging import get_logger
+from llmpq.options.server import AdmissionOptions
 from llmpq.server.errors import ApiError
 from llmpq.spec.plan import Plan
-from llmpq.spec.runtime_constants import MAX_CHOICES
 
 CORRECTION = 0.1
 """Share of a measured time to the first token in the limit that is computed from it."""
@@ -25,24 +25,18 @@ MISSED_SHARE = 0.5
 logger = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdmissionLimits:
-    """Limits on what the server hands to the engine.
+@dataclass(frozen=True, kw_only=True)
+class AdmissionLimits(AdmissionOptions):
+    """Limits on what the server hands to the engine, and forecasts of its plan.
+
+    Where there is a ``ttft_bound_s``, ``max_num_queued_tokens`` is the forecast for it; the limit
+    follows what is measured.
 
     Attributes:
-        max_num_queued_reqs: most answers that wait or run; ``None`` for any number.
-        max_num_queued_tokens: most prompt tokens that have not been computed; likewise.
-        max_num_choices: most answers of one request.
-        ttft_bound_s: bound on the time to the first token, for which ``max_num_queued_tokens`` is
-            the forecast; the limit follows what is measured. ``None`` for a fixed limit.
         prefill_tokens_per_s: forecast of the plan, for ``Retry-After`` and routers.
         decode_step_s: forecast of the seconds of a decode round, for routers.
     """
 
-    max_num_queued_reqs: int | None = None
-    max_num_queued_tokens: int | None = None
-    max_num_choices: int = MAX_CHOICES
-    ttft_bound_s: float | None = None
     prefill_tokens_per_s: float | None = None
     decode_step_s: float | None = None
 

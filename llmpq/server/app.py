@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from llmpq import __version__
+from llmpq.options.server import TransportLimits
 from llmpq.server.errors import (
     ApiError,
     as_api_error,
@@ -30,7 +31,7 @@ from llmpq.server.protocol import (
 from llmpq.server.responses import Json
 from llmpq.server.service import Service
 from llmpq.server.translate import ServedModel, encode_chat
-from llmpq.server.transport import EventStream, Gate, TransportLimits, until_disconnected
+from llmpq.server.transport import EventStream, Gate, until_disconnected
 
 OWNER = "llmpq"
 TOKENIZE_TOKENS = 1 << 17

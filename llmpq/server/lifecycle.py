@@ -21,13 +21,14 @@ from starlette.types import ASGIApp
 from llmpq.dist.io.generation import EngineClient
 from llmpq.dist.transport.endpoint import MIN_TOKEN_BYTES, is_loopback, read_token
 from llmpq.errors import LlmpqError, SpecError, StageError, StoppedError
+from llmpq.options.server import ListenOptions
 from llmpq.server.admission import Admission, AdmissionLimits
 from llmpq.server.app import build_app
 from llmpq.server.metrics import ServerMetrics
 from llmpq.server.service import Service
 from llmpq.server.tokenizer import ServerTokenizer
 from llmpq.server.translate import ServedModel, default_sampling_of
-from llmpq.server.transport import TransportLimits, bounded_protocol
+from llmpq.server.transport import bounded_protocol
 
 BACKLOG = 2048
 MIN_OPEN_FILES = 256
@@ -38,29 +39,6 @@ CLOSE_TIMEOUT_S = 2
 
 T = TypeVar("T")
 StartEngine = Callable[[], Awaitable[EngineClient]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ListenOptions:
-    """How to listen, and how to end.
-
-    Attributes:
-        host: address to listen on.
-        port: likewise; 0 takes a free one.
-        transport: limits of connections.
-        api_key_file: accepted keys, one a line; required unless only this host can connect.
-        drain_timeout_s: seconds for running answers after SIGTERM.
-        ssl_certfile: certificate chain, for TLS.
-        ssl_keyfile: its key; ``None`` when it is in the same file.
-    """
-
-    host: str
-    port: int
-    transport: TransportLimits = field(default_factory=TransportLimits)
-    api_key_file: Path | None = None
-    drain_timeout_s: float = 30.0
-    ssl_certfile: Path | None = None
-    ssl_keyfile: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

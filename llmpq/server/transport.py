@@ -11,7 +11,6 @@ import logging
 import re
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -22,13 +21,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from llmpq.dist.transport.endpoint import is_loopback_name
 from llmpq.logging import get_logger
+from llmpq.options.server import TransportLimits
 from llmpq.server.errors import ApiError, as_api_error, bad_request, dump_json, error_response
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/load", "/version"})
 """Paths that need no key: they hold numbers only."""
 GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 """Paths that a full server refuses."""
-DEFAULT_BODY_BYTES = 8 << 20
 LARGE_BODY_BYTES = 64 << 10
 """A body above it takes milliseconds to read: such bodies take turns with all other work."""
 MAX_HEADER_BYTES = 64 << 10
@@ -41,21 +40,6 @@ T = TypeVar("T")
 logger = get_logger(__name__)
 _ADDRESS = re.compile(r"[\d.]+|.*:.*")
 _PARSER = get_logger(f"{__name__}.parser")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransportLimits:
-    """Largest body of a request, and seconds to wait for a client.
-
-    Attributes:
-        max_body_bytes: largest body.
-        read_timeout_s: longest time for the headers of a request, and again for its body.
-        write_timeout_s: how long a reader may take nothing before its request is aborted.
-    """
-
-    max_body_bytes: int = DEFAULT_BODY_BYTES
-    read_timeout_s: float = 60.0
-    write_timeout_s: float = 120.0
 
 
 class Gate:

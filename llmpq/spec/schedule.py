@@ -129,6 +129,8 @@ def default_schedule(policy: PolicyName, num_slots: int) -> Schedule:
     return Schedule(policy=policy, **values[policy])
 
 
+ACCEPTANCE_RATE = 0.7
+"""Probability that a draft token is right where it is not known."""
 DRAFT_HEAD_BITS = 8
 """Bits of the head of a draft model whose layers are rounded to fewer than 16."""
 

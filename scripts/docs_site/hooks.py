@@ -11,6 +11,7 @@ from scripts.docs_site import (
     evidence,
     glossary,
     kernels,
+    options_reference,
 )
 
 COMMANDS = "<!-- commands -->"
@@ -20,6 +21,6 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replace the markers of a page by what is generated."""
     if COMMANDS in markdown:
         markdown = markdown.replace(COMMANDS, cli_reference.reference())
-    for module in (catalogue, kernels, evidence, glossary, alignment):
+    for module in (catalogue, kernels, evidence, glossary, alignment, options_reference):
         markdown = module.expand(markdown)
     return markdown

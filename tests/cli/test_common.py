@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.cli.common import bar_format, host_name, make_parser, require, run_command
+from llmpq.cli.common import bar_format, make_parser, require, run_command
 from llmpq.errors import InfeasibleError, LlmpqError, SpecError, StageError
+from llmpq.options.run import host_name
 
 
 def commands() -> dict[str, str]:

@@ -11,15 +11,17 @@ from helpers.ranks import make_plan
 from llmpq.cli.run_options import (
     HostProgress,
     add_fault_options,
+    add_store_options,
     outcome,
+    read_run_options,
     store_directory,
-    store_limit_bytes,
     supervision_of,
 )
 from llmpq.dist import Hosts
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import Event, SilentProgress
 from llmpq.errors import SpecError
+from llmpq.options.run import RunOptions
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 
 DONE = Measurement(requests=1, generated_tokens=1, latency_s=1.0, load_s=1.0, stages=())
@@ -84,10 +86,15 @@ def test_no_store_without_write_access(tmp_path):
 
 
 def test_store_limit_is_in_gibibytes():
-    assert store_limit_bytes(1.5) == 3 * 2**29
-    for senseless in (-1.0, float("nan"), float("inf")):
+    parser = argparse.ArgumentParser()
+    add_store_options(parser.add_argument_group())
+    limit = ["--store", "off", "--store_limit"]
+    assert read_run_options(RunOptions, parser.parse_args([*limit, "1.5"])).store_limit_bytes == (
+        3 * 2**29
+    )
+    for senseless in ("-1", "nan", "inf"):
         with pytest.raises(SpecError, match="--store_limit"):
-            store_limit_bytes(senseless)
+            read_run_options(RunOptions, parser.parse_args([*limit, senseless]))
 
 
 GROUP = DeviceGroup(type="cpu", count=1, threads=1)

@@ -10,11 +10,12 @@ import time
 import aiohttp
 import httpx
 
+from llmpq.options.server import TransportLimits
 from llmpq.routing import load_balancer
 from llmpq.server.router.backend import Backend
 from llmpq.server.router.metrics import RouterMetrics
 from llmpq.server.router.proxy import Router
-from llmpq.server.transport import Gate, TransportLimits
+from llmpq.server.transport import Gate
 
 LOAD = {
     "server_load": 1, "is_ready": True, "running": 1, "waiting": 0, "queued_tokens": 7,

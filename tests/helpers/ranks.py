@@ -17,8 +17,7 @@ from helpers.scripted_channel import Script
 
 from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.dist.engine.batch_run import FinishedAnswer
-from llmpq.dist.engine.policy import engine_limits, max_model_len
-from llmpq.dist.io.job import EngineOptions, Job
+from llmpq.dist.io.job import Job
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.results import FinishReason
 from llmpq.dist.launch.draft_runner import run_draft_model
@@ -36,6 +35,8 @@ from llmpq.dist.transport.channels import RankChannels, make_rank_channels
 from llmpq.dist.transport.communicator import Communicator
 from llmpq.dist.transport.frames import FrameLimits
 from llmpq.dist.transport.topology import Link, topology_of
+from llmpq.options.engine import EngineOptions
+from llmpq.options.limits import engine_limits, max_model_len
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 from llmpq.spec.plan import (
     MemoryParts,

@@ -14,6 +14,7 @@ from typing import Any
 import uvicorn
 from helpers.fake_engine import FakeEngine
 
+from llmpq.options.server import TransportLimits
 from llmpq.server.admission import Admission, AdmissionLimits
 from llmpq.server.app import build_app
 from llmpq.server.lifecycle import listen
@@ -21,7 +22,7 @@ from llmpq.server.metrics import ServerMetrics
 from llmpq.server.service import Service
 from llmpq.server.tokenizer import ServerTokenizer
 from llmpq.server.translate import ServedModel
-from llmpq.server.transport import TransportLimits, bounded_protocol
+from llmpq.server.transport import bounded_protocol
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "models" / "demo"

@@ -12,8 +12,6 @@ from llmpq.assigner.request import PlanRequest
 from llmpq.batching.block_scheduler import EngineLimits
 from llmpq.batching.queue_order import queue_order
 from llmpq.costmodel import build_costs
-from llmpq.dist.engine.policy import engine_limits
-from llmpq.dist.io.job import EngineOptions
 from llmpq.errors import InfeasibleError
 from llmpq.multillm.candidates import find_candidates, resolve_models
 from llmpq.multillm.cost import IterationModel, IterationTable
@@ -22,6 +20,8 @@ from llmpq.multillm.engine.native import play
 from llmpq.multillm.graph import Application, AppModel, Node
 from llmpq.multillm.requests import Item
 from llmpq.multillm.workload import ModelLengths, build_workload
+from llmpq.options.engine import EngineOptions
+from llmpq.options.limits import engine_limits
 from llmpq.sim.engine import simulate_engine
 from llmpq.sim.engine_costs import PlanEngineCosts
 from llmpq.sim.plan_costs import PlanCosts

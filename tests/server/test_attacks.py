@@ -26,6 +26,7 @@ from llmpq.dist.io.sampling_params import SamplingParams, TokenLogprobs
 from llmpq.dist.limited.limited_process import JobLimits
 from llmpq.dist.transport.endpoint import Acceptor, Endpoint
 from llmpq.errors import SpecError
+from llmpq.options.server import TransportLimits
 from llmpq.server import protocol, service, text_process
 from llmpq.server.admission import (
     CORRECTION,
@@ -44,7 +45,7 @@ from llmpq.server.translate import (
     ServedModel,
     Work,
 )
-from llmpq.server.transport import LARGE_BODY_BYTES, Gate, TransportLimits
+from llmpq.server.transport import LARGE_BODY_BYTES, Gate
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "models" / "demo"

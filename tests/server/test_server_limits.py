@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from llmpq.dist.io.generation import ServingStats
 from llmpq.errors import SpecError
+from llmpq.options.server import TransportLimits
 from llmpq.server import protocol
 from llmpq.server.admission import (
     Admission,
@@ -28,7 +29,6 @@ from llmpq.server.admission import (
     token_budget_for,
 )
 from llmpq.server.errors import ApiError
-from llmpq.server.transport import TransportLimits
 from llmpq.spec.plan import read_plan
 
 ROOT = Path(__file__).resolve().parents[2]

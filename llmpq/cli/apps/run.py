@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -16,15 +15,12 @@ from typing import Any
 from llmpq.cli.apps.gantt import Span, draw_schedule
 from llmpq.cli.apps.plan import SCHEDULE_FILE, add_search_options, planned_of
 from llmpq.cli.common import print_json, progress_bar, require
-from llmpq.cli.options import add_step_timeout_option
 from llmpq.cli.render import aligned
 from llmpq.cli.run_options import (
-    DEFAULT_MAX_RESTARTS,
     MAX_LISTED,
     add_store_options,
     check_ray_address,
-    store_directory,
-    store_limit_bytes,
+    read_run_options,
 )
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.errors import SpecError
@@ -40,10 +36,16 @@ from llmpq.multillm.running.prepare import check_prompts, prepare_models
 from llmpq.multillm.running.report import build_report, time_left_s
 from llmpq.multillm.running.timeline import Timeline
 from llmpq.multillm.schedule import ApplicationSchedule, load_schedule, write_schedule
+from llmpq.options.declare import add_options, read_options
+from llmpq.options.run import LauncherOptions, LaunchOptions
 from llmpq.spec.cluster import Cluster, load_cluster
 from llmpq.spec.codec import to_json
 from llmpq.units import format_seconds
 
+RESTARTS = {
+    "help": "restart the ranks of a model up to N times in a row after one of them died or hung "
+    "(default %(default)s)"
+}
 PACKAGES = ("torch", "transformers", "tokenizers", "jinja2")
 
 
@@ -82,21 +84,13 @@ def add_run(verbs: Any) -> None:
     )
     files.add_argument("--plot", metavar="FILE.png", help="draw the stages, predicted and measured")
     sampling = parser.add_argument_group("sampling (greedy by default)")
-    sampling.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    sampling.add_argument(
-        "--top_p", type=float, default=1.0, help="share of probability to keep (default 1)"
-    )
+    add_options(sampling, SamplingParams, "temperature", "top_p")
     place = parser.add_argument_group("launching")
-    place.add_argument(
-        "--launcher",
-        choices=("local", "ray"),
-        default="local",
-        help="ray: replicas run on nodes of a Ray cluster whose label llmpq-device has the "
-        "device types of their node, joined by _ (default local: on this host)",
-    )
-    place.add_argument(
-        "--ray_address", metavar="HOST:PORT", help="of the Ray cluster (default: the one it finds)"
-    )
+    launcher = {
+        "help": "ray: replicas run on nodes of a Ray cluster whose label llmpq-device has the "
+        "device types of their node, joined by _ (default local: on this host)"
+    }
+    add_options(place, LauncherOptions, launcher=launcher)
     faults = parser.add_argument_group("when something fails")
     faults.add_argument(
         "--overflow",
@@ -106,15 +100,7 @@ def add_run(verbs: Any) -> None:
         "may be too long for the next prompt; skip: leave such requests out and report them "
         "(default refuse)",
     )
-    faults.add_argument(
-        "--max_restarts",
-        type=int,
-        default=DEFAULT_MAX_RESTARTS,
-        metavar="N",
-        help="restart the ranks of a model up to N times in a row after one of them died or hung "
-        f"(default {DEFAULT_MAX_RESTARTS})",
-    )
-    add_step_timeout_option(faults)
+    add_options(faults, LaunchOptions, "max_restarts", "step_timeout_s", max_restarts=RESTARTS)
     add_store_options(parser.add_argument_group("loading"))
     add_search_options(parser)
     parser.set_defaults(no_pipelines=False)  # only plans of pipelines can be run
@@ -134,7 +120,7 @@ def _run(options: argparse.Namespace) -> int:
         app, schedule, cluster, _folders(options.model), cache(load_server_tokenizer)
     )
     check_prompts(app, items, models, refuses_overflow=options.overflow == "refuse")
-    sampling = SamplingParams(temperature=options.temperature, top_p=options.top_p)
+    sampling = read_options(SamplingParams, options, leaves=["seed"])  # which is of the search
     identity = identity_of(app, items, to_json(sampling))
     with (
         _engines(options, cluster) as engines,
@@ -189,11 +175,7 @@ def _engines(options: argparse.Namespace, cluster: Cluster) -> Iterator[StartEng
     """Yield what starts the replicas: on this host, or on a Ray cluster."""
     settings: dict[str, Any] = {
         "cluster": cluster,
-        "step_timeout_s": options.step_timeout,
-        "max_restarts": options.max_restarts,
-        "store": store_directory(options.store, os.environ),
-        "store_limit_bytes": store_limit_bytes(options.store_limit),
-        "kernel": options.kernel,
+        "options": read_run_options(LaunchOptions, options),
     }
     if options.launcher == "local":
         yield LocalEngines(**settings)

@@ -43,7 +43,7 @@ from llmpq.spec.catalog import resolve_model
 from llmpq.spec.fields import dump_json, write_text
 from llmpq.spec.plan import Plan, write_plan
 from llmpq.spec.precision import BITS, DTYPE_BYTES
-from llmpq.spec.schedule import DRAFT_HEAD_BITS
+from llmpq.spec.schedule import ACCEPTANCE_RATE, DRAFT_HEAD_BITS
 
 NAME = "llmpq-algo"
 V = TypeVar("V")
@@ -107,9 +107,10 @@ def _add_draft_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--acceptance_rate",
         type=float,
-        default=0.7,
+        default=ACCEPTANCE_RATE,
         metavar="A",
-        help="probability that a draft token is right, once those before it are (default 0.7)",
+        help="probability that a draft token is right, once those before it are (default "
+        "%(default)g)",
     )
     group.add_argument(
         "--num_speculative_tokens",

@@ -22,15 +22,12 @@ from llmpq.cli.common import command_start_s, make_parser, print_json, require, 
 from llmpq.cli.options import (
     add_drift_options,
     add_policy_options,
-    add_speculative_option,
-    add_step_timeout_option,
     prediction_of,
     schedule_of,
-    speculative_config_of,
 )
 from llmpq.dist import check_job, model_dir_of, run_job
 from llmpq.dist.io.draft_check import checked_speculation
-from llmpq.dist.io.job import DriftHandling, EngineOptions, Job
+from llmpq.dist.io.job import DriftHandling, Job
 from llmpq.dist.io.prompts import sort_prompts
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.launch.launcher import rank_environment
@@ -41,6 +38,9 @@ from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import SilentProgress
 from llmpq.errors import LlmpqError, SpecError, StageError
 from llmpq.logging import get_logger
+from llmpq.options.declare import add_options, read_options, values_of
+from llmpq.options.engine import EngineOptions
+from llmpq.options.run import HostsRunOptions, RunOptions
 from llmpq.spec.fields import dump_json, write_text
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan import Plan, PlanForecast, read_plan
@@ -88,23 +88,12 @@ def _parser() -> argparse.ArgumentParser:
         help="write a timeline of all ranks, for Perfetto or chrome://tracing",
     )
     sampling = parser.add_argument_group("sampling (greedy by default)")
-    sampling.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    sampling.add_argument("--top_k", type=int, default=0, help="0 is all tokens")
-    sampling.add_argument(
-        "--top_p", type=float, default=1.0, help="share of probability to keep (default 1)"
-    )
-    sampling.add_argument("--seed", type=int, default=0, help="seed (default 0)")
+    names = ("temperature", "top_k", "top_p", "seed")
+    add_options(sampling, SamplingParams, *names, seed={"default": 0})
     run = parser.add_argument_group("running")
-    run.add_argument("--no_pin", action="store_true", help="do not pin CPU workers to cores")
-    run.add_argument(
-        "--enforce_eager",
-        "--no_cuda_graphs",
-        action="store_true",
-        help="run decode steps operator by operator: no CUDA graphs on GPUs, no compiled steps on "
-        "CPUs",
-    )
-    add_speculative_option(run)
-    add_step_timeout_option(run)
+    add_options(run, RunOptions, "pins_workers", "captures")
+    add_options(run, EngineOptions, "speculative_config")
+    add_options(run, RunOptions, "step_timeout_s")
     run_options.add_fault_options(parser)
     add_policy_options(parser)
     add_drift_options(parser)
@@ -197,34 +186,23 @@ def _supervise(job: Job, plan: Plan, options: argparse.Namespace) -> Measurement
 
 def _job(options: argparse.Namespace, plan: Plan, task: Task | None) -> Job:
     model_dir = model_dir_of(plan, options.model)
-    asked = speculative_config_of(options.speculative_config)
-    config = checked_speculation(plan, asked, model_dir)
+    engine = read_options(EngineOptions, options)
+    config = checked_speculation(plan, engine.speculative_config, model_dir)
     return Job(
         strategy=Path(options.strat_file_name).resolve(),
         model_dir=model_dir,
         prompts=Path(options.prompts).resolve(),
         output=Path(options.output).resolve(),
         resume=options.resume,
-        sampling=SamplingParams(
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            seed=options.seed,
-        ),
-        step_timeout_s=options.step_timeout,
+        sampling=read_options(SamplingParams, options),
         schedule=_schedule(options, plan),
         prediction=prediction_of(options),
         rendezvous=run_options.rendezvous_of(options, task),
-        transport=options.transport,
         trace=None if options.trace is None else Path(options.trace).resolve(),
-        store=run_options.store_directory(options.store, os.environ),
-        store_limit_bytes=run_options.store_limit_bytes(options.store_limit),
-        kernel=options.kernel,
-        captures=not options.enforce_eager,
-        pins_workers=not options.no_pin,
         skips_bad_prompts=options.bad_prompts == "skip",
         drift=DriftHandling(replans=options.replan, lengths=_lengths_file(options)),
-        engine=EngineOptions(speculative_config=config),
+        engine=replace(engine, speculative_config=config),
+        **values_of(run_options.read_run_options(HostsRunOptions, options)),
     )
 
 

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.cli.common import make_parser, print_json, require, run_command
-from llmpq.cli.options import add_step_timeout_option
 from llmpq.cli.run_options import HostProgress, add_host_options, hosts_of, rendezvous_of
 from llmpq.dist import model_dir_of, run_job
 from llmpq.dist.io.job import Job
 from llmpq.dist.io.prompts import Prompt, write_prompts
 from llmpq.dist.metrics.progress import SilentProgress
 from llmpq.errors import SpecError
+from llmpq.options.declare import add_options, read_options, values_of
+from llmpq.options.run import HostsRunOptions, RunOptions
 from llmpq.spec.fields import read_json
 from llmpq.spec.plan import read_plan
 from llmpq.units import format_bytes, format_seconds
@@ -35,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--strat_file_name", required=True, metavar="FILE", help="strategy file")
     parser.add_argument("--model", metavar="DIR", help="weights (default: the plan's own)")
-    add_step_timeout_option(parser)
+    add_options(parser, RunOptions, "step_timeout_s")
     add_host_options(parser)
     return parser
 
@@ -52,9 +53,8 @@ def _run(options: argparse.Namespace) -> int:
             prompts=prompts,
             output=output,
             task="doctor",
-            step_timeout_s=options.step_timeout,
             rendezvous=rendezvous_of(options),
-            transport=options.transport,
+            **values_of(read_options(HostsRunOptions, options)),
         )
         place, progress = hosts_of(options), None
         if place.num_nodes > 1:

@@ -19,12 +19,13 @@ from llmpq.cli.common import (
     require,
     run_command,
 )
-from llmpq.cli.options import add_kernel_option, add_step_timeout_option
 from llmpq.cli.render import aligned
 from llmpq.cli.run_options import run_progress
 from llmpq.dist import model_dir_of
 from llmpq.dist.launch.process_environment import cpu_environment
 from llmpq.errors import SpecError, bad_field
+from llmpq.options.declare import add_options
+from llmpq.options.run import RunOptions
 from llmpq.spec.fields import read_json
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.huggingface.gptq import find_config
@@ -81,8 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument("--max_tokens", type=int, help="tokens of the text to use (default all)")
     how.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default cpu)")
     how.add_argument("--threads", type=int, help="CPU threads (default: all cores)")
-    add_kernel_option(how)
-    add_step_timeout_option(how)
+    add_options(how, RunOptions, "kernel", "step_timeout_s")
     return parser
 
 

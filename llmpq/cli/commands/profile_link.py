@@ -15,9 +15,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from llmpq.cli.common import host_name, print_points, progress_bar, require
+from llmpq.cli.common import print_points, progress_bar, require
 from llmpq.dist.launch.process_environment import cpu_environment, pin
 from llmpq.errors import SpecError
+from llmpq.options.declare import add_options
+from llmpq.options.run import HostOptions, RunOptions
 from llmpq.profiler.device import available_cores
 from llmpq.spec.tables import CommTable, ends_line, ends_of, read_comm_table, write_comm_table
 from llmpq.units import format_bytes, format_seconds
@@ -39,11 +41,14 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     link.add_argument("--seed", type=int, default=0)
     link.add_argument("--append", action="store_true", help="keep what --output already holds")
     hosts = link.add_argument_group("two hosts (each runs this command)")
-    hosts.add_argument("--node_rank", type=int, choices=(0, 1), help="0 is the first of --between")
-    hosts.add_argument("--master_addr", type=host_name, help="address of host 0")
-    hosts.add_argument("--master_port", type=int, default=29500)
-    hosts.add_argument("--token_file", type=Path, help="the same secret on both hosts")
-    link.add_argument("--step_timeout", type=float, default=10.0, metavar="SECONDS")
+    changes: dict[str, dict[str, Any]] = {
+        "node_rank": {"choices": (0, 1), "default": None, "help": "0 is the first of --between"},
+        "master_addr": {"help": "address of host 0"},
+        "token_file": {"type": Path, "help": "the same secret on both hosts"},
+    }
+    names = ("node_rank", "master_addr", "master_port", "token_file")
+    add_options(hosts, HostOptions, *names, **changes)
+    add_options(link, RunOptions, "step_timeout_s")
     # Set in the two processes that a local measurement starts.
     link.add_argument("--rendezvous", type=Path, help=argparse.SUPPRESS)
     link.set_defaults(run=run)

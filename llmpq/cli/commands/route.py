@@ -7,7 +7,6 @@ routed. Replicas are servers of this project or of vLLM.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
 
@@ -19,8 +18,9 @@ from llmpq.cli.server_options import (
     say_ready,
 )
 from llmpq.errors import SpecError
-from llmpq.routing import BALANCERS, load_balancer
-from llmpq.spec.runtime_constants import FIRST_BYTE_S, POLL_S
+from llmpq.options.declare import add_options, read_options
+from llmpq.options.server import RouterOptions
+from llmpq.routing import load_balancer
 
 SERVER_PACKAGES = ("aiohttp", "fastapi", "uvicorn", "httptools", "prometheus_client")
 
@@ -40,30 +40,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="URL",
         help="addresses of the replicas, http://HOST:PORT",
     )
-    replicas.add_argument(
-        "--balancer",
-        choices=BALANCERS,
-        default="sal_seconds",
-        help="which replica takes a request (default sal_seconds)",
-    )
-    replicas.add_argument(
-        "--poll_s",
-        type=float,
-        default=POLL_S,
-        metavar="SECONDS",
-        help=f"time between two readings of the replicas' statistics (default {POLL_S:g})",
-    )
-    replicas.add_argument("--seed", type=int, default=0, help="of random balancers (default 0)")
+    add_options(replicas, RouterOptions, "balancer", "poll_s", "seed")
     add_address_options(parser)
     limits = parser.add_argument_group("limits")
-    limits.add_argument(
-        "--first_byte_timeout",
-        type=float,
-        default=FIRST_BYTE_S,
-        metavar="SECONDS",
-        help="time to the first byte of a streamed answer, ten times as long for a whole one; then "
-        f"another replica is tried (default {FIRST_BYTE_S:g})",
-    )
+    add_options(limits, RouterOptions, "first_byte_timeout_s")
     add_listen_limits(limits)
     return parser
 
@@ -72,21 +52,16 @@ def _run(options: argparse.Namespace) -> int:
     require(*SERVER_PACKAGES)
     from llmpq.server.router.lifecycle import run_router
 
-    if not 0 < options.poll_s <= 60:
-        raise SpecError(f"--poll_s: found {options.poll_s:g}, expected more than 0, at most 60")
-    if not 0 < options.first_byte_timeout < math.inf:
-        raise SpecError(
-            f"--first_byte_timeout: found {options.first_byte_timeout:g}, expected more than 0"
-        )
+    asked = read_options(RouterOptions, options)
     if len(set(options.replica)) < len(options.replica):
         raise SpecError("--replica: found an address twice, expected each once")
     run_router(
         listen_options(options),
         options.replica,
-        load_balancer(options.balancer, seed=options.seed),
-        options.poll_s,
+        load_balancer(asked.balancer, seed=asked.seed),
+        asked.poll_s,
         lambda url: say_ready(options, {"url": url, "replicas": options.replica}),
-        options.first_byte_timeout,
+        asked.first_byte_timeout_s,
     )
     return 0
 

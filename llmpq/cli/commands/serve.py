@@ -19,7 +19,6 @@ from llmpq.cli.engine_options import add_engine_options, check_engine_options, l
 from llmpq.cli.server_options import (
     add_address_options,
     add_listen_limits,
-    at_least,
     listen_options,
     say_ready,
 )
@@ -27,10 +26,11 @@ from llmpq.dist import model_dir_of
 from llmpq.dist.launch.local_devices import visible_devices
 from llmpq.dist.metrics.measurement import StartLog
 from llmpq.errors import SpecError
-from llmpq.routing import BALANCERS, load_balancer
+from llmpq.options.declare import add_options, read_options, values_of
+from llmpq.options.server import AdmissionOptions, RoutingOptions
+from llmpq.routing import load_balancer
 from llmpq.spec.fleet import read_fleet
 from llmpq.spec.plan import Plan, read_plan
-from llmpq.spec.runtime_constants import MAX_CHOICES, POLL_S
 
 if TYPE_CHECKING:
     from llmpq.dist.async_engine import AsyncEngine
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from llmpq.server.tokenizer import ServerTokenizer
 
 SERVER_PACKAGES = ("fastapi", "uvicorn", "httptools", "prometheus_client", "jinja2", "tokenizers")
-DEFAULT_BALANCER = "sal_seconds"
 FLEET_PACKAGES = ("torch", "transformers", "aiohttp", "fastapi", "uvicorn", "httptools")
 
 
@@ -70,11 +69,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="names of the model in requests; answers use the first (default: the plan's)",
     )
-    files.add_argument(
-        "--balancer",
-        choices=BALANCERS,
-        help=f"--fleet: which replica takes a request (default {DEFAULT_BALANCER})",
-    )
+    balancer = {
+        "default": None,
+        "help": f"--fleet: which replica takes a request (default {RoutingOptions().balancer})",
+    }
+    add_options(files, RoutingOptions, "balancer", balancer=balancer)
     add_address_options(parser)
     _add_limit_options(parser)
     add_engine_options(parser)
@@ -83,35 +82,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_limit_options(parser: argparse.ArgumentParser) -> None:
     limits = parser.add_argument_group("limits (above them requests are answered with 503)")
-    limits.add_argument(
-        "--max_num_queued_reqs",
-        type=int,
-        metavar="N",
-        help="answers that wait or run at once; one request alone may have more (default: any "
-        "number)",
-    )
-    limits.add_argument(
-        "--max_num_choices",
-        type=int,
-        default=MAX_CHOICES,
-        metavar="N",
-        help="answers of one request, its prompts times n; more are answered with 400 (default "
-        f"{MAX_CHOICES})",
-    )
+    add_options(limits, AdmissionOptions, "max_num_queued_reqs", "max_num_choices")
     tokens = limits.add_mutually_exclusive_group()
-    tokens.add_argument(
-        "--max_num_queued_tokens",
-        type=int,
-        metavar="N",
-        help="prompt tokens that have not been computed (default: any number)",
-    )
-    tokens.add_argument(
-        "--ttft_bound",
-        type=float,
-        metavar="SECONDS",
-        help="bound on the time to the first token, from which --max_num_queued_tokens is computed "
-        "by the plan's own cost model, and corrected by what is measured",
-    )
+    add_options(tokens, AdmissionOptions, "max_num_queued_tokens", "ttft_bound_s")
     add_listen_limits(limits)
 
 
@@ -157,7 +130,7 @@ def _run_engine(
 
     start.mark("packages")
     server = ServerOptions(
-        **vars(listen_options(options)), model_dir=model_dir, names=names, admission=admission
+        **values_of(listen_options(options)), model_dir=model_dir, names=names, admission=admission
     )
     record: dict[str, Any] = {
         "models": list(names),
@@ -224,14 +197,11 @@ def _admission(options: argparse.Namespace, plan: Plan) -> AdmissionLimits:
         queued_tokens_for,
     )
 
-    tokens = options.max_num_queued_tokens
+    asked = values_of(read_options(AdmissionOptions, options))
     if options.ttft_bound is not None:
-        tokens = queued_tokens_for(plan, options.ttft_bound)
+        asked["max_num_queued_tokens"] = queued_tokens_for(plan, options.ttft_bound)
     return AdmissionLimits(
-        max_num_queued_reqs=at_least("--max_num_queued_reqs", options.max_num_queued_reqs, 1),
-        max_num_queued_tokens=at_least("--max_num_queued_tokens", tokens, 1),
-        max_num_choices=at_least("--max_num_choices", options.max_num_choices, 1),
-        ttft_bound_s=options.ttft_bound,
+        **asked,
         prefill_tokens_per_s=prefill_tokens_per_s(plan),
         decode_step_s=plan.decode_round_s,
     )
@@ -257,7 +227,7 @@ def _run_fleet(options: argparse.Namespace) -> int:
     require(*FLEET_PACKAGES)
     from llmpq.server.router.fleet import ReplicaCommand, run_fleet
 
-    words = replica_options(options.argv)
+    words, routing = replica_options(options.argv), RoutingOptions()
     folder = Path(options.fleet).resolve().parent
     serve = [sys.executable, "-m", "llmpq.cli.commands.serve"]
     run_fleet(
@@ -269,8 +239,8 @@ def _run_fleet(options: argparse.Namespace) -> int:
             )
             for one, environment in zip(fleet.replicas, environments, strict=True)
         ],
-        load_balancer(options.balancer or DEFAULT_BALANCER),
-        POLL_S,
+        load_balancer(options.balancer or routing.balancer),
+        routing.poll_s,
         lambda url, urls: say_ready(options, {"url": url, "replicas": list(urls)}),
     )
     return 0

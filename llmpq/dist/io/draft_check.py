@@ -9,6 +9,7 @@ from typing import Any
 
 from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.errors import SpecError
+from llmpq.options.limits import planned_speculation
 from llmpq.spec.facts.model_fields import absolute_model_path
 from llmpq.spec.fields import read_json
 from llmpq.spec.huggingface.families import load_model_dir
@@ -31,13 +32,7 @@ def checked_speculation(
         SpecError: the draft model has another vocabulary: another size, or another token in its
             ``tokenizer.json``, where both have one.
     """
-    if config is None and plan.draft is not None:
-        config = SpeculativeConfig(
-            method="draft_model",
-            num_speculative_tokens=plan.draft.num_speculative_tokens,
-            model=plan.draft.model,
-            bits=plan.draft.bits,
-        )
+    config = config or planned_speculation(plan)
     if config is None or config.model is None:
         return config
     folder = absolute_model_path(config.model)

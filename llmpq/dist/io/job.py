@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from llmpq.batching.length import ORACLE, Prediction
-from llmpq.batching.queue_order import SERVED_ORDERS
-from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.dist.io.sampling_params import GREEDY, SamplingParams
-from llmpq.errors import SpecError, bad_field
+from llmpq.errors import SpecError
 from llmpq.logging import get_logger
+from llmpq.options.engine import EngineOptions
+from llmpq.options.run import HostsRunOptions
 from llmpq.spec.catalog import resolve_model
-from llmpq.spec.codec import Rule, from_json, to_json
+from llmpq.spec.codec import from_json, to_json
 from llmpq.spec.fields import Fields, digest_of, dump_json, read_json, write_text
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import Plan
 from llmpq.spec.precision import DTYPE_BYTES
 from llmpq.spec.schedule import Schedule
-from llmpq.units import GIB
 
 _log = get_logger(__name__)
 Task = Literal["generate", "serve", "online", "hidden", "doctor"]
-Transport = Literal["auto", "gloo"]
-MIN_STEP_TIMEOUT_S = 0.5
 BEATS_PER_TIMEOUT = 5
 """Signs of life within a step timeout: a busy machine may delay some of them."""
-DEFAULT_STORE_LIMIT_BYTES = 32 * GIB
 START_TIMEOUT_S = 120.0
 """How long a rank may take to start and to connect: importing torch takes a while."""
 
@@ -75,38 +70,8 @@ TOLD_ONLY = DriftHandling()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """Options of an engine that serves requests as they arrive; ``None`` is the plan's own.
-
-    Attributes:
-        scheduler: order of the waiting queue, one of ``queue_order.SERVED_ORDERS``.
-        alpha: weight of waiting time in the order ``larry``.
-        token_budget: most tokens of a step.
-        max_sequences: most sequences that run at a time.
-        num_blocks: KV blocks.
-        max_model_len: most tokens of prompt and answer of a request.
-        prefix_caching: whether prompts reuse blocks of equal content.
-        speculative_config: draft tokens to verify; ``None`` for none.
-    """
-
-    scheduler: str = "fcfs"
-    alpha: float | None = None
-    token_budget: Annotated[int, Rule(minimum=1)] | None = None
-    max_sequences: Annotated[int, Rule(minimum=1)] | None = None
-    num_blocks: Annotated[int, Rule(minimum=1)] | None = None
-    max_model_len: Annotated[int, Rule(minimum=2)] | None = None
-    prefix_caching: bool = True
-    speculative_config: SpeculativeConfig | None = None
-
-    def __post_init__(self) -> None:
-        if self.scheduler not in SERVED_ORDERS:
-            expected = f"one of {', '.join(SERVED_ORDERS)}"
-            raise bad_field("engine", "scheduler", self.scheduler, expected)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """Everything a run needs: plan, model, prompts, where its output goes.
+class Job(HostsRunOptions):
+    """Everything a run needs: plan, model, prompts, where its output goes, and its options.
 
     Attributes:
         strategy: the strategy file.
@@ -118,17 +83,9 @@ class Job:
             closed; ``hidden`` writes the states after the last layer, as safetensors, one tensor a
             micro-batch; ``doctor`` only examines what a run would need.
         resume: whether to skip what the result file already holds.
-        step_timeout_s: how long a rank may give no sign of life.
-        transport: ``auto`` takes the fastest that each link allows; ``gloo`` is torch's own.
         trace: file for the time line of every rank; ``None`` for none.
         schedule: the batching policy; ``None`` is the strategy's own.
         prediction: what policies know of answer lengths.
-        store, store_limit_bytes: folder of cached quantized layers, and most bytes it may hold.
-        kernel: backend to use wherever it can run; ``None`` lets the registry choose.
-        captures: whether GPUs may capture decode steps as CUDA graphs, and CPUs run compiled ones.
-        pins_workers: whether CPU workers keep to cores of their own where there are enough.
-        cores: CPU cores of the ranks, those of rank 0 first; none: all of the launcher's.
-        environment: variables of all ranks besides the launcher's.
         skips_bad_prompts: whether prompts that cannot be served are skipped and reported; otherwise
             one of them ends the run before it begins.
         engine: options of the task ``online``; its ``speculative_config`` is that of all tasks.
@@ -145,32 +102,16 @@ class Job:
     task: Task = "generate"
     resume: bool = False
     sampling: SamplingParams = GREEDY
-    step_timeout_s: float = 10.0
     rendezvous: Rendezvous = Rendezvous(from_environment=True)
-    transport: Transport = "auto"
     trace: Path | None = None
     schedule: Schedule | None = None
     prediction: Prediction = ORACLE
-    store: Path | None = None
-    store_limit_bytes: int = DEFAULT_STORE_LIMIT_BYTES
-    kernel: str | None = None
-    captures: bool = True
-    pins_workers: bool = True
-    cores: tuple[int, ...] = ()
-    environment: tuple[tuple[str, str], ...] = ()
     skips_bad_prompts: bool = False
     drift: DriftHandling = TOLD_ONLY
-    engine: EngineOptions = EngineOptions()
+    engine: EngineOptions = field(default_factory=EngineOptions)
     start_s: float | None = None
     launch_s: float | None = None
     launcher_pid: int = 0
-
-    def __post_init__(self) -> None:
-        if not MIN_STEP_TIMEOUT_S <= self.step_timeout_s < math.inf:
-            raise SpecError(
-                f"step_timeout: found {self.step_timeout_s}, "
-                f"expected at least {MIN_STEP_TIMEOUT_S} seconds"
-            )
 
 
 def check_plan(plan: Plan, model_dir: Path, num_layers: int) -> None:

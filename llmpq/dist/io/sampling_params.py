@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 from llmpq.errors import SpecError
+from llmpq.options.declare import Option
 from llmpq.spec.codec import Rule
 
 MAX_LOGIT_BIAS = 100.0
@@ -86,11 +87,15 @@ class SamplingParams:
     """
 
     max_tokens: Annotated[int, Rule(minimum=1)] | None = None
-    temperature: Annotated[float, _OPTIONAL] = 0.0
-    top_p: Annotated[float, _OPTIONAL] = 1.0
-    top_k: Annotated[int, Rule(minimum=-1, optional=True)] = 0
+    temperature: Annotated[float, Option(optional=True, help="0 is greedy (default)")] = 0.0
+    top_p: Annotated[
+        float, Option(optional=True, help="share of probability to keep (default %(default)g)")
+    ] = 1.0
+    top_k: Annotated[int, Option(minimum=-1, optional=True, help="0 is all tokens")] = 0
     min_p: Annotated[float, _OPTIONAL] = 0.0
-    seed: Annotated[int, Rule(minimum=MIN_SEED, maximum=MAX_SEED)] | None = None
+    seed: (
+        Annotated[int, Option(minimum=MIN_SEED, maximum=MAX_SEED, help="seed (default 0)")] | None
+    ) = None
     repetition_penalty: Annotated[float, _OPTIONAL] = 1.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0

@@ -11,7 +11,6 @@ from llmpq.dist.engine.compiled_steps import step_runner_of
 from llmpq.dist.engine.cuda_graphs import DecodeSizes
 from llmpq.dist.engine.draft_model import DraftModel, DraftWorker
 from llmpq.dist.engine.executor import PipelineExecutor
-from llmpq.dist.engine.policy import engine_limits
 from llmpq.dist.engine.stage import StageRunner
 from llmpq.dist.engine.warmup import capture_decode_steps
 from llmpq.dist.io.job import Job
@@ -22,6 +21,7 @@ from llmpq.dist.metrics.progress import Event, RunProgress
 from llmpq.dist.metrics.stats import StageClock, peak_memory_bytes
 from llmpq.dist.transport.communicator import Communicator
 from llmpq.models import DecoderStage, Master, kv_shapes
+from llmpq.options.limits import engine_limits
 from llmpq.quant.loading.loader import load_master, load_stage
 from llmpq.quant.loading.weight_cache import WeightCache
 from llmpq.quant.modules.layer import stored_bytes

@@ -27,16 +27,7 @@ from llmpq.dist.engine.cuda_graphs import DecodeSizes
 from llmpq.dist.engine.draft_model import Drafter, RemoteDraftModel
 from llmpq.dist.engine.executor import PipelineExecutor
 from llmpq.dist.engine.online_run import EngineChannel, OnlineRun
-from llmpq.dist.engine.policy import (
-    engine_limits,
-    max_model_len,
-    own_window,
-    policy_limits,
-    policy_of,
-    schedule_of,
-    window_blocks,
-    with_windows,
-)
+from llmpq.dist.engine.policy import policy_of, schedule_of
 from llmpq.dist.engine.stage import StageRunner, StageWorker
 from llmpq.dist.engine.warmup import capture_decode_steps, warm_up, warm_up_master
 from llmpq.dist.io.engine_messages import ModelLimits
@@ -78,6 +69,14 @@ from llmpq.models import Master, kv_shapes, load_config
 from llmpq.models.config import kv_sources, largest_window
 from llmpq.models.rotary import length_scaling
 from llmpq.models.token_layout import message_features
+from llmpq.options.engine import EngineOptions
+from llmpq.options.limits import (
+    engine_limits,
+    max_model_len,
+    own_window,
+    policy_limits,
+    window_blocks,
+)
 from llmpq.quant.loading.loader import load_master, load_stage
 from llmpq.spec.catalog import device as device_spec
 from llmpq.spec.devices.figures import DeviceKind
@@ -186,13 +185,19 @@ def window_blocks_of(plan: Plan, config: PreTrainedConfig) -> int | None:
     return window_blocks(plan, largest_window(config))
 
 
-def with_model(limits: EngineLimits, plan: Plan, config: PreTrainedConfig) -> EngineLimits:
+def limits_of_model(plan: Plan, options: EngineOptions, config: PreTrainedConfig) -> EngineLimits:
     """Return the limits of an engine for a model's rotary angles and windows."""
-    scaling = length_scaling(config)
-    return replace(
-        with_windows(limits, plan, largest_window(config)),
-        switches_after=scaling.switches_after,
-        grows_after=scaling.grows_after,
+    return engine_limits(
+        plan, options, window_tokens=largest_window(config), scaling=length_scaling(config)
+    )
+
+
+def policy_limits_of_model(
+    plan: Plan, options: EngineOptions, config: PreTrainedConfig
+) -> EngineLimits:
+    """Return the same for an engine whose steps a batching policy decides."""
+    return policy_limits(
+        plan, options, window_tokens=largest_window(config), scaling=length_scaling(config)
     )
 
 
@@ -489,7 +494,7 @@ class MasterRank:
             prefill_runner=no_layers if plan.is_split else None,
             local_phases=[phase for phase in Phase if self._depth.is_local(phase)],
         )
-        self._limits = with_model(policy_limits(plan, job.engine), plan, config)
+        self._limits = policy_limits_of_model(plan, job.engine, config)
         self._drafts = self._limits.new_drafts()  # what they cost is known from batch to batch
         self._next_number = 0
         self._has_tokens = False
@@ -551,12 +556,11 @@ class MasterRank:
             LlmpqError: what went wrong here or on any other rank.
         """
         plan, job, config = self._context.plan, self._context.job, self._config
-        alpha = {} if job.engine.alpha is None else {"alpha": job.engine.alpha}
         OnlineRun(
             channel=channel,
             executor=self._executor,
-            limits=with_model(engine_limits(plan, job.engine), plan, config),
-            order=queue_order(job.engine.scheduler, **alpha),
+            limits=limits_of_model(plan, job.engine, config),
+            order=queue_order(job.engine.scheduler, alpha=job.engine.alpha),
             model=ModelLimits(
                 max_model_len=max_context_of(job, plan),
                 vocab_size=config.get_text_config().vocab_size,

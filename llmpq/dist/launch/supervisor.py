@@ -8,7 +8,6 @@ the run at once; so do two starts in a row without a token. Needs no torch.
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -24,10 +23,11 @@ from llmpq.dist.metrics.measurement import Measurement, Restart
 from llmpq.dist.metrics.progress import Event, RunProgress
 from llmpq.errors import LlmpqError, SpecError, StageError, StoppedError
 from llmpq.logging import get_logger
+from llmpq.options.declare import check_options
+from llmpq.options.run import DrainOptions
 from llmpq.spec.fields import dump_json, write_text
 from llmpq.spec.plan import Plan
 
-DRAIN_TIMEOUT_S = 30.0
 _log = get_logger(__name__)
 
 State = Literal["starting", "serving", "draining", "restarting", "done", "stopped", "failed"]
@@ -87,29 +87,24 @@ class Health:
         write_text(self._path, dump_json(fields))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Supervision:
+@dataclass(frozen=True, kw_only=True)
+class Supervision(DrainOptions):
     """Restarts and the end of a run.
 
     Attributes:
         max_restarts: how many times all ranks may be started again after one was lost.
-        drain_timeout_s: how long running requests may go on once the run is asked to end.
         stop: asks the run to end.
         health: file of :class:`Health`; ``None`` for none.
     """
 
     max_restarts: int = 0
-    drain_timeout_s: float = DRAIN_TIMEOUT_S
     stop: StopRequest = field(default_factory=StopRequest)
     health: Path | None = None
 
     def __post_init__(self) -> None:
+        check_options(self)
         if self.max_restarts < 0:
             raise SpecError(f"max_restarts: found {self.max_restarts}, expected at least 0")
-        if not 0 <= self.drain_timeout_s < math.inf:
-            raise SpecError(
-                f"drain_timeout: found {self.drain_timeout_s}, expected at least 0 seconds"
-            )
 
 
 class Supervisor:

@@ -24,7 +24,6 @@ from llmpq.errors import SpecError
 from llmpq.spec.codec import from_json, to_json
 from llmpq.spec.fields import Fields
 
-DEFAULT_FORM_TIMEOUT_S = 2.0
 MAX_CHECKED = 4096
 """Forms whose result is kept, as a digest."""
 
@@ -37,7 +36,7 @@ class FormChecker:
         timeout_s: processor time to compile a form.
     """
 
-    def __init__(self, model_dir: Path, timeout_s: float = DEFAULT_FORM_TIMEOUT_S) -> None:
+    def __init__(self, model_dir: Path, timeout_s: float) -> None:
         self._processes = LimitedProcesses(
             "llmpq.dist.limited.form_checker", str(model_dir), JobLimits(cpu_s=timeout_s)
         )

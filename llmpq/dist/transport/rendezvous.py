@@ -24,7 +24,7 @@ from typing import Annotated
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch lists no exports
 
-from llmpq.dist.io.job import START_TIMEOUT_S, Rendezvous, Transport
+from llmpq.dist.io.job import START_TIMEOUT_S, Rendezvous
 from llmpq.dist.transport.channels import RankChannels, make_rank_channels
 from llmpq.dist.transport.endpoint import (
     HANDSHAKE_S,
@@ -41,6 +41,7 @@ from llmpq.dist.transport.frames import FrameLimits
 from llmpq.dist.transport.topology import Link, Topology, check_transport, one_ring
 from llmpq.dist.transport.torch_communicator import TorchCommunicator, open_store
 from llmpq.errors import SpecError, StageError
+from llmpq.options.run import Transport
 from llmpq.spec.codec import Rule, from_json, to_json
 from llmpq.spec.fields import Fields
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmpq.dist.io.job import Transport
 from llmpq.errors import SpecError
+from llmpq.options.run import Transport
 from llmpq.spec.plan import Handover, Plan, handovers_of
 from llmpq.spec.precision import Phase
 

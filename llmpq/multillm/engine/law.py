@@ -19,11 +19,12 @@ from functools import partial
 
 import numpy as np
 
-from llmpq.batching import uniform_depth
 from llmpq.costmodel import ClusterCosts
 from llmpq.costmodel.base import prompt_s
 from llmpq.multillm.cost import IterationModel
 from llmpq.multillm.engine.native import Array, EngineLaw
+from llmpq.options.engine import EngineOptions
+from llmpq.options.limits import engine_limits
 from llmpq.sim.costs import BatchShape
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec.cluster import Device
@@ -33,9 +34,7 @@ from llmpq.spec.precision import DTYPE_BYTES, Phase
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
 
 MAX_SEQUENCES = 256
-"""Running sequences of an engine, as in vLLM and ours."""
-TOKEN_BUDGET = 1024
-"""Most tokens of a mixed step."""
+"""Running sequences of an engine, as in vLLM."""
 MIN_PREFILL_TOKENS = 2048
 """Padded tokens of a prefill iteration of vLLM 0.2-0.4: these, or the longest sequence."""
 REQUESTS_AHEAD = 2
@@ -156,7 +155,8 @@ def plan_law(plan: Plan, costs: ClusterCosts) -> EngineLaw:
     """Return our engine on a plan: mixed steps, blocks for the plan's sequences."""
     own = PlanCosts(plan, costs)
     stages = range(own.layout.num_ranks)
-    depth = uniform_depth(len(stages)).max_in_flight(Phase.DECODE)
+    limits = engine_limits(plan, EngineOptions())
+    depth = limits.steps_in_flight
     work = plan.workload
 
     def stage_s(rank: int, phase: Phase, rows: int, tokens: float) -> float:
@@ -188,20 +188,18 @@ def plan_law(plan: Plan, costs: ClusterCosts) -> EngineLaw:
         return max(linear), max(attention for _, attention in each)
 
     usual = float(work.prompt_tokens)
-    sizes = plan.micro_batching
-    budget = min(TOKEN_BUDGET, max(sizes.prefill * work.prompt_tokens, sizes.decode))
+    budget = limits.token_budget
     at = _grid(budget)
     packed = np.interp(np.arange(budget + 1), at, [prompt(tokens)[0] for tokens in at])
-    blocks = work.batch * -(-work.max_context_tokens // KV_BLOCK_SIZE)
     operations = Operations.of(costs.model)
-    most = min(MAX_SEQUENCES, REQUESTS_AHEAD * work.batch, blocks)
+    most = min(limits.max_sequences, REQUESTS_AHEAD * work.batch)
     return EngineLaw(
         mixed=True,
         max_sequences=most,
         token_budget=budget,
-        num_blocks=blocks,
-        block_size=KV_BLOCK_SIZE,
-        watermark_blocks=int(WATERMARK * blocks),
+        num_blocks=limits.num_blocks,
+        block_size=limits.block_size,
+        watermark_blocks=int(limits.watermark * limits.num_blocks),
         prefill=np.zeros((most + 1, 2)),
         decode=_decode_weights(decode_s, most, float(work.max_context_tokens)),
         packed=packed,

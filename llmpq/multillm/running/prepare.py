@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 
-from llmpq.dist.engine.policy import max_model_len
-from llmpq.dist.io.job import EngineOptions, check_model
+from llmpq.dist.io.job import check_model
 from llmpq.dist.io.prompts import RequestId, Tokenizer
 from llmpq.errors import CapacityError, SpecError
 from llmpq.multillm.graph import ANSWER, PROMPT, Application, Node, fixed_text, template_fields
 from llmpq.multillm.requests import Item
 from llmpq.multillm.running.dataflow import JOINT
 from llmpq.multillm.schedule import ApplicationSchedule, plans_of
+from llmpq.options.engine import EngineOptions
+from llmpq.options.limits import max_model_len
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, Device
 from llmpq.spec.facts.model_fields import absolute_model_path

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,13 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from llmpq.dist.async_engine import DEFAULT_RESTARTS, AsyncEngine
+from llmpq.dist.async_engine import AsyncEngine
 from llmpq.dist.io.generation import GenerationRequest, TokenOutput
-from llmpq.dist.io.job import DEFAULT_STORE_LIMIT_BYTES
 from llmpq.dist.launch.ray_launcher import LABEL, device_label, reserved, resources_text
 from llmpq.dist.transport.errors import error_from_status
 from llmpq.errors import CapacityError, LlmpqError, SpecError, StageError
+from llmpq.options.declare import values_of
+from llmpq.options.run import LaunchOptions
 from llmpq.spec.cluster import Cluster
 from llmpq.spec.plan import Plan
 
@@ -147,19 +148,12 @@ class RayEngines:
 
     Attributes:
         cluster: all devices.
-        step_timeout_s: how long a rank may give no sign of life.
-        max_restarts: starts in a row without a new token, after which a replica has failed.
-        store, store_limit_bytes: folder of quantized layers, on each node.
-        kernel: backend to prefer.
+        options: of the ranks of every replica; its store is a folder on each node.
         place_timeout_s: seconds to wait until Ray has a free node.
     """
 
     cluster: Cluster
-    step_timeout_s: float = 10.0
-    max_restarts: int = DEFAULT_RESTARTS
-    store: Path | None = None
-    store_limit_bytes: int = DEFAULT_STORE_LIMIT_BYTES
-    kernel: str | None = None
+    options: LaunchOptions = field(default_factory=LaunchOptions)
     place_timeout_s: float = PLACE_TIMEOUT_S
 
     async def __call__(self, plan: Plan, model_dir: Path, devices: Sequence[str]) -> RayEngine:
@@ -200,11 +194,5 @@ class RayEngines:
         return engine
 
     def _settings(self) -> dict[str, Any]:
-        return {
-            "step_timeout_s": self.step_timeout_s,
-            "max_restarts": self.max_restarts,
-            "store": self.store,
-            "store_limit_bytes": self.store_limit_bytes,
-            "kernel": self.kernel,
-            "pins_workers": False,  # Ray gives replicas of one node no cores of their own
-        }
+        # Ray gives replicas of one node no cores of their own.
+        return values_of(self.options) | {"pins_workers": False}

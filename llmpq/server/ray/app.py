@@ -9,6 +9,7 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
+from llmpq.options.run import DrainOptions
 from llmpq.server.ray.ingress import Ingress
 from llmpq.server.ray.options import FleetOptions, options_of
 from llmpq.server.ray.replica import EngineReplica
@@ -16,7 +17,6 @@ from llmpq.server.ray.request_router import BalancedRequestRouter
 
 STATS_TIMEOUT_S = 2.0
 HEALTH_PERIOD_S = 2.0
-DRAIN_TIMEOUT_S = 30.0
 
 
 def build(args: Mapping[str, Any]) -> Application:
@@ -59,7 +59,7 @@ def application(
             request_routing_stats_timeout_s=STATS_TIMEOUT_S,
         ),
         health_check_period_s=HEALTH_PERIOD_S,
-        graceful_shutdown_timeout_s=DRAIN_TIMEOUT_S,
+        graceful_shutdown_timeout_s=DrainOptions().drain_timeout_s,
     )
     # One replica of the ingress sees every request, and counts it until the next statistics.
     ingress = serve.deployment(

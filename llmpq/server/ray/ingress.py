@@ -18,9 +18,10 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmpq.logging import get_logger
+from llmpq.options.server import ListenOptions, TransportLimits
 from llmpq.routing import RoutedRequest
 from llmpq.server.errors import ApiError, json_response
-from llmpq.server.lifecycle import ListenOptions, read_api_keys
+from llmpq.server.lifecycle import read_api_keys
 from llmpq.server.ray.options import FleetOptions
 from llmpq.server.ray.replica import NAME, RequestHead
 from llmpq.server.ray.replica_table import RoutingHint
@@ -33,7 +34,7 @@ from llmpq.server.router.proxy import (
     read_body,
     routed_request,
 )
-from llmpq.server.transport import Gate, TransportLimits, until_disconnected
+from llmpq.server.transport import Gate, until_disconnected
 
 logger = get_logger(__name__)
 LOST_ATTEMPTS = 3

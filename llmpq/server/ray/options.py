@@ -2,69 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any
+from typing import Annotated, Any
 
-from llmpq.batching.queue_order import SERVED_ORDERS
 from llmpq.errors import SpecError
-from llmpq.routing import BALANCERS
-
-DEFAULT_LABEL = "ray.io/accelerator-type"
-ENGINE_SETTINGS = (
-    "scheduler",
-    "alpha",
-    "token_budget",
-    "max_model_len",
-    "prefix_caching",
-    "step_timeout_s",
-    "max_restarts",
-    "form_timeout_s",
-)
+from llmpq.options.declare import Option, check_options, read_keywords
+from llmpq.options.engine import EngineOptions
+from llmpq.options.run import LaunchOptions
+from llmpq.options.server import QueueLimits, RoutingOptions
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetOptions:
-    """What is served, where, and how requests are routed.
+@dataclass(frozen=True, kw_only=True)
+class FleetOptions(RoutingOptions, QueueLimits):
+    """What is served, where, and how requests are routed."""
 
-    Attributes:
-        strategies: strategy files by the value of ``label``; the same paths on every node.
-        label: label of Ray's nodes that says which strategy is meant for a node.
-        num_replicas: how many there are in all.
-        max_replicas_per_node: how many may share a node.
-        num_cpus: cores that Ray reserves for a replica.
-        num_gpus: GPUs likewise.
-        model: directory of the weights; by default that of each strategy.
-        served_model_name: name of the model in requests; by default that of the strategy.
-        balancer: a name of ``llmpq.routing.BALANCERS``.
-        seed: of balancers that draw at random.
-        poll_s: seconds between two readings of the statistics.
-        max_ongoing_requests: answers under way in a replica; more wait in the router.
-        max_num_queued_reqs: of a replica, as for ``llmpq-serve``.
-        max_num_queued_tokens: likewise.
-        api_key_file: keys that the ingress accepts, one a line.
-        engine: settings of ``AsyncEngine.start``: those in ``ENGINE_SETTINGS``.
-
-    Raises:
-        SpecError: a value cannot be used.
-    """
-
-    strategies: Mapping[str, str]
-    label: str = DEFAULT_LABEL
-    num_replicas: int = 1
-    max_replicas_per_node: int | None = None
-    num_cpus: float = 1.0
-    num_gpus: float = 0.0
-    model: str | None = None
-    served_model_name: str | None = None
-    balancer: str = "sal_seconds"
-    seed: int = 0
-    poll_s: float = 0.1
-    max_ongoing_requests: int = 1024
-    max_num_queued_reqs: int | None = None
-    max_num_queued_tokens: int | None = None
-    api_key_file: str | None = None
-    engine: Mapping[str, Any] = field(default_factory=dict)
+    strategies: Annotated[
+        Mapping[str, str],
+        Option(help="strategy files by the value of label; the same paths on every node"),
+    ]
+    label: Annotated[
+        str, Option(help="label of Ray's nodes that says which strategy is meant for a node")
+    ] = "ray.io/accelerator-type"
+    num_replicas: Annotated[int, Option(minimum=1, help="how many there are in all")] = 1
+    max_replicas_per_node: Annotated[
+        int | None, Option(minimum=1, help="how many may share a node")
+    ] = None
+    num_cpus: Annotated[float, Option(help="cores that Ray reserves for a replica")] = 1.0
+    num_gpus: Annotated[float, Option(help="GPUs that Ray reserves for a replica")] = 0.0
+    model: Annotated[
+        str | None, Option(help="directory of the weights (default: that of each strategy)")
+    ] = None
+    served_model_name: Annotated[
+        str | None, Option(help="name of the model in requests (default: that of the strategy)")
+    ] = None
+    max_ongoing_requests: Annotated[
+        int, Option(minimum=1, help="answers under way in a replica; more wait in the router")
+    ] = 1024
+    api_key_file: Annotated[
+        str | None, Option(help="keys that the ingress accepts, one a line")
+    ] = None
+    engine: Annotated[
+        Mapping[str, Any],
+        Option(help="settings of AsyncEngine.start: those of EngineOptions and LaunchOptions"),
+    ] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not (_is_object(self.strategies) and self.strategies):
@@ -72,25 +54,12 @@ class FleetOptions:
         for name, file in self.strategies.items():
             if not isinstance(file, str):
                 raise _wrong(f"strategies.{name}", file, "the path of a strategy file")
-        for name, minimum in (("num_replicas", 1), ("max_ongoing_requests", 1), ("seed", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-                raise _wrong(name, value, f"a whole number from {minimum}")
-        if not (_is_number(self.poll_s) and 0 < self.poll_s <= 60):
-            raise _wrong("poll_s", self.poll_s, "more than 0, at most 60")
-        if self.balancer not in BALANCERS:
-            raise _wrong("balancer", self.balancer, f"one of {', '.join(BALANCERS)}")
-        self._check_engine()
-
-    def _check_engine(self) -> None:
         if not _is_object(self.engine):
             raise _wrong("engine", self.engine, "an object")
-        for name in self.engine:
-            if name not in ENGINE_SETTINGS:
-                raise _wrong(f"engine.{name}", "a setting", f"one of {', '.join(ENGINE_SETTINGS)}")
-        order = self.engine.get("scheduler", "fcfs")
-        if order not in SERVED_ORDERS:
-            raise _wrong("engine.scheduler", order, f"one of {', '.join(SERVED_ORDERS)}")
+        with _named(""):
+            check_options(self)
+        with _named("engine."):
+            read_keywords(self.engine, EngineOptions, LaunchOptions)
 
     def engine_settings(self) -> dict[str, Any]:
         """Return the arguments of ``AsyncEngine.start``."""
@@ -132,8 +101,16 @@ def _is_object(value: object) -> bool:
     return isinstance(value, Mapping)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float)
+@contextlib.contextmanager
+def _named(prefix: str) -> Iterator[None]:
+    """Name the field of an error as it is in the arguments."""
+    try:
+        yield
+    except TypeError as error:
+        raise SpecError(f"args: field 'engine': {error}") from None
+    except SpecError as error:
+        name, _, text = str(error).partition(": ")
+        raise SpecError(f"args: field '{prefix}{name}': {text}") from None
 
 
 def _wrong(name: str, found: object, expected: str) -> SpecError:

@@ -14,8 +14,6 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from llmpq.routing import load_balancer
 from llmpq.server.ray.replica_table import ReplicaTable
 
-DEFAULT_BALANCER = "sal_seconds"
-
 
 class BalancedRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped here
     """Routes each request to the replica that a load balancer ranks first.
@@ -23,7 +21,7 @@ class BalancedRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray is unty
     The first argument of a request is its :class:`~llmpq.server.ray.replica_table.RoutingHint`.
     """
 
-    def initialize_state(self, balancer: str = DEFAULT_BALANCER, seed: int = 0) -> None:
+    def initialize_state(self, balancer: str, seed: int) -> None:
         """Make the balancer; called by Ray with ``request_router_kwargs``."""
         self._table = ReplicaTable(load_balancer(balancer, seed=seed))
 

@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import aiohttp
 
+from llmpq.options.server import ListenOptions
 from llmpq.routing import LoadBalancer
-from llmpq.server.lifecycle import Life, ListenOptions, Served, run_app
+from llmpq.server.lifecycle import Life, Served, run_app
 from llmpq.server.router.backend import Backend
 from llmpq.server.router.metrics import RouterMetrics
 from llmpq.server.router.proxy import Router

@@ -139,7 +139,7 @@ def test_a_model_that_does_not_fit_is_status_3_with_a_fix(capsys) -> None:
         ([*SMALL, *ONE, "--s", "4000"], "2048"),
         ([*SMALL, *ONE, "--omega_file", "missing.json"], "missing.json: no such file"),
         ([*SMALL, *ONE, "--profile", "nowhere"], "no such folder"),
-        ([*SMALL, *ONE, "--theta", "nan"], "theta_s: found nan"),
+        ([*SMALL, *ONE, "--theta", "nan"], "--theta: found nan"),
         ([*SMALL, *ONE, "--gap", "2"], "gap: found 2.0"),
     ],
 )

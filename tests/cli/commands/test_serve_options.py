@@ -11,11 +11,10 @@ import pytest
 from helpers.fake_engine import FakeEngine
 from helpers.ranks import make_plan
 
-from llmpq.batching.speculation import SpeculativeConfig
+from llmpq.batching.speculation import SpeculativeConfig, as_speculative_config
 from llmpq.cli import openai_batch
 from llmpq.cli.commands import dist, serve
 from llmpq.cli.engine_options import check_context_memory
-from llmpq.cli.options import speculative_config_of
 from llmpq.costmodel.memory import context_bytes
 from llmpq.errors import SpecError
 from llmpq.server.admission import prefill_tokens_per_s, queued_tokens_for, token_budget_for
@@ -103,10 +102,10 @@ def test_the_line_that_says_ready_has_the_steps_of_the_start(served, capsys):
 def test_speculative_config_has_vllms_fields():
     text = '{"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_max": 3}'
     expected = SpeculativeConfig(num_speculative_tokens=7, prompt_lookup_max=3)
-    assert speculative_config_of(text) == expected
-    assert speculative_config_of(None) is None
+    assert as_speculative_config(text) == expected
+    assert as_speculative_config(None) is None
     text = '{"method": "draft_model", "model": "m", "num_speculative_tokens": 3, "bits": 4}'
-    assert speculative_config_of(text) == SpeculativeConfig(
+    assert as_speculative_config(text) == SpeculativeConfig(
         method="draft_model", model="m", num_speculative_tokens=3, bits=4
     )
 

@@ -203,16 +203,19 @@ def test_engine_has_the_draft_model_of_the_strategy(strategy, trace, tmp_path, c
         (["--engine", "--draft_cost", "0.1"], "--draft_cost: found without"),
         (
             ["--engine", "--draft_cost", "0", "--num_speculative_tokens", "2"],
-            "a cost of 0, expected",
+            "--draft_cost: found 0, expected more than 0",
         ),
         (["--scheduler", "spf"], "--scheduler: found without --engine"),
         (["--engine", "--trace_slice", "5:5"], "expected some in the slice 5:5"),
         (["--engine", "--arrivals", "poisson"], "found no rate, expected --rate"),
         (["--engine", "--ttft_bound", "1"], "all arrive at once"),
         (["--engine", "--num_blocks", "3"], "requests: found 16 of 16 too long"),
-        (["--engine", "--token_budget", "0"], "'token_budget': found 0"),
+        (["--engine", "--token_budget", "0"], "--token_budget: found 0, expected at least 1"),
         (["--engine", "--acceptance_rate", "1.5"], "--acceptance_rate: found 1.5"),
-        (["--engine", "--num_speculative_tokens", "-1"], "'num_speculative_tokens': found -1"),
+        (
+            ["--engine", "--num_speculative_tokens", "-1"],
+            "--num_speculative_tokens: found -1, expected at least 0",
+        ),
     ],
 )
 def test_invalid_engine_options_are_named(strategy, capsys, options, found):

@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from llmpq.batching.drafts import DraftLimits, DraftModelSchedule, DraftWork
 from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.dist.engine.draft_model import DraftModel
-from llmpq.dist.engine.policy import MOST_FIRST_COST, draft_limits
-from llmpq.dist.io.job import EngineOptions, Job
+from llmpq.dist.io.job import Job
 from llmpq.dist.launch.draft_runner import load_draft_model
+from llmpq.options.engine import EngineOptions
+from llmpq.options.limits import MOST_FIRST_COST, draft_limits
 from llmpq.spec.huggingface.families import load_model_dir
 
 torch.set_num_threads(1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import shutil
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,14 +25,14 @@ from llmpq.cli.engine_simulation import add_engine_options, simulated_limits
 from llmpq.dist.engine import engine as engine_module
 from llmpq.dist.engine.draft_model import DraftModel
 from llmpq.dist.engine.online_run import OnlineRun
-from llmpq.dist.engine.policy import engine_limits
 from llmpq.dist.io.engine_messages import AddedRequest, ModelLimits, added_to_json
 from llmpq.dist.io.generation import GenerationRequest
-from llmpq.dist.io.job import EngineOptions
 from llmpq.dist.io.sampling_params import SamplingParams
-from llmpq.dist.launch.rank import with_model
+from llmpq.dist.launch.rank import limits_of_model
 from llmpq.dist.transport.frames import Row
 from llmpq.models import load_config
+from llmpq.options.engine import EngineOptions
+from llmpq.options.limits import engine_limits
 from llmpq.sim.costs import Hop
 from llmpq.sim.engine import SimulatedEngine
 from llmpq.sim.engine_costs import StepShape
@@ -387,11 +389,48 @@ def test_the_command_simulates_the_blocks_of_windows(family, blocks, tiny_model)
     plan = even_plan(folder, bits=(16,), stages=2, shape=(3, 1200, 4), micro_batch=(1, 2))
     given_blocks = [] if blocks is None else ["--num_blocks", str(blocks)]
     simulated = simulated_limits(asked(*given_blocks), plan, load_model_dir(folder))
-    served = engine_limits(plan, EngineOptions(num_blocks=blocks))
-    assert simulated == with_model(served, plan, load_config(folder))
+    served = EngineOptions(num_blocks=blocks)
+    assert simulated == limits_of_model(plan, served, load_config(folder))
     assert simulated.window_tokens == 9
     # A window of 9 tokens and a chunk of 1,024, wherever a block begins, of three sequences.
     assert 66 <= simulated.num_window_blocks <= 3 * 66
+
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+    "original_max_position_embeddings": 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "rope", "more", "expected"),
+    [
+        ("phi3", LONGROPE, {"original_max_position_embeddings": 8}, (8, None)),
+        ("llama", LONGROPE, {}, (8, None)),
+        ("llama", {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}, {}, (None, 16)),
+        ("llama", {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}, {}, (None, None)),
+    ],
+)
+@pytest.mark.parametrize("is_old", [False, True])
+def test_the_command_simulates_rotary_angles_that_depend_on_the_length(
+    family, rope, more, expected, is_old, tiny_model, tmp_path
+):
+    """Also of a file of earlier releases of transformers, which has other names."""
+    folder = tmp_path / "model"
+    made = tiny_model(family, rope_parameters=dict(rope), max_position_embeddings=16, **more)
+    shutil.copytree(made, folder)
+    if is_old:
+        fields = json.loads((folder / "config.json").read_text())
+        old = fields.pop("rope_parameters")
+        fields["rope_scaling"] = {"type": old.pop("rope_type"), **old}
+        (folder / "config.json").write_text(json.dumps(fields))
+    plan = even_plan(folder, bits=(16,), stages=1, shape=(2, 10, 4), micro_batch=(1, 2))
+    simulated = simulated_limits(asked(), plan, load_model_dir(folder))
+    assert simulated == limits_of_model(plan, EngineOptions(), load_config(folder))
+    assert (simulated.switches_after, simulated.grows_after) == expected
 
 
 def asked(*words):

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmpq.batching.speculation import DraftCredit, SpeculativeConfig
-from llmpq.dist.engine.policy import max_model_len
 from llmpq.dist.io.generation import GenerationRequest
-from llmpq.dist.io.job import EngineOptions
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.errors import SpecError
+from llmpq.options.engine import EngineOptions
+from llmpq.options.limits import max_model_len
 
 torch.set_num_threads(1)
 CUTS = {1: (0, 3), 2: (0, 1, 3), 3: (0, 1, 2, 3)}

@@ -25,9 +25,7 @@ from llmpq.batching.drafts import DraftLimits, DraftModelSchedule, DraftWork
 from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.costmodel import build_costs
 from llmpq.dist.engine.draft_model import DraftModel, DraftWorker, RemoteDraftModel
-from llmpq.dist.engine.policy import engine_limits, max_model_len
 from llmpq.dist.io.generation import GenerationRequest
-from llmpq.dist.io.job import EngineOptions
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.launch.draft_runner import load_draft_model, run_draft_model
@@ -36,6 +34,8 @@ from llmpq.dist.metrics.stats import StageClock
 from llmpq.dist.transport.frames import Frame, FrameKind, Row
 from llmpq.dist.transport.topology import check_transport, topology_of
 from llmpq.errors import CapacityError, SpecError, StageError
+from llmpq.options.engine import EngineOptions
+from llmpq.options.limits import engine_limits, max_model_len
 from llmpq.spec.huggingface.families import load_model_dir
 
 torch.set_num_threads(1)

@@ -19,7 +19,6 @@ from llmpq.costmodel import build_costs
 from llmpq.costmodel.stored import layer_kv_bytes
 from llmpq.dist.engine.stage import StageRunner, slot_row
 from llmpq.dist.io.generation import GenerationRequest
-from llmpq.dist.io.job import EngineOptions
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.kv.blocks import blocks_of
@@ -29,6 +28,7 @@ from llmpq.errors import StageError
 from llmpq.models import PackedBatch, kv_shapes, load_config
 from llmpq.models.config import largest_window
 from llmpq.models.families import TESTED
+from llmpq.options.engine import EngineOptions
 from llmpq.spec.huggingface.families import load_model_dir, model_from_config, model_types
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE, PROMPT_CHUNK_TOKENS, kept_blocks
 

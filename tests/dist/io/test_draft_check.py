@@ -13,10 +13,11 @@ from helpers.ranks import make_plan
 
 from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.dist.async_engine import AsyncEngine
-from llmpq.dist.engine.policy import draft_limits
 from llmpq.dist.io.draft_check import checked_speculation
-from llmpq.dist.io.job import EngineOptions, Job, read_job, write_job
+from llmpq.dist.io.job import Job, read_job, write_job
 from llmpq.errors import SpecError
+from llmpq.options.engine import EngineOptions
+from llmpq.options.limits import draft_limits
 from llmpq.spec.schedule import PlannedDraft
 
 PLAN = make_plan((0, 3))

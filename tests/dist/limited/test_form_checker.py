@@ -78,7 +78,7 @@ def test_forms_that_are_not_valid_are_refused(checker):
 
 def test_a_model_without_a_fast_tokenizer_has_no_forms(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    checker = FormChecker(tmp_path)
+    checker = FormChecker(tmp_path, 2.0)
     with pytest.raises(SpecError, match=r"tokenizer\.json"):
         check(checker, StructuredOutputsParams(json=OBJECT))
     checker.close()

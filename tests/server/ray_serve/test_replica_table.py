@@ -161,9 +161,17 @@ def test_a_node_gets_the_strategy_of_its_label():
         ({"strategies": {"a": "b"}, "num_replicas": 0}, "'num_replicas': found 0"),
         ({"strategies": {"a": "b"}, "poll_s": 0}, "'poll_s': found 0"),
         ({"strategies": {"a": "b"}, "balancer": "best"}, "'balancer': found best"),
-        ({"strategies": {"a": "b"}, "engine": {"gpu": 1}}, "'engine.gpu': found a setting"),
+        (
+            {"strategies": {"a": "b"}, "engine": {"gpu": 1}},
+            "'engine': found keyword 'gpu', expected one of alpha, ",
+        ),
         ({"strategies": {"a": "b"}, "engine": {"scheduler": "x"}}, "'engine.scheduler': found x"),
         ({"strategies": {"a": "b"}, "engine": {"scheduler": "trail"}}, "'engine.scheduler'"),
+        (
+            {"strategies": {"a": "b"}, "engine": {"token_budget": "many"}},
+            "'engine.token_budget': found many, expected a whole number",
+        ),
+        ({"strategies": {"a": "b"}, "engine": {"step_timeout_s": 0}}, "'engine.step_timeout_s'"),
     ],
 )
 def test_arguments_that_cannot_be_used_are_refused(args, message):

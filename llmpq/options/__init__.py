@@ -1,0 +1,1 @@
+"""Options: each is declared once, and becomes an argument, a keyword and a field of a file."""

@@ -1,0 +1,116 @@
+"""Options of the engine that answers requests as they arrive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from llmpq.batching.queue_order import ALPHA, SERVED_ORDERS
+from llmpq.batching.speculation import SpeculativeConfig, as_speculative_config
+from llmpq.errors import SpecError
+from llmpq.options.declare import Option, check_options
+from llmpq.spec.runtime_constants import KV_BLOCK_SIZE, PROMPT_CHUNK_TOKENS
+
+MAX_SEQUENCES = 256
+"""Most running sequences where no other number is given, as in vLLM."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationOptions:
+    """Draft tokens that every engine may verify."""
+
+    speculative_config: Annotated[
+        SpeculativeConfig | None,
+        Option(
+            metavar="JSON",
+            accept=as_speculative_config,
+            help="verify draft tokens, in vLLM's notation: "
+            '\'{"method": "ngram", "num_speculative_tokens": 5}\' proposes tokens that followed '
+            "the last ones before; prompt_lookup_max and prompt_lookup_min are the most and fewest "
+            "last tokens looked up (default 4 and 2); method draft_model proposes those of a small "
+            "model with the same vocabulary: model is its directory, bits those of its layers "
+            "(default: as stored); by default the strategy's draft model, if it has one",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions(SpeculationOptions):
+    """Options of an engine that serves requests as they arrive; ``None`` is the plan's own.
+
+    Raises:
+        SpecError: a value cannot be used.
+    """
+
+    scheduler: Annotated[
+        str,
+        Option(
+            choices=SERVED_ORDERS,
+            help="order in which waiting requests are admitted (default %(default)s)",
+        ),
+    ] = "fcfs"
+    alpha: Annotated[
+        float | None,
+        Option(
+            help="scheduler larry: weight of waiting, in mean prefill times of a prompt (default "
+            f"{ALPHA:g}; 0 is shortest prompt first, above 1000 fcfs)",
+        ),
+    ] = None
+    token_budget: Annotated[
+        int | None,
+        Option(
+            minimum=1,
+            metavar="N",
+            help=f"most tokens of a step (default: {PROMPT_CHUNK_TOKENS}, or fewer where the plan "
+            "has less memory)",
+        ),
+    ] = None
+    max_sequences: Annotated[
+        int | None,
+        Option(
+            minimum=1,
+            metavar="N",
+            help=f"most sequences that run at a time (default: {MAX_SEQUENCES}, or fewer "
+            "where there are fewer KV blocks)",
+        ),
+    ] = None
+    num_blocks: Annotated[
+        int | None,
+        Option(
+            minimum=1,
+            metavar="N",
+            help=f"KV blocks of {KV_BLOCK_SIZE} tokens (default: those that the plan has memory "
+            "for)",
+        ),
+    ] = None
+    max_model_len: Annotated[
+        int | None,
+        Option(
+            minimum=2,
+            metavar="N",
+            help="tokens of the longest request, prompt and answer together, up to what the model, "
+            "the KV blocks and the plan's free memory hold (default: the plan's --s + --n)",
+        ),
+    ] = None
+    watermark: Annotated[
+        float,
+        Option(
+            optional=True,
+            maximum=1,
+            help="share of the KV blocks that an admission leaves free (default %(default)g)",
+        ),
+    ] = 0.01
+    prefix_caching: Annotated[
+        bool,
+        Option(
+            flags=("no_prefix_caching",),
+            help="compute every prompt, also where its beginning is in the cache",
+        ),
+    ] = True
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.alpha is not None and self.scheduler != "larry":
+            raise SpecError(
+                f"alpha: found with scheduler {self.scheduler}, expected scheduler larry"
+            )

@@ -1,0 +1,215 @@
+"""Options of the ranks of a run: how they are watched, connected, loaded and placed."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from llmpq.options.declare import Option, check_options
+from llmpq.units import GIB
+
+Transport = Literal["auto", "gloo"]
+
+
+def host_name(text: str) -> str:
+    """Return the host that an option names: a name or an address, IPv6 with brackets or without.
+
+    Raises:
+        argparse.ArgumentTypeError: it holds more, such as a scheme or a port.
+    """
+    host = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    is_name = bool(host) and not set(host) & set("[]/@ :")
+    if not is_name and not _is_address(host):
+        raise argparse.ArgumentTypeError(
+            f"found {text!r}, expected a host name or an address, without scheme and port"
+        )
+    return host
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _folder(given: str | Path | None) -> Path | None:
+    return None if given is None else Path(given).resolve()
+
+
+def _pairs(
+    given: Mapping[str, str] | Iterable[tuple[str, str]] | None,
+) -> tuple[tuple[str, str], ...]:
+    return tuple(dict(given or {}).items())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """Options of the ranks of a plan, whatever they answer.
+
+    Raises:
+        SpecError: a value cannot be used.
+    """
+
+    step_timeout_s: Annotated[
+        float,
+        Option(
+            flags=("step_timeout",),
+            minimum=0.5,
+            metavar="SECONDS",
+            help="a rank without a sign of life for this time has failed (default %(default)g)",
+        ),
+    ] = 10.0
+    store: Annotated[
+        Path | None,
+        Option(
+            accept=_folder,
+            metavar="DIR|off",
+            help="cache of quantized layers, so that the next start quantizes nothing",
+        ),
+    ] = None
+    store_limit_bytes: Annotated[
+        int,
+        Option(
+            flags=("store_limit",),
+            unit=GIB,
+            maximum=2**60,
+            metavar="GIB",
+            help="size of the cache; least recently used entries are deleted (default %(default)g)",
+        ),
+    ] = 32 * GIB
+    kernel: Annotated[
+        str | None,
+        Option(
+            metavar="NAME",
+            help="kernel to use wherever it can run, such as bnb_int8_cpu (default: the fastest; "
+            "docs/reference/support.md lists all)",
+        ),
+    ] = None
+    captures: Annotated[
+        bool,
+        Option(
+            flags=("enforce_eager", "no_cuda_graphs"),
+            help="run decode steps operator by operator: no CUDA graphs on GPUs, no compiled steps "
+            "on CPUs",
+        ),
+    ] = True
+    pins_workers: Annotated[
+        bool, Option(flags=("no_pin",), help="do not pin CPU workers to cores")
+    ] = True
+    cores: Annotated[
+        tuple[int, ...],
+        Option(
+            accept=tuple,
+            help="CPU cores of the ranks, those of rank 0 first (default: all of this process)",
+        ),
+    ] = ()
+    environment: Annotated[
+        tuple[tuple[str, str], ...],
+        Option(accept=_pairs, help="variables of the ranks besides those of this process"),
+    ] = ()
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostsRunOptions(RunOptions):
+    """Options of the ranks of a plan that may be on several hosts."""
+
+    transport: Annotated[
+        Transport,
+        Option(
+            help="auto: unix sockets inside a host, TCP between hosts; gloo: torch.distributed, "
+            "for comparison, without authentication"
+        ),
+    ] = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostOptions:
+    """This host's place among those of a run."""
+
+    nnodes: Annotated[int, Option(help="number of hosts")] = 1
+    node_rank: Annotated[int, Option(help="number of this host; 0 is the master")] = 0
+    master_addr: Annotated[
+        str | None, Option(parse=host_name, help="address of host 0 that rank 0 listens on")
+    ] = None
+    master_port: Annotated[int, Option(help="its port (default %(default)s)")] = 29500
+    token_file: Annotated[
+        Path | None,
+        Option(
+            metavar="FILE",
+            help="secret shared by all hosts (mode 600); required unless --master_addr is this "
+            "host",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LauncherOptions:
+    """What starts the processes of a run."""
+
+    launcher: Annotated[
+        Literal["local", "ray"],
+        Option(
+            help="local: processes of this host; ray: nodes of a Ray cluster, whose label "
+            "llmpq-device is the device types of a node in the plan (default %(default)s)"
+        ),
+    ] = "local"
+    ray_address: Annotated[
+        str | None,
+        Option(help="with --launcher ray: the cluster (default: the one that Ray finds)"),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrainOptions:
+    """How long requests may go on once a run or a server is asked to end.
+
+    Raises:
+        SpecError: a value cannot be used.
+    """
+
+    drain_timeout_s: Annotated[
+        float,
+        Option(
+            flags=("drain_timeout",),
+            metavar="SECONDS",
+            help="time for running requests to finish after SIGTERM or Ctrl-C; a second signal "
+            "ends them at once (default %(default)g)",
+        ),
+    ] = 30.0
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchOptions(RunOptions):
+    """Options of ranks that serve until they are closed, and are started again after a fault."""
+
+    max_restarts: Annotated[
+        int,
+        Option(
+            metavar="N",
+            help="start the ranks again up to N times within 300 s of serving after one was lost; "
+            "requests are recomputed, and fail after two deaths in a row without a token of theirs "
+            "(default %(default)s)",
+        ),
+    ] = 3
+    form_timeout_s: Annotated[
+        float,
+        Option(
+            flags=("form_timeout",),
+            above=0,
+            metavar="SECONDS",
+            help="processor time to compile the form of an answer (structured_outputs), in a "
+            "process of its own (default %(default)g)",
+        ),
+    ] = 2.0
