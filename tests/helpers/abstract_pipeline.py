@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from helpers.slots import TOKENS, complete, request_of, slots_of
+from helpers.slots import complete, request_of, slots_of
 
 from llmpq.batching import BatchingPolicy, Decision, PolicyScheduler, SchedulerView
 from llmpq.batching.engine_step import EngineStep
@@ -55,7 +55,8 @@ class Pipeline:
         """Serve every request; fail when that takes unreasonably many steps."""
         recorder = Recorder(policy)
         self.decisions = recorder.decisions
-        scheduler = slots_of(recorder, self.num_slots)
+        longest = self.prompt_tokens + max(self.wanted, default=1)
+        scheduler = slots_of(recorder, self.num_slots, tokens=longest)
         in_flight: deque[EngineStep] = deque()
         arrived, now = 0, 0
         times = self.arrivals or [0] * len(self.wanted)
@@ -65,7 +66,7 @@ class Pipeline:
                     request_of(
                         arrived,
                         self.prompt_tokens,
-                        TOKENS - self.prompt_tokens,
+                        self.wanted[arrived],
                         arrival_s=times[arrived],
                     )
                 )

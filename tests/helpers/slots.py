@@ -11,17 +11,21 @@ MANY = PipelineDepth(prefill_stages=10**6, decode_stages=10**6)
 
 
 def slots_of(
-    policy: BatchingPolicy, num_slots: int, drafts: int = 0, part_tokens: int | None = None
+    policy: BatchingPolicy,
+    num_slots: int,
+    drafts: int = 0,
+    part_tokens: int | None = None,
+    tokens: int = TOKENS,
 ) -> PolicyScheduler:
     """Return a scheduler of so many slots; any number of micro-batches may be in flight.
 
     Draft tokens, up to ``drafts`` of a sequence in a step, cost nothing.
     """
     limits = EngineLimits(
-        token_budget=TOKENS,
+        token_budget=tokens,
         max_sequences=num_slots,
         num_blocks=num_slots,
-        block_size=TOKENS,
+        block_size=tokens,
         prefix_caching=False,
         num_speculative_tokens=drafts,
         row_cost=0.0,
