@@ -58,9 +58,3 @@ def bytes_alone(costs: ClusterCosts, workload: Workload, bits: int) -> int:
     )  # fmt: skip
     weights = sum(costs.layer_weight_bytes(device, kind, bits) for kind in kinds)
     return costs.runtime_bytes(device) + costs.master_bytes(device) + weights + kv + temporary
-
-
-def most_bits(costs: ClusterCosts, workload: Workload) -> int | None:
-    """Return the most bits at which the first device alone holds a model, ``None`` for none."""
-    capacity = costs.capacity_bytes(costs.cluster.devices[0])
-    return next((b for b in BITS if bytes_alone(costs, workload, b) <= capacity), None)
