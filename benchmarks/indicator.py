@@ -38,7 +38,7 @@ from torch import Tensor
 from llmpq import __version__
 from llmpq.assigner import PlanRequest, make_plan
 from llmpq.assigner.constraints.fixed_bits import bits_at_average, quantizable_weights
-from llmpq.assigner.constraints.overrides import Overrides
+from llmpq.assigner.constraints.resolve import Overrides
 from llmpq.calibration import read_calibration
 from llmpq.evals.score import Tally, add_states
 from llmpq.evals.windows import WindowBatch, Windows, read_windows

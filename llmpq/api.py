@@ -37,7 +37,7 @@ from llmpq.spec.precision import DTYPE_BYTES, Dtype
 from llmpq.spec.workload import Workload
 
 if TYPE_CHECKING:
-    from llmpq.server.tokenizer import ChatEncoder
+    from llmpq.server.text.tokenizer import ChatEncoder
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -363,7 +363,7 @@ class Pipeline:
     @cached_property
     def _encoder(self) -> ChatEncoder:
         try:
-            from llmpq.server.tokenizer import ChatEncoder  # noqa: PLC0415  of an extra
+            from llmpq.server.text.tokenizer import ChatEncoder  # noqa: PLC0415  of an extra
         except ModuleNotFoundError as error:
             raise SpecError(
                 f"chat: found no package '{error.name}', expected it: pip install 'llmpq[server]'"

@@ -39,7 +39,7 @@ import gguf
 import torch
 from transformers import AutoModelForCausalLM
 
-from llmpq.assigner.export.llama_cpp import PORT
+from llmpq.assigner.export.export import PORT
 from llmpq.spec.plan import Plan, read_plan
 
 ROOT = Path(__file__).resolve().parent.parent

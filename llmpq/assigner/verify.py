@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llmpq.assigner.plan_estimate import costs_of_plan, evaluate_plan
+from llmpq.assigner.forecast import costs_of_plan, evaluate_plan
 from llmpq.assigner.problem import FloatArray
 from llmpq.assigner.request import DEFAULT_OMEGA, default_omega, head_loss_at
 from llmpq.costmodel import ClusterCosts

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any, cast
 
 from llmpq.assigner import PlanRequest
+from llmpq.assigner.explain.compare import FitAnswer, fit_answers
 from llmpq.assigner.explain.explanation import Alternative, one_more
-from llmpq.assigner.explain.fit import FitAnswer, fit_answers
 from llmpq.cli.common import print_json
 from llmpq.cli.options import add_reserve_option, with_described, with_reserve
 from llmpq.cli.render import (

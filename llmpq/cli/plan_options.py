@@ -12,7 +12,7 @@ from typing import cast
 
 from llmpq.assigner import PlanRequest
 from llmpq.assigner.constraints.fixed_bits import with_average_bits, with_stored_bits
-from llmpq.assigner.constraints.overrides import HEAD, Overrides
+from llmpq.assigner.constraints.resolve import HEAD, Overrides
 from llmpq.assigner.milp.solvers import SOLVERS
 from llmpq.assigner.planner import METHODS
 from llmpq.assigner.request import DEFAULT_GAP

@@ -14,7 +14,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from llmpq.assigner.timeline import Block, timeline
+from llmpq.assigner.schedules.steady_state import Block, timeline
 from llmpq.cli.render import (
     compact_bits,
     long_seconds,

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from llmpq.assigner.draft_placement import DraftPlace
-from llmpq.assigner.explain.binding import binding_text
 from llmpq.assigner.explain.compare import Outcome
 from llmpq.assigner.explain.explanation import Alternative, Explanation
+from llmpq.assigner.explain.infeasible import binding_text
 from llmpq.costmodel.tables.latency import RegressionLatencyModel
 from llmpq.spec import catalog
 from llmpq.spec.cluster import BF16_SETS, host_text, limited_set

@@ -15,7 +15,7 @@ from llmpq.dist.launch.supervisor import DRAIN_TIMEOUT_S
 from llmpq.errors import SpecError
 
 if TYPE_CHECKING:
-    from llmpq.server.lifecycle import ListenOptions
+    from llmpq.server.app import ListenOptions
 
 DEFAULT_PORT = 8000
 MAX_PORT = 65535
@@ -73,7 +73,7 @@ def listen_options(options: argparse.Namespace) -> ListenOptions:
     Raises:
         SpecError: an option cannot be used.
     """
-    from llmpq.server.lifecycle import ListenOptions
+    from llmpq.server.app import ListenOptions
     from llmpq.server.transport import TransportLimits
 
     if not 0 <= options.port <= MAX_PORT:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from llmpq.costmodel import memory, stored
 from llmpq.costmodel.base import CommModel, Estimate, LatencyModel, chunked_s
-from llmpq.costmodel.importers.imported import public_source, public_table
+from llmpq.costmodel.importers.import_table import public_source, public_table
 from llmpq.costmodel.roofline import RooflineLatencyModel
 from llmpq.costmodel.tables.latency import TableLatencyModel
 from llmpq.costmodel.tables.profiles import (

@@ -18,8 +18,14 @@ from llmpq.assigner.planner import make_plan
 from llmpq.assigner.request import PlanRequest
 from llmpq.costmodel import ClusterCosts, build_costs
 from llmpq.errors import InfeasibleError, SpecError
-from llmpq.multillm.cost import IterationModel, read_iterations
-from llmpq.multillm.engine.law import Operations, measured_law, plan_law, team_law
+from llmpq.multillm.engine.law import (
+    IterationModel,
+    Operations,
+    measured_law,
+    plan_law,
+    read_iterations,
+    team_law,
+)
 from llmpq.multillm.engine.native import EngineLaw
 from llmpq.multillm.graph import Application, AppModel, ModelTable
 from llmpq.multillm.workload import AppWorkload, ModelLengths

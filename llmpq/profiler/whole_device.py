@@ -33,9 +33,8 @@ from llmpq.models import DecoderStage, kv_shapes
 from llmpq.models.adapter import Skeleton
 from llmpq.profiler.grid import Shape
 from llmpq.profiler.layer import warn_if_noisy
-from llmpq.quant.loading.huge_pages import use_huge_pages
-from llmpq.quant.modules.layer import quantize_layer_
-from llmpq.quant.modules.norms import fuse_norms_
+from llmpq.quant.loading.loader import use_huge_pages
+from llmpq.quant.modules.layer import fuse_norms_, quantize_layer_
 from llmpq.spec.devices.timings import LAYER_MATRICES, DeviceTimings, LayerTiming
 from llmpq.spec.precision import DTYPE_BYTES, Dtype, Phase, default_precision, linear_bytes
 

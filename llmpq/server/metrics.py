@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from llmpq.dist.io.generation import EngineClient
 from llmpq.server.admission import Admission, Ticket
-from llmpq.server.translate import Work
+from llmpq.server.text.translate import Work
 
 LATENCY_BUCKETS = (
     0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,

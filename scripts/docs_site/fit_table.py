@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from llmpq.assigner.explain.fit import bytes_alone
+from llmpq.assigner.explain.compare import bytes_alone
 from llmpq.costmodel import ClusterCosts, build_costs
 from llmpq.spec import catalog
 from llmpq.spec.cluster import cluster_of_types

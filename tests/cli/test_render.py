@@ -10,8 +10,7 @@ from helpers import ranks
 from helpers.builders import cluster_of, plan_request
 
 from llmpq.assigner import make_plan
-from llmpq.assigner.explain.compare import Outcome
-from llmpq.assigner.explain.pareto import pareto_plans
+from llmpq.assigner.explain.compare import Outcome, pareto_plans
 from llmpq.assigner.request import costs_of
 from llmpq.assigner.schedules.plan import ScheduleRequest, with_schedule
 from llmpq.cli.plots import draw_front

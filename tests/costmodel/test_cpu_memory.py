@@ -10,9 +10,9 @@ from helpers.live_tensors import LiveTensors
 from helpers.tiny_configs import stored_fields, tiny_config
 
 from llmpq.costmodel import memory
-from llmpq.costmodel.forward_step import Step
 from llmpq.costmodel.memory import (
     MASTER_BYTES,
+    Step,
     context_bytes,
     live_bytes,
     loading_bytes,
@@ -22,8 +22,7 @@ from llmpq.dist.engine.stage import StageRunner, slot_row
 from llmpq.dist.kv.blocks import blocks_of, slot_blocks
 from llmpq.dist.kv.cache import KVCache
 from llmpq.models import DecoderStage, PackedBatch, build_layer, kv_shapes, load_config
-from llmpq.quant.modules.layer import quantize_layer_
-from llmpq.quant.modules.norms import fuse_norms_
+from llmpq.quant.modules.layer import fuse_norms_, quantize_layer_
 from llmpq.spec import catalog
 from llmpq.spec.huggingface.families import load_model_dir, model_from_config
 from llmpq.spec.plan import MicroBatching

@@ -8,12 +8,10 @@ import pytest
 import torch
 from helpers.live_tensors import LiveTensors
 
-from llmpq.costmodel.forward_step import Step
-from llmpq.costmodel.memory import _attention
+from llmpq.costmodel.memory import Step, _attention
 from llmpq.dist.kv.cache import KVCache
 from llmpq.models import KVShape, PackedBatch
-from llmpq.models.attention import ScoreOptions
-from llmpq.models.packed_attention import DecodeAttention, StepAttention
+from llmpq.models.attention import DecodeAttention, ScoreOptions, StepAttention
 from llmpq.spec import catalog
 from llmpq.spec.runtime_constants import PROMPT_CHUNK_TOKENS
 

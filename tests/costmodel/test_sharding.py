@@ -11,7 +11,7 @@ import pytest
 
 from llmpq.costmodel import build_costs
 from llmpq.costmodel.importers.aiconfigurator import _all_reduce
-from llmpq.costmodel.importers.imported import ImportRequest, import_table
+from llmpq.costmodel.importers.import_table import ImportRequest, import_table
 from llmpq.costmodel.importers.operators import (
     ALL_REDUCES,
     AttentionTimes,

@@ -15,12 +15,11 @@ import uvicorn
 from helpers.fake_engine import FakeEngine
 
 from llmpq.server.admission import Admission, AdmissionLimits
-from llmpq.server.app import build_app
-from llmpq.server.lifecycle import listen
+from llmpq.server.app import build_app, listen
 from llmpq.server.metrics import ServerMetrics
 from llmpq.server.service import Service
-from llmpq.server.tokenizer import ServerTokenizer
-from llmpq.server.translate import ServedModel
+from llmpq.server.text.tokenizer import ServerTokenizer
+from llmpq.server.text.translate import ServedModel
 from llmpq.server.transport import TransportLimits, bounded_protocol
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmpq.errors import SpecError
-from llmpq.multillm.lengths import sample_answers
+from llmpq.multillm.workload import sample_answers
 from llmpq.spec.lengths import empirical
 
 

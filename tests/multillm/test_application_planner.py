@@ -12,10 +12,8 @@ from helpers.random_apps import candidates, problem
 from llmpq.errors import SpecError
 from llmpq.multillm.estimate import Simulator
 from llmpq.multillm.graph import Application, AppModel, Edge, Node
-from llmpq.multillm.planner.bound import lower_bound
-from llmpq.multillm.planner.critical import critical_stage
-from llmpq.multillm.planner.greedy import greedy_stage
-from llmpq.multillm.planner.problem import Problem, complete
+from llmpq.multillm.planner.problem import Problem, complete, lower_bound
+from llmpq.multillm.planner.rules import critical_stage, greedy_stage
 from llmpq.multillm.planner.search import find
 from llmpq.multillm.requests import Item
 from llmpq.multillm.workload import ModelLengths, build_workload

@@ -16,8 +16,13 @@ from llmpq.dist.engine.policy import engine_limits
 from llmpq.dist.io.job import EngineOptions
 from llmpq.errors import InfeasibleError
 from llmpq.multillm.candidates import find_candidates, resolve_models
-from llmpq.multillm.cost import IterationModel, IterationTable
-from llmpq.multillm.engine.law import Operations, measured_law, plan_law
+from llmpq.multillm.engine.law import (
+    IterationModel,
+    IterationTable,
+    Operations,
+    measured_law,
+    plan_law,
+)
 from llmpq.multillm.engine.native import play
 from llmpq.multillm.graph import Application, AppModel, Node
 from llmpq.multillm.requests import Item

@@ -16,8 +16,8 @@ from llmpq.kernels.cpu.native import library
 from llmpq.quant.loading.head import head_key
 from llmpq.quant.loading.loader import load_master
 from llmpq.quant.loading.weight_cache import WeightCache
-from llmpq.quant.modules.head import TiedEmbedding
 from llmpq.quant.modules.layer import stored_bytes
+from llmpq.quant.modules.linear import TiedEmbedding
 from llmpq.quant.quantizers.rtn import quantize
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.precision import default_precision

@@ -26,18 +26,18 @@ from llmpq.dist.io.sampling_params import SamplingParams, TokenLogprobs
 from llmpq.dist.limited.limited_process import JobLimits
 from llmpq.dist.transport.endpoint import Acceptor, Endpoint
 from llmpq.errors import SpecError
-from llmpq.server import protocol, service, text_process
+from llmpq.server import protocol, service
 from llmpq.server.admission import (
     CORRECTION,
     LARGEST_CORRECTION,
     Admission,
     AdmissionLimits,
 )
-from llmpq.server.choices import Piece
 from llmpq.server.errors import PART_ITEMS, ApiError, dump_json, json_parts
-from llmpq.server.responses import Answers, CompletionFormat
-from llmpq.server.tokenizer import THREAD_CHARACTERS, ServerTokenizer
-from llmpq.server.translate import (
+from llmpq.server.service import Answers, CompletionFormat, Piece
+from llmpq.server.text import text_process
+from llmpq.server.text.tokenizer import THREAD_CHARACTERS, ServerTokenizer
+from llmpq.server.text.translate import (
     MAX_LOGPROB_VALUES,
     MAX_SHARED_IDS,
     EncodedPrompt,

@@ -11,7 +11,7 @@ import threading
 
 import pytest
 
-from llmpq.costmodel.importers.csv_rows import csv_rows
+from llmpq.costmodel.importers.import_table import csv_rows
 from llmpq.errors import SpecError
 from llmpq.spec.fields import digest_of, dump_json, read_json, read_text, write_text
 from llmpq.spec.tables import read_csv

@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from llmpq.assigner.constraints.overrides import Overrides
-from llmpq.assigner.constraints.resolve import device_names
-from llmpq.assigner.explain.binding import PlanBinding, plan_binding
-from llmpq.assigner.explain.infeasible import dropped_reasons, larger_cluster
+from llmpq.assigner.constraints.resolve import Overrides, device_names
+from llmpq.assigner.explain.infeasible import (
+    PlanBinding,
+    dropped_reasons,
+    larger_cluster,
+    plan_binding,
+)
 from llmpq.assigner.fleet.partition import Pools
 from llmpq.assigner.planner import plan_task
 from llmpq.assigner.request import (

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from llmpq.assigner.constraints.deadline import NEVER
-from llmpq.assigner.exact.method import find_exact
+from llmpq.assigner.constraints.resolve import NEVER
+from llmpq.assigner.exact.search import find_exact
 from llmpq.assigner.explain.infeasible import SMALLEST
 from llmpq.assigner.fleet.partition import Counts, Pools
 from llmpq.assigner.milp.search import find_plan

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Literal, get_args
 
-from llmpq.assigner.plan_estimate import empty_estimate, stage_memory
+from llmpq.assigner.forecast import empty_estimate, stage_memory
 from llmpq.assigner.schedules.monotone import Point, Value
 from llmpq.assigner.schedules.rra import ChosenSchedule, ScheduleTask
 from llmpq.assigner.schedules.steady_state import (

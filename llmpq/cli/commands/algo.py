@@ -10,18 +10,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from llmpq.assigner import METHODS, PlanRequest, make_plan
-from llmpq.assigner.constraints.deadline import Deadline
+from llmpq.assigner.constraints.resolve import Deadline
 from llmpq.assigner.draft_placement import (
     DraftPlace,
     DraftRequest,
     draft_places,
     place_draft,
 )
-from llmpq.assigner.explain.compare import compare_methods
+from llmpq.assigner.explain.compare import compare_methods, pareto_plans
 from llmpq.assigner.explain.explanation import explain_plan
-from llmpq.assigner.explain.pareto import pareto_plans
-from llmpq.assigner.export.export import ENGINES, PLAN_FILE, write_export
-from llmpq.assigner.export.pipeline import Command
+from llmpq.assigner.export.export import ENGINES, PLAN_FILE, Command, write_export
 from llmpq.assigner.planner import check_method
 from llmpq.assigner.request import Progress, costs_of
 from llmpq.cli import render

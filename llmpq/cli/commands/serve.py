@@ -35,7 +35,7 @@ from llmpq.spec.runtime_constants import MAX_CHOICES, POLL_S
 if TYPE_CHECKING:
     from llmpq.dist.async_engine import AsyncEngine
     from llmpq.server.admission import AdmissionLimits
-    from llmpq.server.tokenizer import ServerTokenizer
+    from llmpq.server.text.tokenizer import ServerTokenizer
 
 SERVER_PACKAGES = ("fastapi", "uvicorn", "httptools", "prometheus_client", "jinja2", "tokenizers")
 DEFAULT_BALANCER = "sal_seconds"
@@ -152,8 +152,8 @@ def _run_engine(
     start: StartLog,
 ) -> None:
     """Serve an engine whose ranks load while the packages of the server are imported."""
-    from llmpq.server.lifecycle import ServerOptions, run_server
-    from llmpq.server.tokenizer import load_server_tokenizer
+    from llmpq.server.app import ServerOptions, run_server
+    from llmpq.server.text.tokenizer import load_server_tokenizer
 
     start.mark("packages")
     server = ServerOptions(

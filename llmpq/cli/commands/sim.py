@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmpq.assigner.plan_estimate import costs_of_plan
+from llmpq.assigner.forecast import costs_of_plan
 from llmpq.batching import PipelineShape, make_policy
 from llmpq.batching.length import make_predictor
 from llmpq.batching.workload_shift import (

@@ -72,8 +72,8 @@ from llmpq.errors import CapacityError, SpecError, StageError
 from llmpq.kernels.gpu.device import open_device
 from llmpq.models import Master, kv_shapes, load_config
 from llmpq.models.config import kv_sources, largest_window
+from llmpq.models.master import message_features
 from llmpq.models.rotary import length_scaling
-from llmpq.models.token_layout import message_features
 from llmpq.quant.loading.loader import load_master, load_stage
 from llmpq.spec.catalog import device as device_spec
 from llmpq.spec.devices.figures import DeviceKind

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from llmpq.errors import SpecError
-from llmpq.models.files.decoded import DecodedSource, decode_blocks
 from llmpq.models.files.sources import (
     TORCH_DTYPES,
     Allocate,
@@ -30,6 +29,7 @@ from llmpq.models.files.sources import (
     read_source,
     will_need,
 )
+from llmpq.models.files.tensor_formats import DecodedSource, decode_blocks
 from llmpq.spec.safetensors.files import find_weights, weights_dtype
 from llmpq.spec.safetensors.headers import Header, read_header
 

@@ -3,16 +3,24 @@
 It is the result of a run and what ``--resume`` goes on from. A line is ``{"node", "id", "part",
 "token_ids", "text", "finish_reason"}``. The folder also has ``run.json``, which says what the
 answers are of.
+
+Answers as files of OpenAI's Batch API: one file a node, one line an item.
+
+A line is ``{"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}``; its
+body is a completion with one choice for each of the node's requests of the item.
 """
 
 from __future__ import annotations
 
+import json
+import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
-from llmpq.dist.io.prompts import request_id, token_ids_of
+from llmpq.dist.io.prompts import RequestId, request_id, token_ids_of
 from llmpq.dist.io.results import LineWriter, read_lines
 from llmpq.errors import SpecError
 from llmpq.multillm.graph import Application
@@ -143,3 +151,70 @@ def _answer(fields: Fields) -> Answer:
     )
     fields.done()
     return answer
+
+
+def write_batch_files(
+    folder: Path, app: Application, errors: Mapping[RequestKey, str]
+) -> tuple[Path, ...]:
+    """Write ``NODE.batch.jsonl`` for every node from the answers of a run.
+
+    Args:
+        folder: of the run.
+        app: the application.
+        errors: requests that could not be asked, and why.
+
+    Returns:
+        The files.
+    """
+    found: dict[str, defaultdict[RequestId, list[Answer]]] = {
+        node.name: defaultdict(list) for node in app.nodes
+    }
+    for answer in read_answers(folder / ANSWERS):
+        found[answer.key.node][answer.key.item].append(answer)
+    failed: dict[tuple[str, RequestId], str] = {}
+    for key, text in errors.items():
+        failed.setdefault((key.node, key.item), text)
+        found[key.node][key.item]
+    paths = []
+    for node, items in found.items():
+        path = folder / f"{node}.batch.jsonl"
+        lines = [
+            _line(app, node, id, answers, failed.get((node, id))) for id, answers in items.items()
+        ]
+        write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
+        paths.append(path)
+    return tuple(paths)
+
+
+def _line(
+    app: Application, node: str, id: RequestId, answers: Sequence[Answer], error: str | None
+) -> dict[str, Any]:
+    name = digest_of([node, id])
+    if error is None:
+        body: dict[str, Any] = {
+            "id": f"cmpl-{name}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": app.node(node).model,
+            "choices": [
+                {
+                    "index": answer.key.part,
+                    "text": answer.text,
+                    "logprobs": None,
+                    "finish_reason": answer.finish_reason,
+                }
+                for answer in sorted(answers, key=lambda one: one.key.part)
+            ],
+        }
+    else:
+        body = {"error": {"message": error, "type": "invalid_request_error", "param": "prompt"}}
+    return {
+        "id": f"batch_req_{name}",
+        "custom_id": str(id),
+        "response": {
+            "status_code": 200 if error is None else 400,
+            "request_id": name,
+            "body": body,
+        },
+        "error": body.get("error"),
+    }

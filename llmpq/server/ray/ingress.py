@@ -19,8 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmpq.logging import get_logger
 from llmpq.routing import RoutedRequest
+from llmpq.server.app import ListenOptions, read_api_keys
 from llmpq.server.errors import ApiError, json_response
-from llmpq.server.lifecycle import ListenOptions, read_api_keys
 from llmpq.server.ray.options import FleetOptions
 from llmpq.server.ray.replica import NAME, RequestHead
 from llmpq.server.ray.replica_table import RoutingHint

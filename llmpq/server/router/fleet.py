@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from llmpq.dist.launch.end_with_parent import ending_with_this_process
 from llmpq.errors import StageError
 from llmpq.routing import LoadBalancer
-from llmpq.server.lifecycle import Life, ListenOptions, Served, run_app
+from llmpq.server.app import Life, ListenOptions, Served, run_app
 from llmpq.server.router.lifecycle import connected, served
 
 END_TIMEOUT_S = 10.0

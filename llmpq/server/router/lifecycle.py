@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import aiohttp
 
 from llmpq.routing import LoadBalancer
-from llmpq.server.lifecycle import Life, ListenOptions, Served, run_app
+from llmpq.server.app import Life, ListenOptions, Served, run_app
 from llmpq.server.router.backend import Backend
 from llmpq.server.router.metrics import RouterMetrics
 from llmpq.server.router.proxy import Router

@@ -12,10 +12,10 @@ from helpers.clocks import CountingClock
 from helpers.fleets import partitions, plans_of
 
 from llmpq.assigner import PlanRequest, make_plan
-from llmpq.assigner.constraints.deadline import Deadline
+from llmpq.assigner.constraints.resolve import Deadline
 from llmpq.assigner.fleet import plan_fleet
 from llmpq.assigner.fleet.pricing import batches
-from llmpq.assigner.fleet.response_time import (
+from llmpq.assigner.fleet.rate_search import (
     ReplicaSpeed,
     mean_ttft_s,
     split_arrivals,

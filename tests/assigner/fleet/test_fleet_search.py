@@ -13,8 +13,7 @@ from helpers.clocks import CountingClock
 from helpers.fleets import partitions, plans_of
 
 from llmpq.assigner import PlanRequest, make_plan
-from llmpq.assigner.constraints.deadline import Deadline
-from llmpq.assigner.constraints.overrides import Overrides
+from llmpq.assigner.constraints.resolve import Deadline, Overrides
 from llmpq.assigner.fleet import plan_fleet
 from llmpq.assigner.fleet.partition import MAX_PARTS, Pools
 from llmpq.assigner.fleet.planner import default_budget

@@ -12,14 +12,16 @@ from hypothesis import strategies as st
 
 from llmpq.assigner import PlanRequest, make_plan
 from llmpq.assigner.request import costs_of
-from llmpq.assigner.schedules.local_search import (
+from llmpq.assigner.schedules.plan import (
     ALWAYS_REFILL,
     BATCH_MOVES,
     CYCLE_MOVES,
     MAX_EVALUATIONS,
+    ScheduleRequest,
     local_search,
+    simulated,
+    with_schedule,
 )
-from llmpq.assigner.schedules.plan import ScheduleRequest, simulated, with_schedule
 from llmpq.assigner.schedules.steady_state import SteadyBatch, rra_performance
 from llmpq.batching import percentile
 from llmpq.sim.plan_costs import PlanCosts

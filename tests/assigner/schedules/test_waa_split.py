@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmpq.assigner import PlanRequest, make_plan
-from llmpq.assigner.plan_estimate import evaluate_plan, excess_bytes, stage_memory
+from llmpq.assigner.forecast import evaluate_plan, excess_bytes, stage_memory
 from llmpq.assigner.request import costs_of
 from llmpq.assigner.schedules.plan import ScheduleRequest, best_of_policies, with_schedule
 from llmpq.assigner.schedules.waa import balanced_cuts, split_plans

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from llmpq.assigner import PlanRequest
-from llmpq.assigner.explain.fit import fit_answers
+from llmpq.assigner.explain.compare import fit_answers
 from llmpq.cli.commands.check import main
 from llmpq.costmodel import build_costs
 from llmpq.spec import catalog

@@ -18,8 +18,7 @@ from helpers.decode_steps import (
 from helpers.instruction_sets import OWN, RUNNABLE, those, using
 from helpers.tiny_models import generate_alone, load_reference
 
-from llmpq.costmodel.forward_step import Step
-from llmpq.costmodel.memory import compiled_bytes
+from llmpq.costmodel.memory import Step, compiled_bytes
 from llmpq.dist.engine import compiled_steps
 from llmpq.dist.engine.compiled_steps import (
     LIMITS,

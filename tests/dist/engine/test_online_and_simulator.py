@@ -13,7 +13,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from llmpq.assigner.even_plan import even_plan
+from llmpq.assigner.planner import even_plan
 from llmpq.batching.draft_model import DraftLimits, DraftWork
 from llmpq.batching.engine_scheduler import EngineScheduler
 from llmpq.batching.engine_step import EngineLimits, EngineStep

@@ -108,7 +108,7 @@ def expected(files, folders) -> dict:
     """What transformers generates for every prompt alone."""
     app = load_application(files / "app.json")
     flow, found = Dataflow(app, load_items(app)), {}
-    from llmpq.server.tokenizer import load_server_tokenizer  # noqa: PLC0415  starts a process
+    from llmpq.server.text.tokenizer import load_server_tokenizer  # noqa: PLC0415  starts a process
 
     tokenizer = load_server_tokenizer(folders["small"])
     references = {name: load_reference(path) for name, path in folders.items()}

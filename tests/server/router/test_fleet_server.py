@@ -65,7 +65,7 @@ time.sleep(600)
 PARENT = """
 import sys
 from llmpq.routing import load_balancer
-from llmpq.server.lifecycle import ListenOptions
+from llmpq.server.app import ListenOptions
 from llmpq.server.router.fleet import ReplicaCommand, run_fleet
 commands = [ReplicaCommand(words=[sys.executable, "-c", *pair]) for pair in {pairs!r}]
 run_fleet(

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from llmpq.errors import SpecError
-from llmpq.models.files.decoded import DecodedSource, parts_of
 from llmpq.models.files.sources import TensorSource
 from llmpq.models.files.tensor_files import TensorFiles
+from llmpq.models.files.tensor_formats import DecodedSource, parts_of
 
 # Fused parameter -> the names of its parts, stacked along N, in each spelling.
 _PARTS = {

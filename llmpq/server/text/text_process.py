@@ -19,13 +19,13 @@ from llmpq.dist.limited.limited_process import (
     LimitedProcesses,
     serve_jobs,
 )
-from llmpq.server.chat_template import ChatTemplate
 from llmpq.server.errors import ApiError, bad_request
+from llmpq.server.text.chat_template import ChatTemplate
 
 TEMPLATE_LIMITS = JobLimits(cpu_s=5.0)
 ENCODE_LIMITS = JobLimits(cpu_s=10.0, memory_bytes=2 << 30)
 MAX_RENDERED_CHARACTERS = 1 << 25
-_MODULE = "llmpq.server.text_process"
+_MODULE = "llmpq.server.text.text_process"
 
 
 class TextProcesses:

@@ -10,7 +10,6 @@ from typing import Any
 
 from llmpq.dist.io.sampling_params import SamplingParams, StructuredOutputsParams
 from llmpq.errors import SpecError
-from llmpq.server.chat_template import content_text, plain_message
 from llmpq.server.errors import ApiError, bad_request
 from llmpq.server.protocol import (
     ChatBody,
@@ -21,7 +20,8 @@ from llmpq.server.protocol import (
     StructuredOutputs,
     TokenizeRequest,
 )
-from llmpq.server.tokenizer import ServerTokenizer
+from llmpq.server.text.chat_template import content_text, plain_message
+from llmpq.server.text.tokenizer import ServerTokenizer
 from llmpq.spec.facts.end_tokens import GENERATION_FILE
 from llmpq.spec.fields import read_json
 from llmpq.spec.gguf.header import find_gguf

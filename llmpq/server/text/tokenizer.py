@@ -12,9 +12,9 @@ from typing import Any
 from llmpq.dist.io.detokenizer import INCOMPLETE, Decode
 from llmpq.dist.io.tokenizer_process import read_tokenizer
 from llmpq.errors import SpecError
-from llmpq.server.chat_template import ChatTemplate, plain_message
 from llmpq.server.errors import ApiError, bad_request
-from llmpq.server.text_process import TextProcesses, load_tokenizer
+from llmpq.server.text.chat_template import ChatTemplate, plain_message
+from llmpq.server.text.text_process import TextProcesses, load_tokenizer
 from llmpq.spec.gguf.tokenizer import missing_tokenizer
 
 CACHED_TOKENS = 1 << 16
