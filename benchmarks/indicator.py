@@ -47,7 +47,7 @@ from llmpq.models import DecoderStage
 from llmpq.quant.loading.loader import load_master, load_stage
 from llmpq.spec.cluster import cluster_of_types
 from llmpq.spec.huggingface.families import load_model_dir
-from llmpq.spec.sensitivity import (
+from llmpq.spec.tables import (
     SensitivityTable,
     read_sensitivity,
     weights_digest,

@@ -30,8 +30,7 @@ from llmpq.errors import SpecError
 from llmpq.profiler.device import host_cpu, with_host_cpu
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, cluster_of_lists, load_cluster
-from llmpq.spec.codec import from_json
-from llmpq.spec.fields import Fields
+from llmpq.spec.fields import Fields, from_json
 from llmpq.spec.plan import Plan, read_plan
 from llmpq.spec.precision import DTYPE_BYTES, Dtype
 from llmpq.spec.workload import Workload

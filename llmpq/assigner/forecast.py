@@ -37,13 +37,13 @@ from llmpq.spec.plan import (
     Plan,
     PlanEstimate,
     PlanForecast,
+    Schedule,
     StageAssignment,
     StageEstimate,
     StageForecast,
 )
 from llmpq.spec.precision import BITS, Phase
-from llmpq.spec.schedule import Schedule
-from llmpq.spec.trace import TraceRequest
+from llmpq.spec.workload import TraceRequest
 
 MAX_STEPS = 20_000
 """Micro-batches times stages to simulate; beyond, one decode round stands for several."""

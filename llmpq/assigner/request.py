@@ -45,7 +45,7 @@ from llmpq.spec.cluster import Cluster
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import Formula, OrderSet, Status
 from llmpq.spec.precision import BITS, Dtype
-from llmpq.spec.sensitivity import SensitivityTable
+from llmpq.spec.tables import SensitivityTable
 from llmpq.spec.workload import Workload
 
 DEFAULT_GAP = 1e-3

@@ -23,16 +23,16 @@ from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import Plan
 from llmpq.spec.runtime_constants import POLL_S, PROMPT_CHUNK_TOKENS
-from llmpq.spec.trace import (
+from llmpq.spec.workload import (
     ARRIVALS,
     TraceRequest,
+    Workload,
     draw_arrivals,
     fit_trace,
     scale_rate,
     slice_trace,
     with_arrivals,
 )
-from llmpq.spec.workload import Workload
 from llmpq.units import format_number, format_seconds
 
 DEFAULT_ACCEPTANCE = 0.7

@@ -24,8 +24,7 @@ from llmpq.cli.render import (
     rate_text,
 )
 from llmpq.errors import SpecError
-from llmpq.spec.fleet import Fleet
-from llmpq.spec.plan import Plan
+from llmpq.spec.plan import Fleet, Plan
 from llmpq.spec.precision import BITS, Phase
 from llmpq.units import MS
 

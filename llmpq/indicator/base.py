@@ -22,7 +22,7 @@ from llmpq.models import load_config
 from llmpq.quant.checkpoint.reader import is_gptq
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.precision import BITS, default_precision
-from llmpq.spec.sensitivity import (
+from llmpq.spec.tables import (
     NATS_KEY,
     SHAPES_KEY,
     WEIGHTS_KEY,

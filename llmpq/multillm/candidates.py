@@ -31,11 +31,10 @@ from llmpq.multillm.graph import Application, AppModel, ModelTable
 from llmpq.multillm.workload import AppWorkload, ModelLengths
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, Device
-from llmpq.spec.lengths import load_lengths
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import Plan
 from llmpq.spec.precision import DTYPE_BYTES
-from llmpq.spec.workload import Workload
+from llmpq.spec.workload import Workload, load_lengths
 
 START_S = 4.0
 """Seconds to start a process and to import its libraries, where no table states the load time."""

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from llmpq.errors import SpecError
-from llmpq.spec.codec import Rule, from_json
-from llmpq.spec.fields import SCHEMA, Fields, read_json
+from llmpq.spec.fields import SCHEMA, Fields, Rule, from_json, read_json
 from llmpq.spec.workload import MAX_TOKENS
 
 PROMPT, ANSWER = "prompt", "answer"

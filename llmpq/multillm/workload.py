@@ -30,7 +30,7 @@ from llmpq.multillm.graph import (
     template_fields,
 )
 from llmpq.multillm.requests import Item
-from llmpq.spec.lengths import LengthDistribution
+from llmpq.spec.workload import LengthDistribution
 
 Lengths = NDArray[np.int64]
 

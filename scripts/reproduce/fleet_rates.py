@@ -31,12 +31,10 @@ from llmpq.sim.fleet import FleetReplica, simulate_fleet
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec import catalog
 from llmpq.spec.cluster import cluster_of_types
-from llmpq.spec.lengths import LengthDistribution
 from llmpq.spec.plan import Plan
 from llmpq.spec.precision import Phase
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
-from llmpq.spec.trace import draw_trace
-from llmpq.spec.workload import Workload
+from llmpq.spec.workload import LengthDistribution, Workload, draw_trace
 from scripts.reproduce.output import Record, emit, say, table
 
 DEVICES = {"A100-80G": 2, "L40S": 2}

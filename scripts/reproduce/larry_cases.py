@@ -22,7 +22,7 @@ from llmpq.spec import catalog
 from llmpq.spec.devices.figures import DeviceSpec, PrecisionCost
 from llmpq.spec.precision import Phase
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
-from llmpq.spec.trace import TraceRequest, draw_arrivals, slice_trace, with_arrivals
+from llmpq.spec.workload import TraceRequest, draw_arrivals, slice_trace, with_arrivals
 from scripts.reproduce.worker_costs import WorkerCosts
 
 KV_SHARE = 0.9

@@ -30,7 +30,7 @@ from llmpq.errors import LlmpqError, SpecError, bad_field
 from llmpq.sim.engine import simulate_engine
 from llmpq.sim.engine_costs import StepShape
 from llmpq.sim.engine_report import EngineReport
-from llmpq.spec.trace import TraceRequest
+from llmpq.spec.workload import TraceRequest
 from llmpq.units import US
 from scripts.reproduce.output import Record, emit, table
 from scripts.reproduce.worker_costs import WorkerCosts

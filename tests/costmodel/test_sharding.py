@@ -29,8 +29,7 @@ from llmpq.spec.cluster import (
     cluster_of_types,
     with_tensor_parallel,
 )
-from llmpq.spec.codec import from_json, to_json
-from llmpq.spec.fields import Fields
+from llmpq.spec.fields import Fields, from_json, to_json
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import Phase
 from llmpq.spec.tables import LatencySample, LatencyTable, write_latency_table

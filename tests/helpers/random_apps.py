@@ -11,7 +11,7 @@ from llmpq.multillm.graph import Application, AppModel, Edge, Node
 from llmpq.multillm.planner.problem import Problem
 from llmpq.multillm.requests import Item
 from llmpq.multillm.workload import ModelLengths, build_workload
-from llmpq.spec.lengths import empirical
+from llmpq.spec.workload import empirical
 
 
 def law(chance, degree, speed):

@@ -25,7 +25,7 @@ from llmpq.models import Checkpoint, load_config
 from llmpq.models.files import tensor_formats
 from llmpq.quant.loading.loader import load_master, load_stage
 from llmpq.spec.huggingface.families import load_model_dir
-from llmpq.spec.sensitivity import weights_digest
+from llmpq.spec.tables import weights_digest
 
 torch.set_num_threads(1)
 

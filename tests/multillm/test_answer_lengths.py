@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from llmpq.errors import SpecError
 from llmpq.multillm.workload import sample_answers
-from llmpq.spec.lengths import empirical
+from llmpq.spec.workload import empirical
 
 
 def chance(seed=0):

@@ -9,7 +9,7 @@ from llmpq.errors import SpecError
 from llmpq.multillm.graph import Application, AppModel, Edge, Node
 from llmpq.multillm.requests import Item
 from llmpq.multillm.workload import ModelLengths, build_workload
-from llmpq.spec.lengths import constant, empirical
+from llmpq.spec.workload import constant, empirical
 
 
 def models(*names):

@@ -33,8 +33,7 @@ from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec import catalog
 from llmpq.spec.precision import Phase
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
-from llmpq.spec.trace import TraceRequest
-from llmpq.spec.workload import Workload
+from llmpq.spec.workload import TraceRequest, Workload
 
 
 def iterations():

@@ -15,8 +15,7 @@ import numpy as np
 
 from llmpq.assigner.problem import FloatArray
 from llmpq.spec.cluster import Cluster
-from llmpq.spec.codec import to_json
-from llmpq.spec.fields import digest_of
+from llmpq.spec.fields import digest_of, to_json
 
 MAX_PARTS = 1024
 """Parts that are considered; of clusters with more, some."""

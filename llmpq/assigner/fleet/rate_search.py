@@ -32,8 +32,7 @@ from llmpq.assigner.objective import relative_gap
 from llmpq.assigner.request import GAP_ROUNDING, PlanRequest, Progress
 from llmpq.batching import uniform_depth
 from llmpq.errors import InfeasibleError
-from llmpq.spec.fleet import OtherCut
-from llmpq.spec.plan import Plan
+from llmpq.spec.plan import OtherCut, Plan
 from llmpq.spec.precision import Phase
 
 MAX_USE = 0.99

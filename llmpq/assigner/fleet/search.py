@@ -29,8 +29,7 @@ from llmpq.assigner.objective import relative_gap
 from llmpq.assigner.problem import FloatArray, IntArray
 from llmpq.assigner.request import GAP_ROUNDING, PlanRequest, Progress
 from llmpq.errors import SolverError
-from llmpq.spec.fleet import OtherCut
-from llmpq.spec.plan import Plan, Status
+from llmpq.spec.plan import OtherCut, Plan, Status
 
 ROUNDED_TO = 1e-6
 """Values up to here count as 0: the solver's tolerance."""

@@ -34,11 +34,9 @@ from llmpq.sim import simulate
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.sim.report import SimReport
 from llmpq.spec.cluster import with_tensor_parallel
-from llmpq.spec.lengths import LengthDistribution
-from llmpq.spec.plan import MicroBatching, Plan, StageAssignment
+from llmpq.spec.plan import MicroBatching, Plan, PolicyName, StageAssignment, default_schedule
 from llmpq.spec.precision import BITS
-from llmpq.spec.schedule import PolicyName, default_schedule
-from llmpq.spec.trace import draw_trace
+from llmpq.spec.workload import LengthDistribution, draw_trace
 from llmpq.units import format_bytes
 
 LEAST_GAIN = 1.003

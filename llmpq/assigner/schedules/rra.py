@@ -17,9 +17,8 @@ from llmpq.assigner.schedules.steady_state import (
 )
 from llmpq.errors import InfeasibleError
 from llmpq.sim import StepCosts
-from llmpq.spec.lengths import LengthDistribution
-from llmpq.spec.plan import MicroBatching, Plan
-from llmpq.spec.schedule import Schedule, ScheduleEstimate
+from llmpq.spec.plan import MicroBatching, Plan, Schedule, ScheduleEstimate
+from llmpq.spec.workload import LengthDistribution
 
 THROUGHPUT_TOLERANCE = 0.1
 LATENCY_TOLERANCE = 0.02

@@ -22,9 +22,9 @@ from functools import cached_property, lru_cache
 
 from llmpq.errors import SpecError
 from llmpq.sim import BatchShape, Hop, PipelineLayout, StepCosts, linear_layout
-from llmpq.spec.lengths import LengthDistribution
 from llmpq.spec.plan import MicroBatching, Plan, StageEstimate
 from llmpq.spec.precision import Phase
+from llmpq.spec.workload import LengthDistribution
 
 
 class FlowShop:

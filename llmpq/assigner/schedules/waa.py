@@ -32,9 +32,8 @@ from llmpq.assigner.schedules.steady_state import (
 from llmpq.costmodel import ClusterCosts
 from llmpq.errors import InfeasibleError
 from llmpq.sim import BatchShape, Hop, StepCosts
-from llmpq.spec.plan import MicroBatching, Plan, StageAssignment
+from llmpq.spec.plan import MicroBatching, Plan, StageAssignment, default_schedule
 from llmpq.spec.precision import Phase
-from llmpq.spec.schedule import default_schedule
 
 Fits = Callable[[MicroBatching], bool]
 

@@ -39,7 +39,7 @@ from llmpq.multillm.running.prepare import check_prompts, prepare_models
 from llmpq.multillm.running.timeline import Timeline, build_report, time_left_s
 from llmpq.multillm.schedule import ApplicationSchedule, load_schedule, write_schedule
 from llmpq.spec.cluster import Cluster, load_cluster
-from llmpq.spec.codec import to_json
+from llmpq.spec.fields import to_json
 from llmpq.units import format_seconds
 
 PACKAGES = ("torch", "transformers", "tokenizers", "jinja2")

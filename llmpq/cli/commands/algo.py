@@ -39,9 +39,8 @@ from llmpq.costmodel import build_costs
 from llmpq.errors import SpecError
 from llmpq.spec.catalog import resolve_model
 from llmpq.spec.fields import dump_json, write_text
-from llmpq.spec.plan import Plan, write_plan
+from llmpq.spec.plan import DRAFT_HEAD_BITS, Plan, write_plan
 from llmpq.spec.precision import BITS, DTYPE_BYTES
-from llmpq.spec.schedule import DRAFT_HEAD_BITS
 
 NAME = "llmpq-algo"
 V = TypeVar("V")

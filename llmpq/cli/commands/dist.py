@@ -43,9 +43,8 @@ from llmpq.errors import LlmpqError, SpecError, StageError
 from llmpq.logging import get_logger
 from llmpq.spec.fields import dump_json, write_text
 from llmpq.spec.huggingface.families import load_model_dir
-from llmpq.spec.plan import Plan, PlanForecast, read_plan
-from llmpq.spec.schedule import Schedule
-from llmpq.spec.trace import TraceRequest
+from llmpq.spec.plan import Plan, PlanForecast, Schedule, read_plan
+from llmpq.spec.workload import TraceRequest
 
 logger = get_logger(__name__)
 

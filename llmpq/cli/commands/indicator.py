@@ -23,7 +23,7 @@ from llmpq.errors import SpecError
 from llmpq.logging import get_logger
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.precision import BITS, DTYPE_BYTES
-from llmpq.spec.sensitivity import SensitivityTable, write_sensitivity
+from llmpq.spec.tables import SensitivityTable, write_sensitivity
 
 if TYPE_CHECKING:
     from llmpq.indicator import Divergence, Indicator, Subject

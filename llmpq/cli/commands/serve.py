@@ -28,8 +28,7 @@ from llmpq.dist.launch.local_devices import visible_devices
 from llmpq.dist.metrics.measurement import StartLog
 from llmpq.errors import SpecError
 from llmpq.routing import BALANCERS, load_balancer
-from llmpq.spec.fleet import read_fleet
-from llmpq.spec.plan import Plan, read_plan
+from llmpq.spec.plan import Plan, read_fleet, read_plan
 from llmpq.spec.runtime_constants import MAX_CHOICES, POLL_S
 
 if TYPE_CHECKING:

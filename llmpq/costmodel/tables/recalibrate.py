@@ -22,8 +22,7 @@ from llmpq.costmodel.costs import ClusterCosts, build_costs
 from llmpq.errors import SpecError
 from llmpq.spec.catalog import resolve_model
 from llmpq.spec.cluster import DeviceGroup, Node
-from llmpq.spec.codec import Rule, from_json
-from llmpq.spec.fields import Fields, read_json
+from llmpq.spec.fields import Fields, Rule, from_json, read_json
 from llmpq.spec.plan import Plan, read_plan
 from llmpq.spec.precision import Phase
 from llmpq.spec.tables import MASTER_BITS, LatencySample, LatencyTable, read_latency_table

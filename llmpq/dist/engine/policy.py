@@ -22,10 +22,9 @@ from llmpq.errors import SpecError
 from llmpq.spec.facts.model_fields import absolute_model_path
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.model import ModelSpec
-from llmpq.spec.plan import Plan
+from llmpq.spec.plan import Plan, Schedule
 from llmpq.spec.precision import DTYPE_BYTES, Phase
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE, PROMPT_CHUNK_TOKENS, kept_blocks
-from llmpq.spec.schedule import Schedule
 
 MAX_SEQUENCES = 256
 MOST_FIRST_COST = 0.5

@@ -14,12 +14,19 @@ from llmpq.dist.io.sampling_params import GREEDY, SamplingParams
 from llmpq.errors import SpecError, bad_field
 from llmpq.logging import get_logger
 from llmpq.spec.catalog import resolve_model
-from llmpq.spec.codec import Rule, from_json, to_json
-from llmpq.spec.fields import Fields, digest_of, dump_json, read_json, write_text
+from llmpq.spec.fields import (
+    Fields,
+    Rule,
+    digest_of,
+    dump_json,
+    from_json,
+    read_json,
+    to_json,
+    write_text,
+)
 from llmpq.spec.model import ModelSpec
-from llmpq.spec.plan import Plan
+from llmpq.spec.plan import Plan, Schedule
 from llmpq.spec.precision import DTYPE_BYTES
-from llmpq.spec.schedule import Schedule
 from llmpq.units import GIB
 
 _log = get_logger(__name__)

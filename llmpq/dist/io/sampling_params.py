@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 from llmpq.errors import SpecError
-from llmpq.spec.codec import Rule
+from llmpq.spec.fields import Rule
 
 MAX_LOGIT_BIAS = 100.0
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1

@@ -79,9 +79,8 @@ from llmpq.spec.catalog import device as device_spec
 from llmpq.spec.devices.figures import DeviceKind
 from llmpq.spec.gguf.config import config_bytes
 from llmpq.spec.huggingface.families import load_model_dir
-from llmpq.spec.plan import Plan, plan_text
+from llmpq.spec.plan import Plan, draft_bytes, plan_text
 from llmpq.spec.precision import Phase
-from llmpq.spec.schedule import draft_bytes
 from llmpq.units import format_bytes
 
 

@@ -27,8 +27,17 @@ from llmpq.multillm.graph import Application
 from llmpq.multillm.requests import Item
 from llmpq.multillm.running.dataflow import RequestKey
 from llmpq.multillm.schedule import application_digest
-from llmpq.spec.codec import Rule, from_json, to_json
-from llmpq.spec.fields import SCHEMA, Fields, digest_of, dump_json, read_json, write_text
+from llmpq.spec.fields import (
+    SCHEMA,
+    Fields,
+    Rule,
+    digest_of,
+    dump_json,
+    from_json,
+    read_json,
+    to_json,
+    write_text,
+)
 
 ANSWERS, RUN = "answers.jsonl", "run.json"
 

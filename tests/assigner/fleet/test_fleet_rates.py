@@ -30,8 +30,7 @@ from llmpq.sim.engine_costs import PlanEngineCosts
 from llmpq.sim.fleet import FleetReplica, simulate_fleet
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec.precision import Phase
-from llmpq.spec.trace import draw_trace
-from llmpq.spec.workload import Workload
+from llmpq.spec.workload import Workload, draw_trace
 
 
 def random_speeds(rng: np.random.Generator) -> list[ReplicaSpeed]:

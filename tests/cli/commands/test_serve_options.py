@@ -22,8 +22,7 @@ from llmpq.server.admission import prefill_tokens_per_s, queued_tokens_for, toke
 from llmpq.server.app import ServerOptions
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
-from llmpq.spec.fleet import Fleet, FleetMember, write_fleet
-from llmpq.spec.plan import read_plan, write_plan
+from llmpq.spec.plan import Fleet, FleetMember, read_plan, write_fleet, write_plan
 
 ROOT = Path(__file__).resolve().parents[3]
 DEMO = ROOT / "models" / "demo"

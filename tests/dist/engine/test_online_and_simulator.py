@@ -36,7 +36,7 @@ from llmpq.sim.engine import SimulatedEngine
 from llmpq.sim.engine_costs import StepShape
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.runtime_constants import PROMPT_CHUNK_TOKENS, kept_blocks
-from llmpq.spec.trace import TraceRequest
+from llmpq.spec.workload import TraceRequest
 
 VOCAB = 5000
 

@@ -17,7 +17,7 @@ from llmpq.dist.engine.policy import draft_limits
 from llmpq.dist.io.draft_check import checked_speculation
 from llmpq.dist.io.job import EngineOptions, Job, read_job, write_job
 from llmpq.errors import SpecError
-from llmpq.spec.schedule import PlannedDraft
+from llmpq.spec.plan import PlannedDraft
 
 PLAN = make_plan((0, 3))
 DRAFTS = SpeculativeConfig(method="draft_model", model="draft", num_speculative_tokens=3, bits=4)

@@ -29,8 +29,7 @@ from llmpq.multillm.requests import load_items
 from llmpq.multillm.running.dataflow import Dataflow
 from llmpq.multillm.running.journal import ANSWERS, Answer, read_answers
 from llmpq.multillm.schedule import ModelReplica, ScheduledModel, write_schedule
-from llmpq.spec.codec import to_json
-from llmpq.spec.fields import dump_json
+from llmpq.spec.fields import dump_json, to_json
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 torch.set_num_threads(1)

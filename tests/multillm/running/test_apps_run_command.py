@@ -14,7 +14,7 @@ from llmpq.cli.apps.command import main
 from llmpq.cli.apps.run import _schedule_of
 from llmpq.multillm.graph import Application, AppModel, Edge, Node
 from llmpq.multillm.schedule import ModelReplica, ScheduledModel, write_schedule
-from llmpq.spec.codec import to_json
+from llmpq.spec.fields import to_json
 
 CLUSTER = cpu_cluster(2)
 PLAN = make_plan((0, 3), prompt_tokens=30, new_tokens=10)
