@@ -19,8 +19,12 @@ from torch.nn import functional as F
 
 from llmpq.errors import SpecError
 from llmpq.kernels.base import Capability, KernelBackend, PreparedWeight
-from llmpq.kernels.cpu.compiled import CpuLlmInt8Backend, CpuPackedBackend, CpuPackedInt8Backend
-from llmpq.kernels.cpu.dispatch import CpuInt4Backend, CpuInt8Backend
+from llmpq.kernels.cpu.compiled_backends import (
+    CpuLlmInt8Backend,
+    CpuPackedBackend,
+    CpuPackedInt8Backend,
+)
+from llmpq.kernels.cpu.torch_kernels import CpuInt4Backend, CpuInt8Backend
 from llmpq.kernels.gpu.cuda import cuda_backends
 from llmpq.kernels.packed import PACKED_BITS, SCALE_DTYPES, PackedWeight
 from llmpq.spec.precision import Precision

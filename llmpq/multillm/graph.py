@@ -60,7 +60,7 @@ class AppModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class AppNode:
     """One use of a model.
 
     Attributes:
@@ -114,7 +114,7 @@ class Application:
 
     name: str
     models: Annotated[tuple[AppModel, ...], Rule(minimum=1)]
-    nodes: Annotated[tuple[Node, ...], Rule(minimum=1)]
+    nodes: Annotated[tuple[AppNode, ...], Rule(minimum=1)]
     edges: Annotated[tuple[Edge, ...], Rule(optional=True)] = ()
 
     def __post_init__(self) -> None:
@@ -131,7 +131,7 @@ class Application:
         name = self.node(node).model
         return next(model for model in self.models if model.name == name)
 
-    def node(self, name: str) -> Node:
+    def node(self, name: str) -> AppNode:
         """Return the node of that name."""
         return next(node for node in self.nodes if node.name == name)
 
@@ -196,7 +196,7 @@ class Application:
                 raise _bad(f"edges[{place}]", edge.source, "no 'when' or 'share' on a self-loop")
             seen.add((edge.source, edge.target))
 
-    def _check_node(self, field: str, node: Node) -> None:
+    def _check_node(self, field: str, node: AppNode) -> None:
         names = [model.name for model in self.models]
         if node.model not in names:
             raise _bad(f"{field}.model", node.model, f"one of {', '.join(names)}")
@@ -213,7 +213,7 @@ class Application:
             )
         self._check_templates(field, node)
 
-    def _check_templates(self, field: str, node: Node) -> None:
+    def _check_templates(self, field: str, node: AppNode) -> None:
         """Check that templates use what the edges bring, and all that has no condition."""
         needed = [one.source for one in self.edges if one.target == node.name and one.when is None]
         known = [PROMPT, *(one.source for one in self.edges if one.target == node.name)]

@@ -24,8 +24,8 @@ from llmpq.multillm.graph import (
     ANSWER,
     PROMPT,
     Application,
+    AppNode,
     Edge,
-    Node,
     fixed_text,
     template_fields,
 )
@@ -234,7 +234,7 @@ class _Build:
         self._answers: dict[str, _Answers] = {}
         self._takes: dict[tuple[str, str], set[int]] = {}
 
-    def add_source(self, node: Node, items: Sequence[Item]) -> None:
+    def add_source(self, node: AppNode, items: Sequence[Item]) -> None:
         """Add the requests of a node with a file, chunk by chunk."""
         fixed = [self._fixed(text) for text in node.templates]
         is_chain = self._app.is_chain(node.name)
@@ -260,7 +260,7 @@ class _Build:
             found.add(item, request, answer)
         self._route(node.name)
 
-    def add_consumer(self, node: Node) -> None:
+    def add_consumer(self, node: AppNode) -> None:
         """Add the requests of a node that reads the answers of others."""
         fixed = [self._fixed(text) for text in node.templates]
         new: list[_New] = []
@@ -313,7 +313,7 @@ class _Build:
     def _tokens(self, edge: Edge, item: int) -> int:
         return self._answers[edge.source].tokens[item]
 
-    def _add(self, node: Node, new: Sequence[_New]) -> list[tuple[int, int]]:
+    def _add(self, node: AppNode, new: Sequence[_New]) -> list[tuple[int, int]]:
         """Add requests of a node; return the number and the answer's tokens of each."""
         if not new:
             return []

@@ -72,7 +72,7 @@ class DeviceJob:
 
 
 @dataclass(slots=True)
-class _Trial:
+class _TimedCall:
     """Something to time again and again."""
 
     call: Callable[[], object]
@@ -91,7 +91,7 @@ class _LayerTrial:
     bits: int
     shape: Shape
     depth: int
-    trial: _Trial
+    trial: _TimedCall
 
     def timing(self, overhead_s: float) -> LayerTiming:
         """Return the seconds of one layer without its overhead; they are at least half of all."""
@@ -210,12 +210,12 @@ def _short_prompts(tokens: int) -> Shape:
     return Shape(phase=Phase.PREFILL, batch=tokens // SHORT_TOKENS, tokens=SHORT_TOKENS)
 
 
-def _other_trials(job: DeviceJob) -> dict[str, _Trial]:
+def _other_trials(job: DeviceJob) -> dict[str, _TimedCall]:
     """Return a copy inside the device, small layers, and the host link."""
     device = job.device
     source = torch.ones(job.distinct_bytes // 4, device=device)
     target = torch.empty_like(source)
-    found = {"copy": _Trial(lambda: target.copy_(source))}
+    found = {"copy": _TimedCall(lambda: target.copy_(source))}
     small, one = replace(job, features=HEAD_DIM), Shape(phase=Phase.DECODE, batch=1, tokens=1)
     for depth in OVERHEAD_DEPTHS:
         layers = _layers(small, "float32", 16, depth)
@@ -225,7 +225,7 @@ def _other_trials(job: DeviceJob) -> dict[str, _Trial]:
             host = torch.ones(size, dtype=torch.uint8)
             there = torch.empty(size, dtype=torch.uint8, device=device)
             # A frame leaves one device for host memory and enters the next from it.
-            found[name] = _Trial(lambda host=host, there=there: host.copy_(there.copy_(host)))  # type: ignore[misc]
+            found[name] = _TimedCall(lambda host=host, there=there: host.copy_(there.copy_(host)))  # type: ignore[misc]
     return found
 
 
@@ -289,12 +289,12 @@ def _trials(
         ]
         call = partial(runner.run, hidden.to(FORMATS[dtype]), rows)
         yield _LayerTrial(
-            dtype=dtype, bits=bits, shape=shape, depth=len(layers), trial=_Trial(call)
+            dtype=dtype, bits=bits, shape=shape, depth=len(layers), trial=_TimedCall(call)
         )
 
 
 def _run(
-    trials: Sequence[_Trial],
+    trials: Sequence[_TimedCall],
     job: DeviceJob,
     progress: Callable[[float], None],
     now: Callable[[], float] = time.perf_counter,

@@ -26,7 +26,7 @@ from llmpq import __version__
 from llmpq.dist.io.generation import EngineClient
 from llmpq.dist.transport.endpoint import MIN_TOKEN_BYTES, is_loopback, read_token
 from llmpq.errors import LlmpqError, SpecError, StageError, StoppedError
-from llmpq.server.admission import Admission, AdmissionLimits
+from llmpq.server.admission import AdmissionLimits, RequestAdmission
 from llmpq.server.errors import (
     ApiError,
     as_api_error,
@@ -47,7 +47,7 @@ from llmpq.server.text.tokenizer import ServerTokenizer
 from llmpq.server.text.translate import ServedModel, default_sampling_of, encode_chat
 from llmpq.server.transport import (
     EventStream,
-    Gate,
+    RequestGuard,
     TransportLimits,
     bounded_protocol,
     until_disconnected,
@@ -101,7 +101,7 @@ def build_app(
         service: answers the requests.
         limits: of connections.
         api_keys: accepted keys; without any, no key is asked for.
-        checks_site: see ``Gate``.
+        checks_site: see ``RequestGuard``.
     """
     app = FastAPI(
         title="llmpq",
@@ -122,7 +122,7 @@ def build_app(
     _add_models(app, service)
     _add_tokenizer(app, service)
     _add_state(app, service)
-    return Gate(
+    return RequestGuard(
         app,
         limits or TransportLimits(),
         service.check_open,
@@ -419,7 +419,7 @@ def make_service(
         default_sampling=default_sampling_of(model_dir),
         max_choices=limits.max_num_choices,
     )
-    admission = Admission(limits)
+    admission = RequestAdmission(limits)
     return Service(engine, model, admission, ServerMetrics(names[0], engine, admission))
 
 

@@ -22,7 +22,7 @@ from llmpq.dist.io.generation import EngineClient, GenerationRequest, TokenOutpu
 from llmpq.dist.io.sampling_params import SamplingParams, TokenLogprobs
 from llmpq.errors import LlmpqError, SpecError, StageError
 from llmpq.logging import get_logger
-from llmpq.server.admission import Admission
+from llmpq.server.admission import RequestAdmission
 from llmpq.server.errors import ApiError, as_api_error, bad_request, dump_json, json_parts
 from llmpq.server.metrics import ServerMetrics
 from llmpq.server.protocol import ChatCompletionRequest, CompletionRequest, StreamOptions
@@ -593,7 +593,7 @@ class Service:
 
     engine: EngineClient
     model: ServedModel
-    admission: Admission
+    admission: RequestAdmission
     metrics: ServerMetrics
     runs: set[ChoiceRun] = field(default_factory=set)
 

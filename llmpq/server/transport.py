@@ -58,7 +58,7 @@ class TransportLimits:
     write_timeout_s: float = 120.0
 
 
-class Gate:
+class RequestGuard:
     """The outermost application: checks key, body and media type, and names the request.
 
     A full server refuses a request here, before its body is read: a refusal takes a fraction of

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+from llmpq.costmodel.exact_bytes import layer_weight_bytes, master_bytes, token_kv_bytes
 from llmpq.costmodel.roofline import RooflineLatencyModel
-from llmpq.costmodel.stored import layer_weight_bytes, master_bytes, token_kv_bytes
 from llmpq.sim.engine_costs import StageLaw, StepShape
 from llmpq.spec import catalog
 from llmpq.spec.devices.figures import DeviceSpec, PrecisionCost

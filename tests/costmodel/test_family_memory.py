@@ -9,8 +9,8 @@ import torch
 from helpers.live_tensors import LiveTensors
 from helpers.tiny_configs import SIZES, stored_fields, tiny_config
 
-from llmpq.costmodel.memory import Step, live_bytes, temporary_bytes
-from llmpq.costmodel.stored import layer_kv_bytes, token_kv_bytes
+from llmpq.costmodel.exact_bytes import layer_kv_bytes, token_kv_bytes
+from llmpq.costmodel.memory import ForwardShape, live_bytes, temporary_bytes
 from llmpq.dist.kv.blocks import slot_blocks
 from llmpq.dist.kv.cache import KVCache
 from llmpq.models import DecoderStage, PackedBatch, build_layer, kv_shapes, load_config
@@ -76,7 +76,7 @@ def test_tensors_of_every_family_are_within_the_bound(tmp_path, model_type, dtyp
     cache.view(batch)
     with LiveTensors() as live:
         stage(hidden, batch, cache)
-    step = Step(
+    step = ForwardShape(
         model=model, dtype=str(dtype).removeprefix("torch."), kv_bits=8 * dtype.itemsize,
         batch=ROWS, tokens=TOKENS, context=TOKENS,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Any
 import uvicorn
 from helpers.fake_engine import FakeEngine
 
-from llmpq.server.admission import Admission, AdmissionLimits
+from llmpq.server.admission import AdmissionLimits, RequestAdmission
 from llmpq.server.app import build_app, listen
 from llmpq.server.metrics import ServerMetrics
 from llmpq.server.service import Service
@@ -51,7 +51,7 @@ def make_service(
     names: tuple[str, ...] = ("demo", "other-name"),
     has_tokenizer: bool = True,
 ) -> Service:
-    admission = Admission(limits or AdmissionLimits())
+    admission = RequestAdmission(limits or AdmissionLimits())
     model = ServedModel(
         names=names,
         root=str(DEMO),

@@ -25,7 +25,7 @@ from llmpq.kernels.cpu.step import (
 )
 from llmpq.kernels.registry import choose_backend
 from llmpq.models.expert_layouts import ClampedGate
-from llmpq.quant.modules.linear import Gate, QuantExperts, QuantLinear
+from llmpq.quant.modules.linear import GatedActivation, QuantExperts, QuantLinear
 from llmpq.quant.modules.steps.append import routed, router_like
 from llmpq.quant.quantizers.rtn import quantize
 from llmpq.spec.precision import default_precision
@@ -90,7 +90,7 @@ def _linear(rows, columns, seed, dtype, bits=16, kernel=None, bias=False):
 def _experts(count, dtype, **kind):
     ups = [_linear(2 * FEATURES, HIDDEN, 2 * i, dtype, **kind) for i in range(count)]
     downs = [_linear(HIDDEN, FEATURES, 2 * i + 1, dtype, **kind) for i in range(count)]
-    return QuantExperts(ups, downs, Gate(nn.SiLU()))
+    return QuantExperts(ups, downs, GatedActivation(nn.SiLU()))
 
 
 def _matrices(linears):

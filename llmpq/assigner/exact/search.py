@@ -102,7 +102,7 @@ class NativePair:
 
     def __init__(self, space: SearchSpace, costs: PairCosts) -> None:
         self.costs = costs
-        self.problem = native.Problem()
+        self.problem = native.PairProblem()
         no_master = np.zeros(space.num_groups)
         self._held = native.fill(
             self.problem,
@@ -556,7 +556,7 @@ class _Search:
 
     def _search_labels(self, candidate: _Candidate, limit_s: float) -> bool:
         """Enumerate below a limit; keep the plan and the bound; return whether it was complete."""
-        limits = native.Search(
+        limits = native.LabelSearch(
             limit=limit_s,
             seconds=min(1e9, max(0.0, self.deadline.left_s)),
             beam_limit=min(limit_s + 3 * (limit_s - candidate.base_s), self.best_s),

@@ -160,7 +160,7 @@ def pareto_plans(
     if request.theta_s is not None:
         raise SpecError("--theta: found together with --pareto, which sets the price itself")
     check_method(request, method)
-    front = _Front(build_task(request), method, command)
+    front = _ParetoFront(build_task(request), method, command)
     try:
         front.find_ends()
     except InfeasibleError as error:
@@ -195,7 +195,7 @@ class _Gap:
         return self.better.estimate.latency_s - self.faster.estimate.latency_s
 
 
-class _Front:
+class _ParetoFront:
     def __init__(self, task: PlanningTask, method: str, command: str) -> None:
         self.task = task
         self.method = method

@@ -16,7 +16,7 @@ from llmpq.assigner.explain.infeasible import (
     larger_cluster,
     plan_binding,
 )
-from llmpq.assigner.fleet.partition import Pools
+from llmpq.assigner.fleet.partition import DevicePools
 from llmpq.assigner.planner import plan_task
 from llmpq.assigner.request import (
     OutOfTimeError,
@@ -155,7 +155,7 @@ def _kinds(cluster: Cluster, overrides: Overrides) -> tuple[str, ...]:
     One more device of either then makes the same cluster.
     Decisions of the user name nodes and devices, so no groups are alike where there are any.
     """
-    pools = Pools.of(cluster)
+    pools = DevicePools.of(cluster)
     places = range(len(pools.counts))
     if overrides:
         return tuple(map(str, places))
@@ -176,7 +176,7 @@ def one_more(
     alike: dict[str, list[int]] = {}
     for place, kind in enumerate(_kinds(request.cluster, request.overrides)):
         alike.setdefault(kind, []).append(place)
-    names = Pools.of(request.cluster).names()
+    names = DevicePools.of(request.cluster).names()
     questions = [
         (
             tuple(names[place] for place in places),

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from llmpq.assigner.fleet.partition import Counts
+from llmpq.assigner.fleet.partition import DeviceCounts
 from llmpq.assigner.fleet.search import TYPES_UNTIL, FleetPlan, FleetSearch
 from llmpq.assigner.milp.solvers import solve
 from llmpq.assigner.objective import relative_gap
@@ -224,7 +224,7 @@ class RateSearch(FleetSearch):
         """Return the columns that have a plan."""
         return [int(place) for place in np.flatnonzero(self._lower > 0)]
 
-    def _best(self, parts: Sequence[Counts] | None = None) -> Shares | None:
+    def _best(self, parts: Sequence[DeviceCounts] | None = None) -> Shares | None:
         """Return the best fleet of these parts; ``None`` where none answers all arrivals."""
         places = self._known()
         if parts is not None:
@@ -270,7 +270,7 @@ class RateSearch(FleetSearch):
         self,
         places: Sequence[int],
         tangents: Sequence[tuple[int, float]],
-        parts: Sequence[Counts] | None,
+        parts: Sequence[DeviceCounts] | None,
     ) -> tuple[tuple[int, ...], list[tuple[int, float]], float]:
         """Return the best fleet by tangents, the arrivals of each replica, and a bound of the TTFT.
 
@@ -381,7 +381,7 @@ class RateSearch(FleetSearch):
             ttft_bound_s=min(1 / bound, self._shares.ttft_s),
         )
 
-    def _other(self, name: str, parts: list[Counts]) -> OtherCut:
+    def _other(self, name: str, parts: list[DeviceCounts]) -> OtherCut:
         found = super()._other(name, parts)
         best = self._best(parts)
         if best is None:

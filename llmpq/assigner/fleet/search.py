@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from llmpq.assigner.constraints.resolve import BoolArray
-from llmpq.assigner.fleet.partition import Counts, Pools
-from llmpq.assigner.fleet.pricing import Key, Pricer, batches
+from llmpq.assigner.fleet.partition import DeviceCounts, DevicePools
+from llmpq.assigner.fleet.pricing import Key, ReplicaEvaluator, batches
 from llmpq.assigner.objective import relative_gap
 from llmpq.assigner.problem import FloatArray, IntArray
 from llmpq.assigner.request import GAP_ROUNDING, PlanRequest, Progress
@@ -245,15 +245,15 @@ class FleetSearch:
         self._request = request
         self._number = number
         self._progress = progress
-        self._pools = Pools.of(request.cluster)
+        self._pools = DevicePools.of(request.cluster)
         parts, self._is_complete = self._pools.parts()
-        self._pricer = Pricer(request, self._pools)
+        self._pricer = ReplicaEvaluator(request, self._pools)
         self._batches = tuple(batches(request.workload.batch))
         self._has_shared_cores = any(node.cores is not None for node in request.cluster.nodes)
         self._columns: list[Key] = []
         self._index: dict[Key, int] = {}
-        self._keys: dict[Counts, str] = {}
-        self._equal_parts: dict[str, list[Counts]] = {}
+        self._keys: dict[DeviceCounts, str] = {}
+        self._equal_parts: dict[str, list[DeviceCounts]] = {}
         self._counts: IntArray = np.zeros((0, len(self._pools.counts)), dtype=np.int64)
         self._sizes: IntArray = np.zeros(0, dtype=np.int64)
         self._core_shares: FloatArray = self._pools.core_shares([])
@@ -299,7 +299,7 @@ class FleetSearch:
             self._price(place)
         self._keep()
 
-    def _near_share(self, parts: Sequence[Counts]) -> list[int]:
+    def _near_share(self, parts: Sequence[DeviceCounts]) -> list[int]:
         """Return the columns of parts with batches near their share of all devices' speed."""
         rates = self._pricer.bounds(np.array(parts), self._batches[0])
         shares = self._batches[0] * rates / self.bound if self.bound else rates
@@ -373,11 +373,11 @@ class FleetSearch:
         limit_s = self._request.time_limit_s or 0.0
         return self._request.deadline.left_s <= (1 - share) * limit_s
 
-    def _is_of(self, parts: Sequence[Counts]) -> BoolArray:
+    def _is_of(self, parts: Sequence[DeviceCounts]) -> BoolArray:
         """Return ``[C]`` which columns are of these parts."""
         return np.array([part in parts for part, _ in self._columns])
 
-    def _add(self, parts: Sequence[Counts]) -> None:
+    def _add(self, parts: Sequence[DeviceCounts]) -> None:
         """Add the columns of parts, with every batch."""
         if not parts:
             return
@@ -440,7 +440,7 @@ class FleetSearch:
         found: BoolArray = self._upper <= self._lower * (1 + GAP_ROUNDING)
         return found
 
-    def _is_inside(self, counts: Counts) -> BoolArray:
+    def _is_inside(self, counts: DeviceCounts) -> BoolArray:
         """Return ``[C]`` which columns have no other devices."""
         found: BoolArray = np.all(self._counts <= np.array(counts), axis=1)
         return found
@@ -497,7 +497,7 @@ class FleetSearch:
         left_s = max(LEAST_PACKING_S, self._request.deadline.left_s)
         return packing.best(values[places], is_whole=is_whole, time_limit_s=left_s)
 
-    def _cuts(self) -> dict[str, list[Counts]]:
+    def _cuts(self) -> dict[str, list[DeviceCounts]]:
         """Return other ways to cut the cluster."""
         pools = self._pools
         return {
@@ -549,7 +549,7 @@ class FleetSearch:
         """Return parts and batches of the fleet, the fastest first."""
         return sorted(self.fleet, key=self._rate, reverse=True)
 
-    def _without(self, part: Counts, size: int) -> tuple[tuple[str, float], ...]:
+    def _without(self, part: DeviceCounts, size: int) -> tuple[tuple[str, float], ...]:
         if sum(part) == 1 or self._request.deadline.has_passed:
             return ()
         found = []
@@ -564,7 +564,7 @@ class FleetSearch:
     def _rate(self, key: Key) -> float:
         return float(self._lower[self._index[key]])
 
-    def _other(self, name: str, parts: list[Counts]) -> OtherCut:
+    def _other(self, name: str, parts: list[DeviceCounts]) -> OtherCut:
         inside = self._is_of(parts)
         chosen, _ = self._pack(self._lower, inside, has_number=False)
         # A bound that is left says that nothing was proven.

@@ -34,7 +34,7 @@ from llmpq.multillm.requests import load_items
 from llmpq.multillm.running.coordinator import Coordinator
 from llmpq.multillm.running.dataflow import Dataflow
 from llmpq.multillm.running.engines import LocalEngines, StartEngine
-from llmpq.multillm.running.journal import Journal, identity_of, write_batch_files
+from llmpq.multillm.running.journal import AnswerJournal, identity_of, write_batch_files
 from llmpq.multillm.running.prepare import check_prompts, prepare_models
 from llmpq.multillm.running.timeline import Timeline, build_report, time_left_s
 from llmpq.multillm.schedule import ApplicationSchedule, load_schedule, write_schedule
@@ -136,7 +136,7 @@ def _run(options: argparse.Namespace) -> int:
     identity = identity_of(app, items, to_json(sampling))
     with (
         _engines(options, cluster) as engines,
-        Journal(output, identity, resume=options.resume) as journal,
+        AnswerJournal(output, identity, resume=options.resume) as journal,
         progress_bar("run") as show,
     ):
         flow, timeline = Dataflow(app, items), Timeline()

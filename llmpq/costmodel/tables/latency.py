@@ -202,7 +202,7 @@ class Polyline:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Law:
+class LatencyFit:
     """Seconds of a layer: a non-negative sum of piecewise-linear functions of its shape.
 
     ``jumps`` sums the jumps of the seconds up to each of the ``steps`` of the rows, from 0;
@@ -237,7 +237,7 @@ class Law:
         return np.array([self.seconds(*shape) for shape in samples.shapes])
 
 
-def fit_without_outliers(samples: Samples) -> tuple[Law, npt.NDArray[np.bool_]]:
+def fit_without_outliers(samples: Samples) -> tuple[LatencyFit, npt.NDArray[np.bool_]]:
     """Return the law of the samples that agree with most others, and which to trust ``[P]``.
 
     These have in addition a slow one without a larger shape and a fast one without a smaller one:
@@ -258,7 +258,7 @@ def fit_without_outliers(samples: Samples) -> tuple[Law, npt.NDArray[np.bool_]]:
     return fit_law(samples.take(np.abs(gaps) <= most)), ~is_outlier
 
 
-def _gaps(law: Law, samples: Samples) -> Array:
+def _gaps(law: LatencyFit, samples: Samples) -> Array:
     """Return the logarithms of measured over fitted seconds ``[P]``."""
     result: Array = np.log(samples.seconds / law.seconds_of(samples))
     return result
@@ -277,7 +277,7 @@ def _bounded(gaps: Array) -> Array:
     return result
 
 
-def fit_law(samples: Samples, weights: Array | None = None) -> Law:
+def fit_law(samples: Samples, weights: Array | None = None) -> LatencyFit:
     """Fit a law to relative errors, with a preference for equal neighbouring slopes.
 
     Args:
@@ -321,7 +321,7 @@ def fit_law(samples: Samples, weights: Array | None = None) -> Law:
     target = np.ones(len(samples)) if weights is None else weights
     found = _solve({name: parts[name] for name in order}, charges, rates, target)
     jumps = np.concatenate([[0.0], np.cumsum(found["steps"])])
-    return Law(
+    return LatencyFit(
         phase=samples.phase,
         least=_LEAST_SHARE * float(samples.seconds.min()),
         constant=float(found["constant"][0]),

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from llmpq.kernels.base import PreparedWeight
 from llmpq.kernels.cpu.dense import DENSE_BACKEND, few_dense_rows, multiplies_pairs
-from llmpq.kernels.cpu.dispatch import OUTLIER_THRESHOLD
+from llmpq.kernels.cpu.kernel_choice import gemv_max_rows, is_float_faster
 from llmpq.kernels.cpu.native import (
     TYPES,
     WITH_VNNI,
-    Attention,
+    AttentionCall,
     Norm,
     Product,
     Weight,
@@ -35,7 +35,7 @@ from llmpq.kernels.cpu.native import (
     library,
 )
 from llmpq.kernels.cpu.paged_attention import STORED_TYPES, PagedHeads, PagedTokens
-from llmpq.kernels.cpu.switch import few_rows_limit, is_float_faster
+from llmpq.kernels.cpu.torch_kernels import OUTLIER_THRESHOLD
 from llmpq.spec.runtime_constants import STEP_ROWS, STEP_SLOTS
 
 MOST_PRODUCTS = 3
@@ -302,7 +302,7 @@ class StepProgram:
         self._operators: list[tuple[int, Structure]] = []
         self._kept: list[object] = []  # whose addresses operators hold
         self._list: Array[Operator] | None = None
-        self._biased: list[Attention] = []
+        self._biased: list[AttentionCall] = []
         self._bias: Tensor | None = None
 
     def buffer(
@@ -438,7 +438,7 @@ class StepProgram:
         if {key.shape[1:], value.shape[1:]} != {(kv_heads, dim)} or query.shape[1] % kv_heads:
             raise UnsupportedStepError(f"keys of {list(key.shape[1:])}, not {[kv_heads, dim]}")
         scales = heads.key_scales, heads.value_scales
-        call = Attention(
+        call = AttentionCall(
             query=query.data_ptr(),
             out=out.data_ptr(),
             new_key=key.data_ptr(),
@@ -542,7 +542,7 @@ class StepProgram:
         if weight.backend not in kernels:
             raise UnsupportedStepError(f"a weight of '{weight.backend}' in {self.dtype}")
         if weight.backend == "cpu_packed" and multiplies_pairs(self.dtype):
-            return StepKernel(_PACKED_BF16, block, few_rows_limit(bits))
+            return StepKernel(_PACKED_BF16, block, gemv_max_rows(bits))
         return kernels[weight.backend]
 
     def handle_of(self, weight: PreparedWeight | Tensor, rows: int, columns: int) -> int:

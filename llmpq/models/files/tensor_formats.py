@@ -235,7 +235,7 @@ _E8M0_BIAS = 127
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scaled(Encoded):
+class ScaledCodes(Encoded):
     """A matrix of codes with a grid of scales.
 
     Attributes:

@@ -47,7 +47,7 @@ from llmpq.models.files.tensor_formats import (
     Mxfp4Expert,
     PlainRows,
     Read,
-    Scaled,
+    ScaledCodes,
     SomeRows,
     StoredRows,
     WrappedRows,
@@ -57,7 +57,7 @@ from llmpq.spec.gguf.config import config_bytes, config_of
 from llmpq.spec.gguf.header import GgufHeader, GgufTensor, find_gguf, read_header
 from llmpq.spec.huggingface.gptq import find_config
 from llmpq.spec.huggingface.quantization import CodesConfig, codes_config
-from llmpq.spec.safetensors.headers import Header
+from llmpq.spec.safetensors.headers import SafetensorsHeader
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -119,12 +119,14 @@ class GgufFiles(TensorFiles):
         self.directory = path.parent
         self._header = read_header(path)
         config = config_of(self._header)
-        self.headers: dict[str, Header] = {}
+        self.headers: dict[str, SafetensorsHeader] = {}
         self._stamps = {}
         for file in self._header.files:
             with opened(file) as descriptor:
                 self._stamps[file.name] = FileStamp.of(descriptor)
-            self.headers[file.name] = Header(raw=_header_bytes(self._header, file), entries={})
+            self.headers[file.name] = SafetensorsHeader(
+                raw=_header_bytes(self._header, file), entries={}
+            )
         self._parts = _parts(self._header, config)
         self._dtype: torch.dtype = getattr(torch, config["dtype"])
 
@@ -420,7 +422,7 @@ class QuantizedFiles(TensorFiles):
 
     def _scaled(
         self, module: str, codes: TensorSource, *, columns: int, bits: int | None
-    ) -> Scaled:
+    ) -> ScaledCodes:
         where = super().where(codes.name)
         found = [
             name for name in _SCALES if super(QuantizedFiles, self).__contains__(f"{module}.{name}")
@@ -436,7 +438,7 @@ class QuantizedFiles(TensorFiles):
                 f"{super().where(scales.name)}: found shape {list(scales.shape)}, expected scales "
                 f"of blocks {self._quantization.block} of a weight {[rows, columns]}"
             )
-        return Scaled(
+        return ScaledCodes(
             codes=codes,
             scales=scales,
             columns=columns,

@@ -33,7 +33,7 @@ from llmpq.costmodel import ClusterCosts
 from llmpq.costmodel.base import prompt_s
 from llmpq.costmodel.tables.latency import Curve, Samples
 from llmpq.errors import SpecError, bad_field
-from llmpq.multillm.engine.native import Array, EngineLaw
+from llmpq.multillm.engine.native import Array, EngineModel
 from llmpq.sim.costs import BatchShape
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec.cluster import Device
@@ -204,7 +204,7 @@ Uneven = Callable[[int, float, float], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Operations:
+class FlopCount:
     """Operations of a model (SamuLLM, Eq. 1 and 2, two for each weight).
 
     Attributes:
@@ -216,7 +216,7 @@ class Operations:
     key: float
 
     @classmethod
-    def of(cls, model: ModelSpec) -> Operations:
+    def of(cls, model: ModelSpec) -> FlopCount:
         """Return the operations of a model."""
         layers = [model.layer_types[kind] for kind in model.layer_kinds]
         return cls(
@@ -232,12 +232,12 @@ class Operations:
 
 def measured_law(
     iterations: IterationModel,
-    operations: Operations,
+    operations: FlopCount,
     *,
     prompt_tokens: float,
     kv_tokens: int,
     max_model_len: int,
-) -> EngineLaw:
+) -> EngineModel:
     """Return vLLM 0.2-0.4 with measured iterations.
 
     Args:
@@ -264,7 +264,7 @@ def team_law(
     prompt_tokens: float,
     kv_tokens: int,
     max_model_len: int,
-) -> EngineLaw:
+) -> EngineModel:
     """Return vLLM 0.2-0.4 with per-layer costs of one device, shared by ``members`` like it.
 
     Args:
@@ -294,13 +294,13 @@ def team_law(
     return _separate(
         _prefill_weights(prefill_s, prompt_tokens, MAX_SEQUENCES),
         _decode_weights(decode_s, MAX_SEQUENCES),
-        Operations.of(model),
+        FlopCount.of(model),
         kv_tokens,
         max_model_len,
     )
 
 
-def plan_law(plan: Plan, costs: ClusterCosts) -> EngineLaw:
+def plan_law(plan: Plan, costs: ClusterCosts) -> EngineModel:
     """Return our engine on a plan: mixed steps, blocks for the plan's sequences."""
     own = PlanCosts(plan, costs)
     stages = range(own.layout.num_ranks)
@@ -341,9 +341,9 @@ def plan_law(plan: Plan, costs: ClusterCosts) -> EngineLaw:
     at = _grid(budget)
     packed = np.interp(np.arange(budget + 1), at, [prompt(tokens)[0] for tokens in at])
     blocks = work.batch * -(-work.max_context_tokens // KV_BLOCK_SIZE)
-    operations = Operations.of(costs.model)
+    operations = FlopCount.of(costs.model)
     most = min(MAX_SEQUENCES, REQUESTS_AHEAD * work.batch, blocks)
-    return EngineLaw(
+    return EngineModel(
         mixed=True,
         max_sequences=most,
         token_budget=budget,
@@ -360,10 +360,10 @@ def plan_law(plan: Plan, costs: ClusterCosts) -> EngineLaw:
 
 
 def _separate(
-    prefill: Array, decode: Array, operations: Operations, kv_tokens: int, max_model_len: int
-) -> EngineLaw:
+    prefill: Array, decode: Array, operations: FlopCount, kv_tokens: int, max_model_len: int
+) -> EngineModel:
     blocks = kv_tokens // KV_BLOCK_SIZE
-    return EngineLaw(
+    return EngineModel(
         mixed=False,
         max_sequences=MAX_SEQUENCES,
         token_budget=max(MIN_PREFILL_TOKENS, max_model_len),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmpq import __version__
-from llmpq.assigner.fleet.partition import Pools
+from llmpq.assigner.fleet.partition import DevicePools
 from llmpq.costmodel import build_costs
 from llmpq.errors import SpecError
 from llmpq.multillm.candidates import (
@@ -25,10 +25,10 @@ from llmpq.multillm.candidates import (
 )
 from llmpq.multillm.dynamic import DynamicScheduler
 from llmpq.multillm.engine.law import IterationModel, plan_law
-from llmpq.multillm.estimate import Process, Progress, Simulator, StageRun
+from llmpq.multillm.estimate import ModelProcess, Progress, Simulator, StageRun
 from llmpq.multillm.graph import Application
-from llmpq.multillm.planner.problem import Problem, Solution
-from llmpq.multillm.planner.search import TIME_LIMIT_S, Found, Method, find
+from llmpq.multillm.planner.problem import AppProblem, AppSolution
+from llmpq.multillm.planner.search import TIME_LIMIT_S, Method, SearchResult, find
 from llmpq.multillm.requests import Item
 from llmpq.multillm.schedule import (
     ApplicationSchedule,
@@ -47,10 +47,10 @@ Places = Mapping[int, tuple[tuple[int, ...], ...]]
 
 
 def place(
-    pools: Pools,
-    processes: Mapping[int, Process],
-    before: Mapping[Process, tuple[tuple[int, ...], ...]],
-) -> dict[Process, tuple[tuple[int, ...], ...]]:
+    pools: DevicePools,
+    processes: Mapping[int, ModelProcess],
+    before: Mapping[ModelProcess, tuple[tuple[int, ...], ...]],
+) -> dict[ModelProcess, tuple[tuple[int, ...], ...]]:
     """Return the devices of every replica of the processes of a stage.
 
     A process that goes on keeps its devices. Replicas with most devices choose first, aligned
@@ -75,7 +75,7 @@ def place(
     return placed
 
 
-def _devices_of(pools: Pools, candidate: Candidate, taken: set[int]) -> tuple[int, ...]:
+def _devices_of(pools: DevicePools, candidate: Candidate, taken: set[int]) -> tuple[int, ...]:
     found: list[int] = []
     for members, count in zip(pools.members(), candidate.counts, strict=True):
         found += _block(members, count, taken)
@@ -134,8 +134,8 @@ class PlannedApplication:
     """
 
     schedule: ApplicationSchedule
-    found: Found
-    problem: Problem
+    found: SearchResult
+    problem: AppProblem
 
 
 def plan_application(
@@ -162,11 +162,11 @@ def plan_application(
     options = options or PlanOptions()
     models = resolve_models(app)
     workload = workload_of(app, items, models, options.seed)
-    pools = Pools.of(cluster)
+    pools = DevicePools.of(cluster)
     candidates = find_candidates(
         models, pools, workload, pipelines=options.pipelines, fitted=fitted
     )
-    problem = Problem(
+    problem = AppProblem(
         simulator=Simulator(workload),
         candidates=candidates,
         counts=pools.counts,
@@ -200,7 +200,7 @@ def workload_of(
     return build_workload(app, items, lengths, seed=seed)
 
 
-def idle_s(solution: Solution, devices: int) -> float:
+def idle_s(solution: AppSolution, devices: int) -> float:
     """Return device-seconds without a model or without a request; loading is not idle."""
     used = 0.0
     for stage in solution.stages:
@@ -214,8 +214,10 @@ def idle_s(solution: Solution, devices: int) -> float:
     return solution.makespan_s * devices - used
 
 
-def _stages(workload: AppWorkload, pools: Pools, solution: Solution) -> Iterator[ExecutionStage]:
-    before: dict[Process, tuple[tuple[int, ...], ...]] = {}
+def _stages(
+    workload: AppWorkload, pools: DevicePools, solution: AppSolution
+) -> Iterator[ExecutionStage]:
+    before: dict[ModelProcess, tuple[tuple[int, ...], ...]] = {}
     labels = [device.label for device in pools.cluster.devices]
     for run, (begin, end) in zip(
         solution.stages, zip(solution.before, solution.before[1:], strict=False), strict=True
@@ -234,7 +236,7 @@ def _stages(workload: AppWorkload, pools: Pools, solution: Solution) -> Iterator
 def _scheduled(
     workload: AppWorkload,
     run: StageRun,
-    process: Process,
+    process: ModelProcess,
     devices: Sequence[Sequence[int]],
     labels: Sequence[str],
     around: tuple[Progress, Progress],
@@ -274,7 +276,7 @@ def replay(
     schedule: ApplicationSchedule,
     cluster: Cluster,
     candidate_of: FindCandidate,
-) -> Solution:
+) -> AppSolution:
     """Play a schedule.
 
     Args:
@@ -300,7 +302,7 @@ def replay(
         stages.append(run)
         before.append(simulator.after(before[-1], run))
         change = scheduler.finish(_finished(workload, before[-1]) - scheduler.finished)
-    return Solution(tuple(stages), tuple(before))
+    return AppSolution(tuple(stages), tuple(before))
 
 
 def _finished(workload: AppWorkload, progress: Progress) -> set[str]:
@@ -327,7 +329,7 @@ def candidate_finder(
             priced.
     """
     names = [model.model.name for model in models]
-    pools = Pools.of(cluster)
+    pools = DevicePools.of(cluster)
     found: dict[tuple[object, ...], Candidate] = {}
     teams: list[Sequence[Sequence[Candidate]]] = [known] if known else []
 

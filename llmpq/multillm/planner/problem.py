@@ -19,15 +19,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmpq.assigner.fleet.partition import Counts
+from llmpq.assigner.fleet.partition import DeviceCounts
 from llmpq.multillm.candidates import Candidate
-from llmpq.multillm.engine.native import Array, EngineLaw, Ints
+from llmpq.multillm.engine.native import Array, EngineModel, Ints
 from llmpq.multillm.estimate import Progress, Simulator, Stage, StageRun
 from llmpq.multillm.workload import AppWorkload
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Problem:
+class AppProblem:
     """An application on a cluster.
 
     Attributes:
@@ -39,7 +39,7 @@ class Problem:
 
     simulator: Simulator
     candidates: tuple[tuple[Candidate, ...], ...]
-    counts: Counts
+    counts: DeviceCounts
     preemption: bool = True
 
     @property
@@ -79,7 +79,7 @@ Choose = Callable[[Progress], Mapping[int, Candidate]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Solution:
+class AppSolution:
     """Stages of an application, in order.
 
     Attributes:
@@ -97,13 +97,13 @@ class Solution:
 
 
 def complete(
-    problem: Problem,
+    problem: AppProblem,
     choose: Choose,
     *,
-    start: Solution | None = None,
+    start: AppSolution | None = None,
     limit_s: float = math.inf,
     until_s: float = math.inf,
-) -> Solution | None:
+) -> AppSolution | None:
     """Choose stages until all requests are answered.
 
     Args:
@@ -127,7 +127,7 @@ def complete(
         assert run is not None, "a chosen stage gets no request"
         stages.append(run)
         before.append(simulator.after(before[-1], run))
-    return Solution(tuple(stages), tuple(before))
+    return AppSolution(tuple(stages), tuple(before))
 
 
 def stage_of(run: StageRun) -> Stage:
@@ -205,7 +205,7 @@ def _work(own: Sequence[Candidate], prompt: Ints, answer: Ints) -> Array:
     return linear if linear.sum() > decoded.sum() else decoded
 
 
-def _best_rate(law: EngineLaw) -> float:
+def _best_rate(law: EngineModel) -> float:
     """Return the least seconds of a token in a mixed step, with or without chunks of prompts."""
     tokens = np.arange(1, len(law.packed))
     rows = np.arange(1, law.max_sequences + 1)
@@ -213,14 +213,14 @@ def _best_rate(law: EngineLaw) -> float:
     return float(min((law.packed[1:] / tokens).min(), (thin / rows).min()))
 
 
-def _decode_lines(law: EngineLaw, scale: float) -> Array:
+def _decode_lines(law: EngineModel, scale: float) -> Array:
     """Return constants and slopes of the lines of all batches [2, B]."""
     rows = np.arange(1, law.max_sequences + 1)
     weights = law.decode[1:]
     return scale * np.stack([weights[:, 0] / rows, weights[:, 1] + weights[:, 2]])
 
 
-def _prefill_lines(law: EngineLaw, scale: float) -> Array:
+def _prefill_lines(law: EngineModel, scale: float) -> Array:
     rows = np.arange(1, law.max_sequences + 1)
     return scale * np.stack([law.prefill[1:, 0] / rows, law.prefill[1:, 1]])
 

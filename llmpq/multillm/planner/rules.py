@@ -21,11 +21,11 @@ import numpy as np
 
 from llmpq.multillm.candidates import Candidate
 from llmpq.multillm.estimate import Progress, StageRun
-from llmpq.multillm.planner.problem import Problem, device_seconds
+from llmpq.multillm.planner.problem import AppProblem, device_seconds
 
 
 def greedy_stage(
-    problem: Problem,
+    problem: AppProblem,
     progress: Progress,
     weights: Sequence[float] | None = None,
     start: Mapping[int, Candidate] | None = None,
@@ -66,7 +66,7 @@ def throughput(run: StageRun | None, weights: Sequence[float] | None) -> float:
 
 
 def _wider(
-    problem: Problem,
+    problem: AppProblem,
     progress: Progress,
     stage: dict[int, Candidate],
     fixed: dict[int, Candidate],
@@ -84,7 +84,7 @@ def _wider(
 
 
 def critical_stage(
-    problem: Problem, progress: Progress, weights: Sequence[float]
+    problem: AppProblem, progress: Progress, weights: Sequence[float]
 ) -> dict[int, Candidate]:
     """Return the next stage.
 
@@ -96,7 +96,7 @@ def critical_stage(
     return greedy_stage(problem, progress, weights, _critical(problem, progress))
 
 
-def _critical(problem: Problem, progress: Progress) -> dict[int, Candidate]:
+def _critical(problem: AppProblem, progress: Progress) -> dict[int, Candidate]:
     """Return the model that finishes last with its plan; nothing if it has to run on anyway."""
     fixed = problem.fixed(progress)
     ends: dict[int, list[tuple[float, Candidate]]] = {}
@@ -127,7 +127,7 @@ MAX_PARTITIONS = 2000
 """Even partitions of one stage that the Min-heuristic compares."""
 
 
-def max_stage(problem: Problem, progress: Progress) -> dict[int, Candidate]:
+def max_stage(problem: AppProblem, progress: Progress) -> dict[int, Candidate]:
     """Return the next stage by the Max-heuristic: the first ready model on all devices.
 
     Of the plans on most devices it takes the one with the highest throughput.
@@ -148,7 +148,7 @@ def max_stage(problem: Problem, progress: Progress) -> dict[int, Candidate]:
     raise AssertionError("no unfinished model gets a request")
 
 
-def min_stage(problem: Problem, progress: Progress) -> dict[int, Candidate]:
+def min_stage(problem: AppProblem, progress: Progress) -> dict[int, Candidate]:
     """Return the next stage by the Min-heuristic.
 
     As many ready models as have room run at once, on devices split as evenly as possible. Of all
@@ -167,7 +167,7 @@ def min_stage(problem: Problem, progress: Progress) -> dict[int, Candidate]:
     raise AssertionError("no unfinished model gets a request")
 
 
-def _together(problem: Problem, progress: Progress) -> list[int]:
+def _together(problem: AppProblem, progress: Progress) -> list[int]:
     """Return the models that may run side by side, consumers with their producers."""
     chosen: list[int] = []
     while True:
@@ -178,7 +178,7 @@ def _together(problem: Problem, progress: Progress) -> list[int]:
 
 
 def _even(
-    problem: Problem, fixed: dict[int, Candidate], chosen: Sequence[int]
+    problem: AppProblem, fixed: dict[int, Candidate], chosen: Sequence[int]
 ) -> Iterator[dict[int, Candidate]]:
     """Yield stages of these models on even numbers of devices."""
     left = problem.devices - sum(candidate.devices for candidate in fixed.values())
@@ -218,7 +218,7 @@ def _even(
 
 
 def _plans(
-    problem: Problem, fixed: dict[int, Candidate], chosen: Sequence[int], counts: Sequence[int]
+    problem: AppProblem, fixed: dict[int, Candidate], chosen: Sequence[int], counts: Sequence[int]
 ) -> Iterator[dict[int, Candidate]]:
     own = [
         [candidate for candidate in problem.candidates[model] if candidate.devices == count]
@@ -231,7 +231,7 @@ def _plans(
 
 
 def _fastest(
-    problem: Problem, progress: Progress, stages: Iterator[dict[int, Candidate]]
+    problem: AppProblem, progress: Progress, stages: Iterator[dict[int, Candidate]]
 ) -> dict[int, Candidate]:
     best, rate = dict[int, Candidate](), -1.0
     for stage in stages:

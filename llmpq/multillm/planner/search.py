@@ -19,9 +19,9 @@ from llmpq.errors import SpecError
 from llmpq.multillm.candidates import Candidate
 from llmpq.multillm.estimate import Progress
 from llmpq.multillm.planner.problem import (
+    AppProblem,
+    AppSolution,
     Choose,
-    Problem,
-    Solution,
     complete,
     device_seconds,
     lower_bound,
@@ -43,19 +43,19 @@ class ExactSearch:
         is_complete: whether every other plan was tried or cut.
     """
 
-    def __init__(self, problem: Problem, best: Solution, limit_s: float) -> None:
+    def __init__(self, problem: AppProblem, best: AppSolution, limit_s: float) -> None:
         self._problem = problem
         self._until_s = time.monotonic() + limit_s
         self.best = best
         self.is_complete = True
 
-    def run(self) -> Solution:
+    def run(self) -> AppSolution:
         """Search and return the best plan."""
         start = self._problem.simulator.begin()
-        self._extend(Solution((), (start,)))
+        self._extend(AppSolution((), (start,)))
         return self.best
 
-    def _extend(self, so_far: Solution) -> None:
+    def _extend(self, so_far: AppSolution) -> None:
         simulator, progress = self._problem.simulator, so_far.before[-1]
         if not simulator.unfinished(progress):
             if so_far.makespan_s < self.best.makespan_s:
@@ -75,7 +75,7 @@ class ExactSearch:
         runs.sort(key=lambda run: -sum(run.work.values()) / run.seconds)
         for run in runs:
             after = simulator.after(progress, run)
-            self._extend(Solution((*so_far.stages, run), (*so_far.before, after)))
+            self._extend(AppSolution((*so_far.stages, run), (*so_far.before, after)))
             if time.monotonic() >= self._until_s:
                 self.is_complete = False
                 return
@@ -128,7 +128,7 @@ SMALL_STAGES = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Found:
+class SearchResult:
     """A plan of an application and what is known about it.
 
     Attributes:
@@ -139,14 +139,16 @@ class Found:
         others: makespans of the other methods that were tried.
     """
 
-    solution: Solution
+    solution: AppSolution
     bound_s: float
     is_optimal: bool
     search_s: float
     others: dict[str, float]
 
 
-def find(problem: Problem, method: Method = "greedy", limit_s: float = TIME_LIMIT_S) -> Found:
+def find(
+    problem: AppProblem, method: Method = "greedy", limit_s: float = TIME_LIMIT_S
+) -> SearchResult:
     """Plan an application.
 
     Args:
@@ -176,7 +178,7 @@ def find(problem: Problem, method: Method = "greedy", limit_s: float = TIME_LIMI
             search = ExactSearch(problem, best, limit_s / 2)
             best, is_optimal = search.run(), search.is_complete
     bound = lower_bound(problem.simulator.workload, problem.candidates, problem.devices)
-    return Found(
+    return SearchResult(
         solution=best,
         bound_s=bound,
         is_optimal=is_optimal,
@@ -185,7 +187,7 @@ def find(problem: Problem, method: Method = "greedy", limit_s: float = TIME_LIMI
     )
 
 
-def _rules(problem: Problem) -> dict[str, Choose]:
+def _rules(problem: AppProblem) -> dict[str, Choose]:
     """Return the rules that choose a next stage, by name.
 
     ``balanced`` is Algorithm 1 with models weighted by the time that they take, ``staying`` this
@@ -202,7 +204,7 @@ def _rules(problem: Problem) -> dict[str, Choose]:
     }
 
 
-def _weights(problem: Problem) -> list[float]:
+def _weights(problem: AppProblem) -> list[float]:
     """Return least device-seconds an operation, by model.
 
     With these a model counts by the time that it takes and not by its operations, of which models
@@ -223,8 +225,8 @@ def _weights(problem: Problem) -> list[float]:
 
 
 def _improve(
-    problem: Problem, best: Solution, completing: Iterable[str], until_s: float
-) -> Solution:
+    problem: AppProblem, best: AppSolution, completing: Iterable[str], until_s: float
+) -> AppSolution:
     """Change one stage at a time, complete the rest by some rules, and keep what is shorter."""
     rules = _rules(problem)
     place = 0
@@ -239,7 +241,7 @@ def _improve(
             if run is None or run.end_s >= found.makespan_s:
                 continue
             after = problem.simulator.after(best.before[place], run)
-            start = Solution((*best.stages[:place], run), (*best.before[: place + 1], after))
+            start = AppSolution((*best.stages[:place], run), (*best.before[: place + 1], after))
             for rule in completing:
                 whole = complete(
                     problem, rules[rule], start=start, limit_s=found.makespan_s, until_s=until_s
@@ -252,7 +254,9 @@ def _improve(
     return best
 
 
-def _neighbours(problem: Problem, best: Solution, place: int) -> Iterator[dict[int, Candidate]]:
+def _neighbours(
+    problem: AppProblem, best: AppSolution, place: int
+) -> Iterator[dict[int, Candidate]]:
     """Yield stages that differ from one of a plan in one model, and those of the rivals."""
     progress = best.before[place]
     fixed = problem.fixed(progress)
@@ -265,7 +269,7 @@ def _neighbours(problem: Problem, best: Solution, place: int) -> Iterator[dict[i
 
 
 def _changes(
-    problem: Problem,
+    problem: AppProblem,
     own: dict[int, Candidate],
     model: int,
     fixed: Mapping[int, Candidate],

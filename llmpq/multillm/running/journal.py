@@ -43,7 +43,7 @@ ANSWERS, RUN = "answers.jsonl", "run.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class RequestAnswer:
     """Tokens and text of one finished request, a line of the journal.
 
     Attributes:
@@ -93,7 +93,7 @@ def identity_of(
     )
 
 
-class Journal(LineWriter):
+class AnswerJournal(LineWriter):
     """Appends answers to the file of a folder.
 
     Args:
@@ -119,7 +119,7 @@ class Journal(LineWriter):
         write_text(run, dump_json(to_json(identity)))
         super().__init__(path, self.answers)
 
-    def write(self, answer: Answer) -> None:
+    def write(self, answer: RequestAnswer) -> None:
         """Append one answer, as :meth:`LineWriter.write_line`."""
         value = asdict(answer)
         key = value.pop("key")
@@ -127,7 +127,7 @@ class Journal(LineWriter):
         self.write_line(answer.key, line)
 
 
-def read_answers(path: Path) -> list[Answer]:
+def read_answers(path: Path) -> list[RequestAnswer]:
     """Read the answers of a run; a last line that was cut short is left out."""
     return [_answer(fields) for fields in read_lines(path)]
 
@@ -148,9 +148,9 @@ def _check_resumed(run: Path, identity: RunIdentity, *, resume: bool) -> None:
             )
 
 
-def _answer(fields: Fields) -> Answer:
+def _answer(fields: Fields) -> RequestAnswer:
     key = RequestKey(fields.text("node"), request_id(fields), fields.integer("part"))
-    answer = Answer(
+    answer = RequestAnswer(
         key=key,
         token_ids=token_ids_of(fields, "token_ids"),
         text=str(fields.take("text")),
@@ -175,7 +175,7 @@ def write_batch_files(
     Returns:
         The files.
     """
-    found: dict[str, defaultdict[RequestId, list[Answer]]] = {
+    found: dict[str, defaultdict[RequestId, list[RequestAnswer]]] = {
         node.name: defaultdict(list) for node in app.nodes
     }
     for answer in read_answers(folder / ANSWERS):
@@ -196,7 +196,7 @@ def write_batch_files(
 
 
 def _line(
-    app: Application, node: str, id: RequestId, answers: Sequence[Answer], error: str | None
+    app: Application, node: str, id: RequestId, answers: Sequence[RequestAnswer], error: str | None
 ) -> dict[str, Any]:
     name = digest_of([node, id])
     if error is None:

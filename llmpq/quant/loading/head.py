@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from llmpq.errors import SpecError
 from llmpq.kernels.base import KernelBackend
-from llmpq.kernels.cpu.compiled import TileBackend
+from llmpq.kernels.cpu.compiled_backends import TileBackend
 from llmpq.kernels.cpu.dense import can_prepack
 from llmpq.kernels.cpu.tiles import TiledWeight
 from llmpq.kernels.packed import PackedWeight

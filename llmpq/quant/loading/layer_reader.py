@@ -37,7 +37,7 @@ from llmpq.models.files.tensor_formats import (
     DecodedSource,
     Encoded,
     Read,
-    Scaled,
+    ScaledCodes,
     unpack_awq,
     unpack_words,
 )
@@ -228,7 +228,7 @@ def _fits(part: Encoded, precision: Precision) -> bool:
     if isinstance(part, Awq):
         groups = part.scales.shape[0]
         return precision.bits == 4 and not precision.symmetric and columns == groups * group
-    if not isinstance(part, Scaled) or part.groups is not None or part.block != (1, group):
+    if not isinstance(part, ScaledCodes) or part.groups is not None or part.block != (1, group):
         return False
     is_symmetric = part.zeros is None
     bits = 8 if part.codes.dtype == torch.int8 else part.bits
@@ -242,7 +242,7 @@ def _integers(part: Encoded, precision: Precision, read: Read) -> tuple[Tensor, 
         codes = unpack_awq(read(part.codes)).T.contiguous()
         zero_points = unpack_awq(read(part.zeros)).T.to(torch.int32)
         return codes, read(part.scales).T.to(torch.float32), zero_points
-    assert isinstance(part, Scaled)
+    assert isinstance(part, ScaledCodes)
     rows, columns = part.shape
     stored = read(part.codes)
     if part.bits is None:

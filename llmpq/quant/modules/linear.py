@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from llmpq.errors import SpecError
 from llmpq.kernels.base import KernelBackend, PreparedWeight
-from llmpq.kernels.cpu.compiled import TileBackend
+from llmpq.kernels.cpu.compiled_backends import TileBackend
 from llmpq.kernels.cpu.dense import prepack, prepacked_linear
 from llmpq.kernels.cpu.tiles import TiledWeight, rows_of_tiles
 from llmpq.kernels.packed import PackedWeight
@@ -170,7 +170,7 @@ class DenseLinear(nn.Module):
         )
 
 
-class Gate(nn.Module):
+class GatedActivation(nn.Module):
     """Multiplies the second half of the features by the activated first half.
 
     Args:
@@ -191,7 +191,7 @@ class Gate(nn.Module):
 def gate_of(experts: nn.Module) -> nn.Module:
     """Return what a stack of experts applies between its two matrices."""
     act_fn = experts.get_submodule("act_fn")
-    return act_fn if isinstance(act_fn, ClampedGate) else Gate(act_fn)
+    return act_fn if isinstance(act_fn, ClampedGate) else GatedActivation(act_fn)
 
 
 class QuantStack(nn.Module):

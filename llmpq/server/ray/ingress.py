@@ -27,13 +27,13 @@ from llmpq.server.ray.replica_table import RoutingHint
 from llmpq.server.router.proxy import (
     BUSY,
     HOP_BY_HOP,
-    Answer,
+    ReplicaResponse,
     break_off,
     no_replica,
     read_body,
     routed_request,
 )
-from llmpq.server.transport import Gate, TransportLimits, until_disconnected
+from llmpq.server.transport import RequestGuard, TransportLimits, until_disconnected
 
 logger = get_logger(__name__)
 LOST_ATTEMPTS = 3
@@ -53,7 +53,7 @@ class Ingress:
         file = None if options.api_key_file is None else Path(options.api_key_file)
         # Where Ray's proxy listens is not known here; without a file no key is asked for.
         listen = ListenOptions(host="127.0.0.1", port=0, api_key_file=file)
-        self._gate = Gate(
+        self._gate = RequestGuard(
             self.route, TransportLimits(), lambda: None, read_api_keys(listen), checks_site=False
         )
 
@@ -92,7 +92,7 @@ class Ingress:
         refusal: list[Message] = []
         num_lost = 0
         while num_lost < LOST_ATTEMPTS:
-            attempt = _Attempt(send)
+            attempt = _RayAttempt(send)
             try:
                 await attempt.run(self._call(request, tried, head, body))
             except (RayError, RayServeException) as error:
@@ -121,7 +121,7 @@ class Ingress:
         return messages
 
 
-class _Attempt:
+class _RayAttempt:
     """One request at one replica.
 
     Attributes:
@@ -133,7 +133,7 @@ class _Attempt:
     def __init__(self, send: Send) -> None:
         self._send = send
         self.name = ""
-        self.answer: Answer | None = None
+        self.answer: ReplicaResponse | None = None
         self.refusal: list[Message] = []
 
     async def run(self, messages: AsyncIterator[Message]) -> None:
@@ -151,7 +151,7 @@ class _Attempt:
             else:
                 assert start is not None
                 if self.answer is None:
-                    self.answer = Answer(start["status"], list(start["headers"]))
+                    self.answer = ReplicaResponse(start["status"], list(start["headers"]))
                     await self._send(start)
                 await self._send(message)
 

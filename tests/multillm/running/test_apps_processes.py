@@ -27,7 +27,7 @@ from llmpq.dist.io.results import read_lines
 from llmpq.multillm.graph import load_application
 from llmpq.multillm.requests import load_items
 from llmpq.multillm.running.dataflow import Dataflow
-from llmpq.multillm.running.journal import ANSWERS, Answer, read_answers
+from llmpq.multillm.running.journal import ANSWERS, RequestAnswer, read_answers
 from llmpq.multillm.schedule import ModelReplica, ScheduledModel, write_schedule
 from llmpq.spec.fields import dump_json, to_json
 
@@ -128,7 +128,7 @@ def words(files: Path, output: Path, *more: str) -> list[str]:
 
 
 def tokens_of(folder: Path) -> dict:
-    answers: list[Answer] = read_answers(folder / ANSWERS)
+    answers: list[RequestAnswer] = read_answers(folder / ANSWERS)
     found = {one.key: one.token_ids for one in answers}
     assert len(found) == len(answers)
     return found

@@ -36,7 +36,7 @@ from llmpq.kernels.cpu.step import (
 )
 from llmpq.models.expert_layouts import ClampedGate
 from llmpq.quant.modules.layer import FusedNorm
-from llmpq.quant.modules.linear import DenseLinear, Gate, QuantExperts, QuantLinear
+from llmpq.quant.modules.linear import DenseLinear, GatedActivation, QuantExperts, QuantLinear
 from llmpq.quant.modules.steps.parts import LayerForm, MixtureParts, MlpParts, parts_of
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -429,7 +429,7 @@ class _Layer:
 def _activation(gate: Callable[[Tensor], Tensor]) -> str | ClampedActivation:
     if isinstance(gate, ClampedGate):
         return ClampedActivation(alpha=gate.alpha, limit=gate.limit)
-    if isinstance(gate, Gate):
+    if isinstance(gate, GatedActivation):
         return activation_like(gate.act_fn)
     raise UnsupportedStepError(f"the activation {type(gate).__name__}")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmpq.kernels.cpu import switch
+from llmpq.kernels.cpu import kernel_choice
 from llmpq.kernels.cpu.native import has_bf16_products, library
 from llmpq.kernels.cpu.tiles import bf16_product, prepared_tiles, to_tiles
 from llmpq.quant import quantize
@@ -22,37 +22,37 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A place of its own for what is measured."""
-    monkeypatch.setattr(switch, "kernels_path", lambda _: tmp_path / "kernels.so")
-    switch.few_rows_limit.cache_clear()
+    monkeypatch.setattr(kernel_choice, "kernels_path", lambda _: tmp_path / "kernels.so")
+    kernel_choice.gemv_max_rows.cache_clear()
     yield tmp_path / "kernels.json"
-    switch.few_rows_limit.cache_clear()
+    kernel_choice.gemv_max_rows.cache_clear()
 
 
 @pytest.mark.parametrize("bits", [3, 4])
 def test_the_switch_is_one_of_the_counts_tried(kept, bits):
-    assert switch.few_rows_limit(bits) in (1, *switch.TRIED_ROWS)
+    assert kernel_choice.gemv_max_rows(bits) in (1, *kernel_choice.TRIED_ROWS)
 
 
 def test_what_was_measured_is_kept_for_the_next_process(kept, monkeypatch):
-    monkeypatch.setattr(switch, "_measure", lambda _: 12)
-    assert switch.few_rows_limit(4) == 12
-    switch.few_rows_limit.cache_clear()
-    monkeypatch.setattr(switch, "_measure", lambda _: pytest.fail("measured again"))
-    assert switch.few_rows_limit(4) == 12
+    monkeypatch.setattr(kernel_choice, "_measure", lambda _: 12)
+    assert kernel_choice.gemv_max_rows(4) == 12
+    kernel_choice.gemv_max_rows.cache_clear()
+    monkeypatch.setattr(kernel_choice, "_measure", lambda _: pytest.fail("measured again"))
+    assert kernel_choice.gemv_max_rows(4) == 12
     assert [key.rpartition(", ")[2] for key in json.loads(kept.read_text())] == ["4 bits"]
 
 
 def test_what_another_process_measured_meanwhile_counts(kept, monkeypatch):
-    read = switch._read
+    read = kernel_choice._read
 
     def look_too_early(path: Path) -> dict[str, int]:
         found = read(path)
-        path.write_text(json.dumps({f"{switch._processor()}, 4 bits": 20}))
+        path.write_text(json.dumps({f"{kernel_choice._processor()}, 4 bits": 20}))
         return found
 
-    monkeypatch.setattr(switch, "_read", look_too_early)
-    monkeypatch.setattr(switch, "_measure", lambda _: pytest.fail("measured again"))
-    assert switch.few_rows_limit(4) == 20
+    monkeypatch.setattr(kernel_choice, "_read", look_too_early)
+    monkeypatch.setattr(kernel_choice, "_measure", lambda _: pytest.fail("measured again"))
+    assert kernel_choice.gemv_max_rows(4) == 20
 
 
 @pytest.mark.parametrize(
@@ -60,25 +60,25 @@ def test_what_another_process_measured_meanwhile_counts(kept, monkeypatch):
 )
 def test_a_file_that_is_not_ours_is_measured_anew(kept, found, monkeypatch):
     kept.write_text(found)
-    monkeypatch.setattr(switch, "_measure", lambda _: 8)
-    assert switch.few_rows_limit(3) == 8
+    monkeypatch.setattr(kernel_choice, "_measure", lambda _: 8)
+    assert kernel_choice.gemv_max_rows(3) == 8
     known = json.loads(kept.read_text())
     assert all(value in (4, 8) for value in known.values())
 
 
 def test_whether_float32_is_faster_is_kept(kept, monkeypatch):
-    monkeypatch.setattr(switch, "_measure_float", lambda: 1)
-    switch.is_float_faster.cache_clear()
-    assert switch.is_float_faster()
-    switch.is_float_faster.cache_clear()
-    monkeypatch.setattr(switch, "_measure_float", lambda: pytest.fail("measured again"))
-    assert switch.is_float_faster()
-    switch.is_float_faster.cache_clear()
+    monkeypatch.setattr(kernel_choice, "_measure_float", lambda: 1)
+    kernel_choice.is_float_faster.cache_clear()
+    assert kernel_choice.is_float_faster()
+    kernel_choice.is_float_faster.cache_clear()
+    monkeypatch.setattr(kernel_choice, "_measure_float", lambda: pytest.fail("measured again"))
+    assert kernel_choice.is_float_faster()
+    kernel_choice.is_float_faster.cache_clear()
     assert list(json.loads(kept.read_text()).values()) == [1]
 
 
 def test_eight_bits_are_always_decoded_first(kept):
-    assert switch.few_rows_limit(8) == 0
+    assert kernel_choice.gemv_max_rows(8) == 0
     assert not kept.exists()
 
 

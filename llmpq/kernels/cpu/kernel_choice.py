@@ -41,7 +41,7 @@ _SHAPE = (512, 1024)  # [N, K]: as large as a core's own cache allows, as decodi
 
 
 @cache
-def few_rows_limit(bits: int) -> int:
+def gemv_max_rows(bits: int) -> int:
     """Return up to how many rows of bf16 activations are multiplied as the codes are decoded.
 
     0 at 8 bits, whose codes are always decoded first.
@@ -109,7 +109,7 @@ def _measure(bits: int) -> int:
         ]
         return few, min(map(fastest, many))
 
-    return crossing(timed)
+    return break_even_rows(timed)
 
 
 def _tried_weight(bits: int) -> PreparedWeight:
@@ -129,7 +129,7 @@ def _tried_weight(bits: int) -> PreparedWeight:
     return prepared_tiles(to_tiles(packed), "cpu_packed")
 
 
-def crossing(timed: Callable[[int], tuple[float, float]]) -> int:
+def break_even_rows(timed: Callable[[int], tuple[float, float]]) -> int:
     """Return up to how many rows the kernel for few rows is faster.
 
     Args:

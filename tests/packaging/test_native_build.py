@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from llmpq import compiled
-from llmpq.compiled import NotCompiledError, library_path
+from llmpq import native_build
+from llmpq.native_build import NotCompiledError, library_path
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def package(tmp_path, monkeypatch):
     (folder / "csrc" / "one.c").write_text("int one(void) { return 1; }\n")
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    monkeypatch.setattr(compiled, "_compile", lambda _flags, _units, target, _s: target.touch())
+    monkeypatch.setattr(native_build, "_compile", lambda _flags, _units, target, _s: target.touch())
     return folder
 
 

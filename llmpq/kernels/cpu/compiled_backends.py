@@ -2,7 +2,7 @@
 
 All keep a weight in tiles that weigh exactly ``linear_bytes`` and never hold a dequantized copy
 of it. They exist where there is a C compiler, or a wheel that brought the library; elsewhere their
-``supports`` says no and the registry goes on to torch's own kernels (``cpu.dispatch``).
+``supports`` says no and the registry goes on to torch's own kernels (``cpu.torch_kernels``).
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from llmpq.kernels.base import Capability, KernelBackend, PreparedWeight
-from llmpq.kernels.cpu.dispatch import OUTLIER_THRESHOLD
+from llmpq.kernels.cpu.kernel_choice import gemv_max_rows, is_float_faster
 from llmpq.kernels.cpu.native import (
     has_bf16_products,
     has_int8,
     instruction_set,
     library,
 )
-from llmpq.kernels.cpu.switch import few_rows_limit, is_float_faster
 from llmpq.kernels.cpu.tiles import (
     TiledWeight,
     bf16_product,
@@ -30,6 +29,7 @@ from llmpq.kernels.cpu.tiles import (
     rows_of_tiles,
     to_tiles,
 )
+from llmpq.kernels.cpu.torch_kernels import OUTLIER_THRESHOLD
 from llmpq.kernels.packed import PACKED_BITS, SCALE_DTYPES, PackedWeight
 from llmpq.spec.precision import Precision
 
@@ -81,14 +81,14 @@ class CpuPackedBackend(TileBackend):
     def wrap(self, weight: TiledWeight) -> PreparedWeight:
         """Return a weight in tiles; the first call on a machine also measures the switch."""
         if weight.dtype == torch.bfloat16 and has_bf16_products():
-            few_rows_limit(weight.precision.bits)
+            gemv_max_rows(weight.precision.bits)
             is_float_faster()
         return super().wrap(weight)
 
     def linear(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
         """Return ``x @ weight.T + bias``; see ``KernelBackend``."""
         if x.dtype == torch.bfloat16 and has_bf16_products():
-            limit = few_rows_limit(weight.precision.bits)
+            limit = gemv_max_rows(weight.precision.bits)
             return bf16_product(x, weight, bias, limit, in_float=is_float_faster())
         return float_product(x, weight, bias)
 
