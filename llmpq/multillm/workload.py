@@ -172,7 +172,7 @@ def build_workload(
     Raises:
         SpecError: a prompt leaves no room in a model's context; names node and item.
     """
-    build = _Build(app, lengths, np.random.default_rng(seed), count)
+    build = _WorkloadBuilder(app, lengths, np.random.default_rng(seed), count)
     for name in app.order:
         node = app.node(name)
         if node.requests is not None:
@@ -204,7 +204,7 @@ class _Answers:
 
 
 @dataclass(frozen=True, slots=True)
-class _New:
+class _UndrawnRequest:
     """A request before its answer is drawn."""
 
     item: int
@@ -213,7 +213,7 @@ class _New:
     before: int = -1
 
 
-class _Build:
+class _WorkloadBuilder:
     def __init__(
         self,
         app: Application,
@@ -250,7 +250,7 @@ class _Build:
                 for text, names in fixed:
                     prompt = text + tokens[step] * names.count(PROMPT)
                     prompt += answer * names.count(node.name)
-                    new.append(_New(item, max(1, prompt), (), before))
+                    new.append(_UndrawnRequest(item, max(1, prompt), (), before))
             for one, (request, answer) in zip(new, self._add(node, new), strict=True):
                 if is_chain:
                     last[one.item] = request, answer
@@ -263,7 +263,7 @@ class _Build:
     def add_consumer(self, node: AppNode) -> None:
         """Add the requests of a node that reads the answers of others."""
         fixed = [self._fixed(text) for text in node.templates]
-        new: list[_New] = []
+        new: list[_UndrawnRequest] = []
         edges = self._app.inputs(node.name)
         for item in range(len(self._items)):
             asked = [edge for edge in edges if item in self._answers[edge.source].requests]
@@ -281,7 +281,7 @@ class _Build:
                 values[PROMPT] = self._user_tokens[item]
                 for text, names in fixed:
                     prompt = text + sum(values.get(name, 0) for name in names)
-                    new.append(_New(item, max(1, prompt), parents))
+                    new.append(_UndrawnRequest(item, max(1, prompt), parents))
         found = self._answers[node.name] = _Answers()
         for one, (request, answer) in zip(new, self._add(node, new), strict=True):
             found.add(one.item, request, answer)
@@ -313,7 +313,7 @@ class _Build:
     def _tokens(self, edge: Edge, item: int) -> int:
         return self._answers[edge.source].tokens[item]
 
-    def _add(self, node: AppNode, new: Sequence[_New]) -> list[tuple[int, int]]:
+    def _add(self, node: AppNode, new: Sequence[_UndrawnRequest]) -> list[tuple[int, int]]:
         """Add requests of a node; return the number and the answer's tokens of each."""
         if not new:
             return []

@@ -121,7 +121,7 @@ class WrappedRows(Encoded):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SomeRows(WrappedRows):
+class RowSlice(WrappedRows):
     """Rows ``[first, end)`` of another encoded tensor.
 
     Attributes:
@@ -186,7 +186,7 @@ class DecodedSource(TensorSource):
             last = min(count, end * each - position)
             if first < last:
                 whole = first == 0 and last == count
-                found.append(part if whole else SomeRows(stored=part, first=first, end=last))
+                found.append(part if whole else RowSlice(stored=part, first=first, end=last))
             position += count
         return DecodedSource.of(tuple(found), (end - begin, *self.shape[1:]))
 

@@ -47,8 +47,8 @@ from llmpq.models.files.tensor_formats import (
     Mxfp4Expert,
     PlainRows,
     Read,
+    RowSlice,
     ScaledCodes,
-    SomeRows,
     StoredRows,
     WrappedRows,
 )
@@ -261,7 +261,7 @@ def _parts(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, Encoded]:
             count, rows = tensor.shape[:2]
             whole = _encoded(stored, tensor)
             for index in range(count):
-                part = SomeRows(stored=whole, first=index * rows, end=(index + 1) * rows)
+                part = RowSlice(stored=whole, first=index * rows, end=(index + 1) * rows)
                 found[f"{prefix}.{index}.{expert}.weight"] = part
         elif stored not in _IN_CONFIG:
             raise SpecError(f"{tensor.file}: tensor '{stored}': has no place in a {family} model")
