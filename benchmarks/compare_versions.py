@@ -26,7 +26,7 @@ import loader
 from pipeline import NEW_TOKENS, PROMPT_TOKENS
 from workbench import machine, write_prompts
 
-from llmpq.spec.trace import load_trace
+from llmpq.spec.workload import load_trace
 
 ROOT = Path(__file__).resolve().parents[1]
 QUIET = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -36,7 +36,7 @@ from typing import Any
 
 from workbench import ROOT, SMALL_LLAMA, command, make_model, write_prompts
 
-from llmpq.assigner.even_plan import even_plan
+from llmpq.assigner.planner import even_plan
 from llmpq.spec.plan import read_plan, write_plan
 
 BITS = (16, 8)

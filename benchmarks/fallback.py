@@ -24,8 +24,8 @@ import numpy as np
 from exact_planner import CLUSTERS, PAPER_MODELS, uneven
 
 from llmpq import __version__
-from llmpq.assigner.constraints.deadline import NEVER
-from llmpq.assigner.exact.method import find_exact
+from llmpq.assigner.constraints.resolve import NEVER
+from llmpq.assigner.exact.search import find_exact
 from llmpq.assigner.milp.search import find_plan
 from llmpq.assigner.request import DEFAULT_GAP, PlanningTask, PlanRequest, build_task, silent
 from llmpq.spec import catalog

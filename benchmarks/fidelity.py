@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from llmpq.costmodel.importers.imported import DEVICE_TYPES, ImportRequest, import_table
+from llmpq.costmodel.importers.import_table import DEVICE_TYPES, ImportRequest, import_table
 from llmpq.costmodel.tables.fidelity import HELD_SHARE, ErrorReport, split_shapes, summarise
 from llmpq.costmodel.tables.latency import RegressionLatencyModel
 from llmpq.errors import SpecError

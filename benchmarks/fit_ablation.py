@@ -10,9 +10,9 @@ Three laws learn from 12, 20, 36 and all shapes that are not held out (30 %, see
 
 Then one in twenty of the samples that are learned from is made 1.5 to 5 times as slow, or as fast,
 with the seed of the split; what is asked stays as measured. Whole iterations on one, two and four
-GPUs are learned by ``llmpq.multillm.cost``, from all but three tenths of the batch sizes. Steps of
-an RTX 4090 are the sums of LLMServingSim's operators. The samples of the file are the mean errors
-of every split.
+GPUs are learned by ``llmpq.multillm.engine.law``, from all but three tenths of the batch sizes.
+Steps of an RTX 4090 are the sums of LLMServingSim's operators. The samples of the file are the mean
+errors of every split.
 
 Run ``OMP_NUM_THREADS=1 python -m benchmarks.fit_ablation --label NAME``; the tables are those of
 ``benchmarks/fidelity.py``.
@@ -41,9 +41,8 @@ from benchmarks.fidelity import (
 from benchmarks.iteration_costs import forecast, least_errors, split_batches
 from benchmarks.rooflines import rows as rows_of
 from llmpq.costmodel.tables.fidelity import split_shapes, summarise
-from llmpq.costmodel.tables.latency import LawName, RegressionLatencyModel
-from llmpq.costmodel.tables.nnls import solve_nnls
-from llmpq.multillm.cost import IterationModel, read_iterations
+from llmpq.costmodel.tables.latency import LawName, RegressionLatencyModel, solve_nnls
+from llmpq.multillm.engine.law import IterationModel, read_iterations
 from llmpq.sim.engine_costs import StepShape
 from llmpq.spec.precision import Phase
 from llmpq.spec.tables import LatencySample, LatencyTable

@@ -29,8 +29,7 @@ from typing import Any
 
 from workbench import command, make_model, write_prompts
 
-from llmpq.assigner.forecast import forecast
-from llmpq.assigner.plan_estimate import evaluate_plan
+from llmpq.assigner.forecast import evaluate_plan, forecast
 from llmpq.assigner.request import default_omega
 from llmpq.cli.commands.profile_layer import POINTS
 from llmpq.cli.plots import INK, new_figure

@@ -31,7 +31,7 @@ from typing import Any
 from hetbox_report import AS, METHODS, SAME_QUALITY, close_ones, distinct, slug
 from workbench import ROOT, make_model, write_prompts
 
-from llmpq.assigner.even_plan import even_plan
+from llmpq.assigner.planner import even_plan
 from llmpq.spec.plan import Plan, read_plan, write_plan
 from llmpq.spec.tables import read_latency_table, write_latency_table
 

@@ -38,16 +38,16 @@ from torch import Tensor
 from llmpq import __version__
 from llmpq.assigner import PlanRequest, make_plan
 from llmpq.assigner.constraints.fixed_bits import bits_at_average, quantizable_weights
-from llmpq.assigner.constraints.overrides import Overrides
+from llmpq.assigner.constraints.resolve import Overrides
 from llmpq.calibration import read_calibration
 from llmpq.evals.score import Tally, add_states
 from llmpq.evals.windows import WindowBatch, Windows, read_windows
-from llmpq.indicator import INDICATORS, Random, Subject, Variance, sensitivity_table
+from llmpq.indicator import INDICATORS, IndicatorInput, Random, Variance, sensitivity_table
 from llmpq.models import DecoderStage
 from llmpq.quant.loading.loader import load_master, load_stage
 from llmpq.spec.cluster import cluster_of_types
 from llmpq.spec.huggingface.families import load_model_dir
-from llmpq.spec.sensitivity import (
+from llmpq.spec.tables import (
     SensitivityTable,
     read_sensitivity,
     weights_digest,
@@ -99,9 +99,11 @@ def main() -> int:
 def make_tables(options: argparse.Namespace) -> None:
     """Score the shipped model by every indicator, with the default calibration."""
     data = read_calibration(MODEL / "calibration.txt", MODEL)
-    subject = Subject(model_dir=MODEL, calibration=data)
-    weights = Subject(model_dir=MODEL, calibration=None)
-    runs: dict[str, tuple[Any, Subject]] = {name: (INDICATORS[name], subject) for name in KINDS}
+    subject = IndicatorInput(model_dir=MODEL, calibration=data)
+    weights = IndicatorInput(model_dir=MODEL, calibration=None)
+    runs: dict[str, tuple[Any, IndicatorInput]] = {
+        name: (INDICATORS[name], subject) for name in KINDS
+    }
     runs["stochastic"] = Variance(rounding="stochastic"), subject
     runs["weights"] = Variance(), weights
     runs["random"] = Random(), weights
@@ -235,7 +237,7 @@ def pooled(known: Mapping[str, Any]) -> tuple[float, dict[str, tuple[float, floa
 def _choose(folder: Path) -> dict[str, Any]:
     """Bits by every indicator: at an average, at a latency, and exhaustively for a few layers."""
     tables = {kind: read_sensitivity(folder / f"omega_{kind}.json") for kind in KINDS}
-    of = Subject(model_dir=MODEL, calibration=None)
+    of = IndicatorInput(model_dir=MODEL, calibration=None)
     for seed in SEEDS:
         tables[f"random {seed}"] = sensitivity_table(of, "random", Random(seed=seed).score(of))
     tables[TRUTH] = sensitivity_table(of, "divergence", _measured(folder))
@@ -446,7 +448,7 @@ def forecast_seeds(options: argparse.Namespace) -> None:
         f"measured over summed divergence of {len(ratios)} plans: {min(ratios):.2f} to "
         f"{max(ratios):.2f}, median {np.median(ratios):.3f}"
     )
-    of = Subject(model_dir=MODEL, calibration=None)
+    of = IndicatorInput(model_dir=MODEL, calibration=None)
     for average in AVERAGES:
         drawn = []
         for seed in range(options.seeds):
@@ -507,11 +509,11 @@ def _trial(method: str, folder: str, sequences: int) -> dict[str, float]:
 
     model_dir = Path(folder)
     data = synthetic_calibration(8192, num_sequences=sequences, sequence_tokens=512)
-    subject = Subject(model_dir=model_dir, calibration=data)
+    subject = IndicatorInput(model_dir=model_dir, calibration=data)
     small = synthetic_calibration(8192, num_sequences=1, sequence_tokens=64)
-    warm = Subject(model_dir=model_dir, calibration=small)
+    warm = IndicatorInput(model_dir=model_dir, calibration=small)
 
-    def run(of: Subject) -> None:
+    def run(of: IndicatorInput) -> None:
         if method != "forward":
             INDICATORS[method].score(of)
             return

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from llmpq.errors import LlmpqError, SpecError
-from llmpq.multillm.cost import (
+from llmpq.multillm.engine.law import (
     Array,
     IterationModel,
     IterationTable,

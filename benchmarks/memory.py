@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmpq.assigner.even_plan import even_plan
+from llmpq.assigner.planner import even_plan
 from llmpq.cli.plots import new_figure
 from llmpq.profiler.memory import measure_memory
 from llmpq.spec.plan import Plan

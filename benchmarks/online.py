@@ -70,15 +70,15 @@ from llmpq.dist.async_engine import AsyncEngine
 from llmpq.dist.io.generation import GenerationRequest
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.spec.plan import read_plan
-from llmpq.spec.trace import (
+from llmpq.spec.workload import (
     TraceRequest,
+    Workload,
     draw_arrivals,
     fit_trace,
     load_trace,
     slice_trace,
     with_arrivals,
 )
-from llmpq.spec.workload import Workload
 
 VOCABULARY = SMALL_LLAMA["vocab"]
 CONCURRENCY = (1, 4, 16, 64)

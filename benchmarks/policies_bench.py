@@ -24,11 +24,9 @@ from llmpq.costmodel import ClusterCosts, build_costs
 from llmpq.sim import SimReport, simulate
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec.catalog import resolve_model
-from llmpq.spec.lengths import LengthDistribution, truncated_normal
-from llmpq.spec.plan import MicroBatching, Plan, read_plan, write_plan
+from llmpq.spec.plan import MicroBatching, Plan, Schedule, default_schedule, read_plan, write_plan
 from llmpq.spec.precision import Phase
-from llmpq.spec.schedule import Schedule, default_schedule
-from llmpq.spec.trace import TraceRequest, draw_trace
+from llmpq.spec.workload import LengthDistribution, TraceRequest, draw_trace, truncated_normal
 
 SLOTS, STAGES, PROMPT, NEW = 32, 2, 32, 160
 BITS = 16

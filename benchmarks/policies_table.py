@@ -10,8 +10,7 @@ from pathlib import Path
 from policies_bench import PREFILL, SLOTS, run_plan
 from workbench import command, write_prompts
 
-from llmpq.spec.plan import MicroBatching, read_plan, write_plan
-from llmpq.spec.schedule import Schedule
+from llmpq.spec.plan import MicroBatching, Schedule, read_plan, write_plan
 
 CALIBRATIONS = {4: (16, 96), 16: (64, 96)}
 """Of each size of micro-batch: requests and new tokens; all have ``CALIBRATION_PROMPT`` tokens."""

@@ -18,8 +18,7 @@ from pathlib import Path
 from workbench import ROOT, command
 
 from llmpq.dist import Prompt, generate_offline
-from llmpq.spec.plan import MicroBatching, read_plan
-from llmpq.spec.schedule import default_schedule
+from llmpq.spec.plan import MicroBatching, default_schedule, read_plan
 
 FLIP_REQUESTS = 48
 

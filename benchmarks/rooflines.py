@@ -38,8 +38,12 @@ import numpy.typing as npt
 
 from benchmarks.fidelity import RESULTS, add_data_options, whole_model, write_tables
 from benchmarks.scoreboards import published
-from llmpq.costmodel.importers.imported import ImportRequest, import_table
-from llmpq.costmodel.importers.vidur import PRODUCTS, SMALL
+from llmpq.costmodel.importers.import_table import (
+    VIDUR_PRODUCTS,
+    VIDUR_SMALL,
+    ImportRequest,
+    import_table,
+)
 from llmpq.costmodel.roofline import RooflineLatencyModel
 from llmpq.errors import SpecError
 from llmpq.spec import catalog
@@ -626,7 +630,10 @@ def vidur(folder: str, device: str, options: argparse.Namespace) -> Iterator[Tab
         dense: dict[int, list[float]] = {}
         for row in rows(file):
             if row["num_tensor_parallel_workers"] == "1":
-                total = sum(float(row[f"time_stats.{one}.median"]) for one in (*PRODUCTS, *SMALL))
+                total = sum(
+                    float(row[f"time_stats.{one}.median"])
+                    for one in (*VIDUR_PRODUCTS, *VIDUR_SMALL)
+                )
                 dense.setdefault(int(row["num_tokens"]), []).append(total * 1e-3)
         yield products(
             f"Vidur {folder} {name}", device, catalog.model(name),

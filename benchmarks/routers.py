@@ -56,7 +56,7 @@ from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 from llmpq.spec.plan import read_plan
-from llmpq.spec.trace import TraceRequest
+from llmpq.spec.workload import TraceRequest
 
 DEMO = ROOT / "models" / "demo"
 WORDS = ("the", "of", "and", "to", "in", "is", "it", "was", "for", "on", "with", "he", "as", "at")

@@ -33,14 +33,13 @@ from llmpq.options.run import RunOptions
 from llmpq.profiler.device import host_cpu, with_host_cpu
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, cluster_of_lists, load_cluster
-from llmpq.spec.codec import from_json
-from llmpq.spec.fields import Fields
+from llmpq.spec.fields import Fields, from_json
 from llmpq.spec.plan import Plan, read_plan
 from llmpq.spec.precision import DTYPE_BYTES, Dtype
 from llmpq.spec.workload import Workload
 
 if TYPE_CHECKING:
-    from llmpq.server.tokenizer import ChatEncoder
+    from llmpq.server.text.tokenizer import ChatEncoder
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -359,7 +358,7 @@ class Pipeline:
     @cached_property
     def _encoder(self) -> ChatEncoder:
         try:
-            from llmpq.server.tokenizer import ChatEncoder  # noqa: PLC0415  of an extra
+            from llmpq.server.text.tokenizer import ChatEncoder  # noqa: PLC0415  of an extra
         except ModuleNotFoundError as error:
             raise SpecError(
                 f"chat: found no package '{error.name}', expected it: pip install 'llmpq[server]'"

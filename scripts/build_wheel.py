@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmpq.assigner.exact import native as core
-from llmpq.compiled import NotCompiledError, library_path
 from llmpq.kernels.cpu import native
 from llmpq.multillm.engine import native as engine
+from llmpq.native_build import NotCompiledError, library_path
 
 ROOT = Path(__file__).resolve().parent.parent
 BASELINE = ("-march=x86-64-v2",)

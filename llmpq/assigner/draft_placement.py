@@ -23,9 +23,8 @@ from llmpq.errors import SpecError
 from llmpq.sim import BatchShape
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec.cluster import Device
-from llmpq.spec.plan import Plan
+from llmpq.spec.plan import Plan, PlannedDraft
 from llmpq.spec.precision import Phase
-from llmpq.spec.schedule import PlannedDraft
 from llmpq.units import format_bytes
 
 TOKEN_ID_BYTES = 4

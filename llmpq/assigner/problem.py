@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from llmpq.assigner.constraints.limits import BoolArray, Limits
+from llmpq.assigner.constraints.resolve import BoolArray, Limits
 from llmpq.spec.plan import Formula, MicroBatching
 
 FloatArray = npt.NDArray[np.float64]

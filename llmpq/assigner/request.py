@@ -10,18 +10,25 @@ from typing import Annotated, Literal
 
 import numpy as np
 
-from llmpq.assigner.constraints.deadline import NEVER, Deadline
-from llmpq.assigner.constraints.limits import Limits
-from llmpq.assigner.constraints.overrides import NO_OVERRIDES, Overrides
-from llmpq.assigner.constraints.resolve import resolve
-from llmpq.assigner.device_orders import GroupTables, OrderMode, device_orders, listed_orders
+from llmpq.assigner.constraints.resolve import (
+    NEVER,
+    NO_OVERRIDES,
+    Deadline,
+    Limits,
+    Overrides,
+    resolve,
+)
 from llmpq.assigner.enumeration import (
+    GroupTables,
+    OrderMode,
     build_pairs,
     device_groups,
+    device_orders,
     layers_that_fit,
+    listed_orders,
+    lower_bounds,
     micro_batch_pairs,
 )
-from llmpq.assigner.lower_bounds import lower_bounds
 from llmpq.assigner.milp.solvers import SOLVERS, SolverName
 from llmpq.assigner.objective import Evaluation
 from llmpq.assigner.problem import (
@@ -39,7 +46,7 @@ from llmpq.spec.cluster import Cluster
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import Formula, OrderSet, Status
 from llmpq.spec.precision import BITS, Dtype
-from llmpq.spec.sensitivity import SensitivityTable
+from llmpq.spec.tables import SensitivityTable
 from llmpq.spec.workload import Workload
 
 DEFAULT_GAP = 1e-3

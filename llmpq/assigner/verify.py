@@ -8,18 +8,17 @@ from pathlib import Path
 
 import numpy as np
 
-from llmpq.assigner.plan_estimate import costs_of_plan, evaluate_plan
+from llmpq.assigner.forecast import costs_of_plan, evaluate_plan
 from llmpq.assigner.problem import FloatArray
 from llmpq.assigner.request import DEFAULT_OMEGA, default_omega, head_loss_at
 from llmpq.costmodel import ClusterCosts
 from llmpq.errors import SpecError, bad_field
 from llmpq.spec import catalog
-from llmpq.spec.codec import to_json
+from llmpq.spec.fields import to_json
 from llmpq.spec.model import ModelSpec
-from llmpq.spec.plan import Plan, PlanEstimate
+from llmpq.spec.plan import Plan, PlanEstimate, draft_bytes
 from llmpq.spec.precision import BITS
-from llmpq.spec.schedule import draft_bytes
-from llmpq.spec.sensitivity import read_sensitivity
+from llmpq.spec.tables import read_sensitivity
 
 TOLERANCE = 1e-6
 """Relative difference up to which a stored figure counts as confirmed."""

@@ -14,9 +14,8 @@ from llmpq.batching.policies.rra import RraPolicy
 from llmpq.batching.policies.static import FirstComeFormer, StaticPolicy
 from llmpq.batching.policies.waa import WaaPolicy
 from llmpq.errors import SpecError
-from llmpq.spec.plan import MicroBatching, Plan
+from llmpq.spec.plan import MicroBatching, Plan, Schedule
 from llmpq.spec.precision import Phase
-from llmpq.spec.schedule import Schedule
 
 DEFAULT_THRESHOLD = 0.25
 

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from llmpq.errors import SpecError
-from llmpq.spec.codec import Rule, from_json
-from llmpq.spec.fields import Fields
+from llmpq.spec.fields import Fields, Rule, from_json
 from llmpq.spec.plan import Plan
 from llmpq.spec.precision import BITS
 

@@ -19,7 +19,7 @@ from typing import Any
 from llmpq.batching.base import BatchingPolicy
 from llmpq.batching.policies.rra import RraPolicy
 from llmpq.errors import SpecError
-from llmpq.spec.schedule import Schedule
+from llmpq.spec.plan import Schedule
 
 MIN_CHANGE = 0.1
 """Smallest relative change that counts as a shift."""

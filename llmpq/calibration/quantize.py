@@ -25,11 +25,15 @@ from llmpq.calibration.stats import Hessian
 from llmpq.calibration.walk import LayerWalk, Progress, WalkedLayer, split_experts_
 from llmpq.errors import SpecError
 from llmpq.models import Checkpoint
-from llmpq.models.experts import find_stored
-from llmpq.quant.checkpoint.compressed_tensors import compressed_config, compressed_parts
+from llmpq.models.files.experts import find_stored
 from llmpq.quant.checkpoint.format import from_integers, make_config
 from llmpq.quant.checkpoint.reader import is_gptq, stored_modules
-from llmpq.quant.checkpoint.writer import SHARD_BYTES, CheckpointWriter
+from llmpq.quant.checkpoint.writer import (
+    SHARD_BYTES,
+    CheckpointWriter,
+    compressed_config,
+    compressed_parts,
+)
 from llmpq.quant.loading.assembly import Matrix, matrices_of
 from llmpq.quant.loading.head import head_key
 from llmpq.quant.loading.loader import load_master

@@ -16,8 +16,7 @@ from llmpq.options.run import LaunchOptions
 from llmpq.spec import catalog
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.model import ModelSpec
-from llmpq.spec.plan import Plan
-from llmpq.spec.schedule import draft_bytes
+from llmpq.spec.plan import Plan, draft_bytes
 from llmpq.units import format_bytes
 
 

@@ -27,19 +27,18 @@ from llmpq.spec.facts.length_scaling import LengthScaling, read_length_scaling
 from llmpq.spec.facts.model_fields import model_fields
 from llmpq.spec.huggingface.language import language_fields
 from llmpq.spec.model import ModelSpec
-from llmpq.spec.plan import Plan
+from llmpq.spec.plan import ACCEPTANCE_RATE, Plan
 from llmpq.spec.runtime_constants import POLL_S
-from llmpq.spec.schedule import ACCEPTANCE_RATE
-from llmpq.spec.trace import (
+from llmpq.spec.workload import (
     ARRIVALS,
     TraceRequest,
+    Workload,
     draw_arrivals,
     fit_trace,
     scale_rate,
     slice_trace,
     with_arrivals,
 )
-from llmpq.spec.workload import Workload
 from llmpq.units import format_number, format_seconds
 
 

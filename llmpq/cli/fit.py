@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any, cast
 
 from llmpq.assigner import PlanRequest
+from llmpq.assigner.explain.compare import FitAnswer, fit_answers
 from llmpq.assigner.explain.explanation import Alternative, one_more
-from llmpq.assigner.explain.fit import FitAnswer, fit_answers
 from llmpq.cli.common import print_json
 from llmpq.cli.options import add_reserve_option, with_described, with_reserve
 from llmpq.cli.render import (
@@ -27,7 +27,7 @@ from llmpq.errors import InfeasibleError, SpecError
 from llmpq.profiler.device import host_cpu, with_host_cpu
 from llmpq.spec import catalog
 from llmpq.spec.cluster import cluster_of_lists, load_cluster
-from llmpq.spec.fleet import seconds_of_requests
+from llmpq.spec.plan import seconds_of_requests
 from llmpq.spec.precision import DTYPE_BYTES, Dtype
 from llmpq.spec.workload import Workload
 from llmpq.units import format_duration

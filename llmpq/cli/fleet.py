@@ -32,8 +32,7 @@ from llmpq.cli.render import (
 )
 from llmpq.errors import CapacityError, SpecError
 from llmpq.spec.fields import read_json
-from llmpq.spec.fleet import Fleet, FleetMember, read_fleet, write_fleet
-from llmpq.spec.plan import Plan, write_plan
+from llmpq.spec.plan import Fleet, FleetMember, Plan, read_fleet, write_fleet, write_plan
 from llmpq.units import format_bytes, format_seconds
 
 MORE_TIME = 4

@@ -62,9 +62,9 @@ def answer_batch(options: argparse.Namespace, plan: Plan) -> int:
 
 
 async def _answer(options: argparse.Namespace, plan: Plan, source: Path) -> BatchSummary:
+    from llmpq.server.app import make_service
     from llmpq.server.batch import run_batch
-    from llmpq.server.lifecycle import make_service
-    from llmpq.server.tokenizer import load_server_tokenizer
+    from llmpq.server.text.tokenizer import load_server_tokenizer
 
     folder = model_dir_of(plan, options.model)
     tokenizer = asyncio.create_task(asyncio.to_thread(load_server_tokenizer, folder))

@@ -14,8 +14,7 @@ from llmpq.errors import SpecError
 from llmpq.spec.catalog import GPUS, device, load_devices, with_device_types, with_known_types
 from llmpq.spec.cluster import Cluster, DeviceGroup
 from llmpq.spec.devices.figures import GPU_RESERVE_BYTES
-from llmpq.spec.plan import Plan
-from llmpq.spec.schedule import POLICY_NAMES, Schedule, default_schedule
+from llmpq.spec.plan import POLICY_NAMES, Plan, Schedule, default_schedule
 from llmpq.units import GIB, format_bytes
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import cast
 
 from llmpq.assigner import PlanRequest
 from llmpq.assigner.constraints.fixed_bits import with_average_bits, with_stored_bits
-from llmpq.assigner.constraints.overrides import HEAD, Overrides
+from llmpq.assigner.constraints.resolve import HEAD, Overrides
 from llmpq.assigner.planner import METHODS
 from llmpq.assigner.request import DEFAULT_GAP
 from llmpq.assigner.schedules.plan import ScheduleRequest, schedule_plan
@@ -27,13 +27,11 @@ from llmpq.options.declare import add_options, read_options
 from llmpq.profiler.device import host_cpu, with_host_cpu
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, cluster_of_lists, load_cluster
-from llmpq.spec.lengths import constant, load_lengths
 from llmpq.spec.model import ModelSpec
-from llmpq.spec.plan import MicroBatching, Plan
+from llmpq.spec.plan import MicroBatching, Plan, default_schedule
 from llmpq.spec.precision import BITS, DTYPE_BYTES, Dtype
-from llmpq.spec.schedule import default_schedule
-from llmpq.spec.sensitivity import SensitivityTable, check_measured_on, read_sensitivity
-from llmpq.spec.workload import Workload, load_workload
+from llmpq.spec.tables import SensitivityTable, check_measured_on, read_sensitivity
+from llmpq.spec.workload import Workload, constant, load_lengths, load_workload
 from llmpq.units import GIB
 
 DEFAULT_METHOD = "llmpq"

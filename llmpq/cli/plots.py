@@ -14,7 +14,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from llmpq.assigner.timeline import Block, timeline
+from llmpq.assigner.schedules.steady_state import Block, timeline
 from llmpq.cli.render import (
     compact_bits,
     long_seconds,
@@ -24,8 +24,7 @@ from llmpq.cli.render import (
     rate_text,
 )
 from llmpq.errors import SpecError
-from llmpq.spec.fleet import Fleet
-from llmpq.spec.plan import Plan
+from llmpq.spec.plan import Fleet, Plan
 from llmpq.spec.precision import BITS, Phase
 from llmpq.units import MS
 

@@ -10,9 +10,8 @@ from llmpq import __version__
 from llmpq.cli.common import print_json, progress_bar, require
 from llmpq.costmodel.device_fit import fit_device
 from llmpq.errors import SpecError
-from llmpq.spec.codec import to_json
 from llmpq.spec.devices.figures import DeviceEntry, DeviceFile
-from llmpq.spec.fields import dump_json, write_text
+from llmpq.spec.fields import dump_json, to_json, write_text
 
 
 def add_parser(commands: argparse._SubParsersAction[Any]) -> None:

@@ -7,17 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from llmpq.assigner.draft_placement import DraftPlace
-from llmpq.assigner.explain.binding import binding_text
 from llmpq.assigner.explain.compare import Outcome
 from llmpq.assigner.explain.explanation import Alternative, Explanation
+from llmpq.assigner.explain.infeasible import binding_text
 from llmpq.costmodel.tables.latency import RegressionLatencyModel
 from llmpq.spec import catalog
 from llmpq.spec.cluster import BF16_SETS, host_text, limited_set
-from llmpq.spec.codec import to_json
 from llmpq.spec.devices.formats import offered_kernels
-from llmpq.spec.fleet import seconds_of_requests
+from llmpq.spec.fields import to_json
 from llmpq.spec.model import ModelSpec
-from llmpq.spec.plan import Plan, Search, StageAssignment, StageEstimate
+from llmpq.spec.plan import Plan, Search, StageAssignment, StageEstimate, seconds_of_requests
 from llmpq.spec.precision import Phase
 from llmpq.spec.tables import LatencyTable
 from llmpq.spec.workload import Workload

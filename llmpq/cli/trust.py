@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmpq.costmodel import ClusterCosts
-from llmpq.costmodel.importers.imported import HINT, is_installed, is_known
+from llmpq.costmodel.importers.import_table import HINT, is_installed, is_known
 from llmpq.spec.plan import Plan
 from llmpq.spec.precision import Phase
 

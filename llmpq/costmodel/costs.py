@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from llmpq.costmodel import memory, stored
+from llmpq.costmodel import exact_bytes, memory
 from llmpq.costmodel.base import CommModel, Estimate, LatencyModel, chunked_s
-from llmpq.costmodel.importers.imported import public_source, public_table
+from llmpq.costmodel.importers.import_table import public_source, public_table
 from llmpq.costmodel.roofline import RooflineLatencyModel
 from llmpq.costmodel.tables.latency import TableLatencyModel
 from llmpq.costmodel.tables.profiles import (
@@ -195,7 +195,7 @@ class ClusterCosts:
         """
         if bits not in self.specs[device.group].bits:
             return self.capacity_bytes(device) + 1
-        return stored.layer_weight_bytes(self.model, kind, bits, self.format_of(device))
+        return exact_bytes.layer_weight_bytes(self.model, kind, bits, self.format_of(device))
 
     def layer_kv_bytes(
         self,
@@ -206,9 +206,11 @@ class ClusterCosts:
         *,
         keeps_all: bool = False,
     ) -> int:
-        """Return the bytes of one layer's blocks for ``slots`` sequences; see ``stored``."""
+        """Return the bytes of one layer's blocks for ``slots`` sequences; see ``exact_bytes``."""
         bits = self.kv_bits_of(device)
-        return stored.layer_kv_bytes(self.model, kind, slots, max_tokens, bits, keeps_all=keeps_all)
+        return exact_bytes.layer_kv_bytes(
+            self.model, kind, slots, max_tokens, bits, keeps_all=keeps_all
+        )
 
     def copied_kv_bytes(
         self,
@@ -231,7 +233,7 @@ class ClusterCosts:
 
     def token_kv_bytes(self, kind: int, tokens: int) -> int:
         """Return the bytes of one layer's keys and values of so many tokens."""
-        return stored.token_kv_bytes(self.model, kind, tokens, self.kv_bits)
+        return exact_bytes.token_kv_bytes(self.model, kind, tokens, self.kv_bits)
 
     def temporary_bytes(
         self,
@@ -267,7 +269,7 @@ class ClusterCosts:
             return self.capacity_bytes(device) + 1
         on_cpu = device is not None and self.specs[device.group].kind == "cpu"
         number = self.format_of(device)
-        return stored.master_bytes(self.model, number, self.head_bits, on_cpu=on_cpu)
+        return exact_bytes.master_bytes(self.model, number, self.head_bits, on_cpu=on_cpu)
 
     def latency_source(self, device: Device) -> str:
         """Return where the seconds of a device come from: ``roofline`` or ``table <file>``."""

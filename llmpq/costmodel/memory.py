@@ -1,9 +1,9 @@
 """Temporary memory of one stage: exact parts and one bound a kind of device (LLM-PQ, Sec. 4.1).
 
-Weights and KV blocks are exact (``costmodel.stored``), and so are messages, buffers of compiled
-steps and what loading holds. The tensors of transformers' decoder layers are bounded by the worst
-operator of a layer; see :func:`temporary_bytes`. Measured peaks of whole processes on CPUs are 1 %
-more to 12 % less.
+Weights and KV blocks are exact (``costmodel.exact_bytes``), and so are messages, buffers of
+compiled steps and what loading holds. The tensors of transformers' decoder layers are bounded by
+the worst operator of a layer; see :func:`temporary_bytes`. Measured peaks of whole processes on
+CPUs are 1 % more to 12 % less.
 
 Shape legend: R rows of a step, T tokens a sequence, C context tokens, h hidden, e bytes a value.
 """
@@ -12,24 +12,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from llmpq.costmodel.forward_step import (
-    BIASED_ATTENTION,
-    SCORES_ATTENTION,
-    STEPWISE_ACTIVATION,
-    Step,
-    fits_kernel,
-    is_attention,
-    runs_in_blocks,
-)
-from llmpq.costmodel.stored import head_rows
+from llmpq.costmodel.exact_bytes import head_rows
 from llmpq.spec.devices.figures import DeviceKind
 from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import BITS, DTYPE_BYTES, Dtype, needs_scratch
 from llmpq.spec.runtime_constants import (
+    HEAD_LANES,
     MAPPED_FROM_BYTES,
     MATRICES_UNDER_WAY,
+    MAX_PAGED_HEAD_DIM,
+    PROMPT_CHUNK_TOKENS,
+    ROW_BLOCK,
     SCORE_BLOCK_TOKENS,
     SHARED_BUFFERS,
     SHARED_FROM_BYTES,
@@ -38,6 +34,111 @@ from llmpq.spec.runtime_constants import (
 )
 from llmpq.spec.workload import Workload
 from llmpq.units import MIB
+
+SCORES_ATTENTION = ("gemma2", "gpt_oss", "vaultgemma")
+"""Families whose attention writes out its scores, as they are capped or have sinks: for a block of
+queries of one row at a time."""
+BIASED_ATTENTION = ("bloom", "mpt")
+"""Families whose attention adds a bias of the keys: for a block of queries at a time."""
+STEPWISE_ACTIVATION = ("bloom", "phi")
+"""Families whose activation is a formula of tensor operations."""
+EXPERT_SHARE = 2.0
+"""Rows of the busiest expert, as a multiple of an even share."""
+
+_ATTENTION_PREFIXES = (
+    *("self_attn.", "self_attention.", "attention.", "attn.", "norm_attn_norm."),
+    *("linear_attn.", "conv."),  # what some layers have in its place
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardShape:
+    """One forward step of a micro-batch: ``batch`` sequences of ``tokens``, over ``context``.
+
+    ``prompt`` are the tokens of each sequence in the message of the step: more than ``tokens``
+    where layers compute it in chunks, of which the step is the last; by default as many.
+    """
+
+    model: ModelSpec
+    dtype: Dtype
+    kv_bits: int
+    batch: int
+    tokens: int
+    context: int
+    prompt: int | None = None
+
+    @classmethod
+    def of_prompts(
+        cls, model: ModelSpec, dtype: Dtype, kv_bits: int, batch: int, tokens: int
+    ) -> ForwardShape:
+        """Return the largest step of ``batch`` prompts of ``tokens``: their last whole chunk."""
+        return cls(
+            model=model, dtype=dtype, kv_bits=kv_bits, batch=batch,
+            tokens=min(tokens, PROMPT_CHUNK_TOKENS), context=tokens, prompt=tokens,
+        )  # fmt: skip
+
+    @property
+    def is_chunk(self) -> bool:
+        """Whether keys and values of earlier chunks are read."""
+        return 1 < self.tokens < self.context
+
+    @property
+    def rows(self) -> int:
+        """Tokens of the step."""
+        return self.batch * self.tokens
+
+    def of(self, features: int, value_bytes: int | None = None) -> int:
+        """Bytes of ``[rows, features]``, in the run's dtype by default."""
+        return self.rows * features * (value_bytes or DTYPE_BYTES[self.dtype])
+
+    def rows_of(self, op: LinearSpec, *, on_cpu: bool) -> int:
+        """Rows that an operator computes at a time, those of all its experts."""
+        if not (on_cpu and runs_in_blocks(op)):
+            return self.rows * op.active
+        share = 1.0 if op.count == 1 else min(1.0, EXPERT_SHARE * op.active / op.count)
+        return min(math.ceil(share * self.rows), ROW_BLOCK)
+
+    @property
+    def hidden(self) -> int:
+        """Bytes of the hidden states."""
+        return self.of(self.model.hidden_size)
+
+    @property
+    def message(self) -> int:
+        """Bytes that a stage sends: the hidden states, and what travels with them."""
+        rows = self.batch * (self.prompt or self.tokens)
+        return rows * self.model.message_features * DTYPE_BYTES[self.dtype]
+
+    @property
+    def joined(self) -> int:
+        """Bytes of the outputs of all chunks, put together; 0 for whole prompts."""
+        return self.message if self.is_chunk else 0
+
+    @property
+    def apart(self) -> int:
+        """Bytes of a message being taken apart, or put together again; 0 for one part."""
+        return 2 * self.of(self.model.message_features) if self.model.sent_features else 0
+
+
+def fits_kernel(layer: LayerSpec) -> bool:
+    """Whether the kernel of CPUs that reads blocks in place takes a layer's heads."""
+    lanes = layer.head_dim % HEAD_LANES
+    return layer.value_dim is None and lanes == 0 and layer.head_dim <= MAX_PAGED_HEAD_DIM
+
+
+def is_attention(op: LinearSpec) -> bool:
+    """Whether an operator belongs to attention, or to what a layer has in its place."""
+    return op.name.startswith(_ATTENTION_PREFIXES)
+
+
+def runs_in_blocks(op: LinearSpec) -> bool:
+    """Whether a CPU computes the operator for ``ROW_BLOCK`` rows at a time.
+
+    These are the feed-forwards that are modules, and experts of two matrices.
+    """
+    is_single_stack = op.count > 1 and not op.name.endswith("_proj")
+    return "." in op.name and not is_attention(op) and not is_single_stack
+
 
 GPU_MARGIN = 0.1
 """Share added to the temporaries of a GPU."""
@@ -118,8 +219,10 @@ def temporary_bytes(  # noqa: PLR0913  what a step is, and where it runs
       + M h e                              outputs of chunks; on the master also its input
       + 1.4 * max( layer, compiled buffers + R h e, logits )
     """
-    prompts = Step.of_prompts(model, dtype, kv_bits, micro_batching.prefill, workload.prompt_tokens)
-    decode = Step(
+    prompts = ForwardShape.of_prompts(
+        model, dtype, kv_bits, micro_batching.prefill, workload.prompt_tokens
+    )
+    decode = ForwardShape(
         model=model, dtype=dtype, kv_bits=kv_bits, batch=micro_batching.decode, tokens=1,
         context=workload.max_context_tokens,
     )  # fmt: skip
@@ -181,12 +284,12 @@ def loading_bytes(model: ModelSpec) -> int:
     return MATRICES_UNDER_WAY * 2 * largest
 
 
-def live_bytes(step: Step) -> int:
+def live_bytes(step: ForwardShape) -> int:
     """Return the bound of the tensors of a layer alive at once on a CPU, with its input."""
     return max(_layer_bytes(step, layer, on_cpu=True) for layer in step.model.layer_types)
 
 
-def compiled_bytes(step: Step) -> int:
+def compiled_bytes(step: ForwardShape) -> int:
     """Return the bytes of the buffers of compiled steps (``llmpq.kernels.cpu.step``).
 
     A layer has buffers of every tensor between its operators, and of these at 8 bits, for up to
@@ -195,7 +298,7 @@ def compiled_bytes(step: Step) -> int:
     return max(_buffer_bytes(step, layer) for layer in step.model.layer_types)
 
 
-def read_buffer_bytes(steps: Sequence[Step]) -> int:
+def read_buffer_bytes(steps: Sequence[ForwardShape]) -> int:
     """Return the bytes of the buffer that 8-bit keys and values are gathered into on a CPU."""
     step = steps[0]
     layers = [layer for layer in step.model.layer_types if not fits_kernel(layer)]
@@ -206,7 +309,7 @@ def read_buffer_bytes(steps: Sequence[Step]) -> int:
     return 2 * tokens * widest * DTYPE_BYTES[step.dtype]
 
 
-def _gpu_peak(step: Step, *, is_master: bool) -> int:
+def _gpu_peak(step: ForwardShape, *, is_master: bool) -> int:
     value_bytes, peaks = DTYPE_BYTES[step.dtype], []
     for layer in step.model.layer_types:
         weights = [op.out_features * op.in_features for op in layer.linears if op.quantizable]
@@ -214,7 +317,7 @@ def _gpu_peak(step: Step, *, is_master: bool) -> int:
     return 2 * step.message + step.apart + max(peaks) + (_logits(step) if is_master else 0)
 
 
-def _cpu_peak(step: Step, *, is_master: bool, links: int) -> int:
+def _cpu_peak(step: ForwardShape, *, is_master: bool, links: int) -> int:
     """Return the most bytes that a step takes for tensors and the holes of the heap.
 
     Hidden states are held for each link that carries whole ones: received or on their way out,
@@ -228,7 +331,7 @@ def _cpu_peak(step: Step, *, is_master: bool, links: int) -> int:
     return max(1, links * held) * step.message + step.apart + worst + holes
 
 
-def _layer_bytes(step: Step, layer: LayerSpec, *, on_cpu: bool) -> int:
+def _layer_bytes(step: ForwardShape, layer: LayerSpec, *, on_cpu: bool) -> int:
     """Return the bound of the tensors of a layer alive at once; see :func:`temporary_bytes`."""
     quantizable = [op for op in layer.linears if op.quantizable]
     others = OTHER_TENSORS[DTYPE_BYTES[step.dtype]] * step.hidden if on_cpu else 0
@@ -244,7 +347,7 @@ def _layer_bytes(step: Step, layer: LayerSpec, *, on_cpu: bool) -> int:
     return 2 * step.hidden + step.of(2 * layer.head_dim) + INDEX_BYTES * step.rows + bias + worst
 
 
-def _attention(step: Step, layer: LayerSpec, *, in_place: bool) -> int:
+def _attention(step: ForwardShape, layer: LayerSpec, *, in_place: bool) -> int:
     if layer.value_dim is not None:
         return _latents(step, layer, layer.value_dim)
     value_bytes, family = DTYPE_BYTES[step.dtype], step.model.family
@@ -269,7 +372,7 @@ def _attention(step: Step, layer: LayerSpec, *, in_place: bool) -> int:
     return total
 
 
-def _latents(step: Step, layer: LayerSpec, value_dim: int) -> int:
+def _latents(step: ForwardShape, layer: LayerSpec, value_dim: int) -> int:
     """Queries and outputs; latent vectors of the context, and what is made of them for all heads.
 
     Whole prompts and chunks attend to what the cache returns of all their sequences.
@@ -282,7 +385,7 @@ def _latents(step: Step, layer: LayerSpec, value_dim: int) -> int:
     return (own + read + seen) * DTYPE_BYTES[step.dtype]
 
 
-def _feed_forward(step: Step, layer: LayerSpec, *, on_cpu: bool) -> int:
+def _feed_forward(step: ForwardShape, layer: LayerSpec, *, on_cpu: bool) -> int:
     operators = [op for op in layer.linears if not is_attention(op)]
     outputs = [step.rows_of(op, on_cpu=on_cpu) * op.out_features for op in operators]
     copies = 3 + on_cpu if step.model.family in STEPWISE_ACTIVATION else 1
@@ -292,19 +395,19 @@ def _feed_forward(step: Step, layer: LayerSpec, *, on_cpu: bool) -> int:
     return (sum(outputs) + copies * max(outputs)) * DTYPE_BYTES[step.dtype] + joined
 
 
-def _operator_rows(step: Step, op: LinearSpec, *, on_cpu: bool) -> int:
+def _operator_rows(step: ForwardShape, op: LinearSpec, *, on_cpu: bool) -> int:
     one = (op.in_features + op.out_features) * DTYPE_BYTES[step.dtype]
     if step.dtype != "float32":
         one += op.in_features + 4 * op.out_features
     return step.rows_of(op, on_cpu=on_cpu) * one
 
 
-def _logits(step: Step) -> int:
+def _logits(step: ForwardShape) -> int:
     """Scores of the vocabulary, in float32, and a sampler's sorted copy."""
     return step.batch * step.model.vocab_size * (DTYPE_BYTES[step.dtype] + 8)
 
 
-def _buffer_bytes(step: Step, layer: LayerSpec) -> int:
+def _buffer_bytes(step: ForwardShape, layer: LayerSpec) -> int:
     """Return the bytes of the buffers of a layer, of rows or of each row's choices of experts."""
     operators = [op for op in layer.linears if op.quantizable]
     experts = [op for op in operators if op.count > 1]

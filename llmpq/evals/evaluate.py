@@ -64,7 +64,7 @@ class EvalTask:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
+class ComparedModel:
     """A model to compare: bits of every layer, or a GPTQ checkpoint instead."""
 
     name: str
@@ -100,7 +100,7 @@ def evaluate(task: EvalTask, bars: Bars, progress: RunProgress) -> dict[str, Any
 
 def compare(
     task: EvalTask,
-    variants: Sequence[Variant],
+    variants: Sequence[ComparedModel],
     bars: Bars,
     now: Callable[[], float] = time.monotonic,
 ) -> Iterator[Compared]:

@@ -5,7 +5,7 @@ Each indicator reads a checkpoint layer by layer and scores every layer at every
 ``docs/how/quantization.md`` compares the indicators.
 """
 
-from llmpq.indicator.base import Indicator, Random, Subject, sensitivity_table
+from llmpq.indicator.base import Indicator, IndicatorInput, Random, sensitivity_table
 from llmpq.indicator.divergence import Divergence
 from llmpq.indicator.hessian import HessianEigenvalue
 from llmpq.indicator.variance import Variance
@@ -22,8 +22,8 @@ __all__ = [
     "INDICATORS",
     "Divergence",
     "Indicator",
+    "IndicatorInput",
     "Random",
-    "Subject",
     "Variance",
     "sensitivity_table",
 ]

@@ -22,7 +22,7 @@ from llmpq.models import load_config
 from llmpq.quant.checkpoint.reader import is_gptq
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.precision import BITS, default_precision
-from llmpq.spec.sensitivity import (
+from llmpq.spec.tables import (
     NATS_KEY,
     SHAPES_KEY,
     WEIGHTS_KEY,
@@ -45,7 +45,7 @@ BATCH_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Subject:
+class IndicatorInput:
     """A model to score and the settings of the scoring.
 
     Attributes:
@@ -105,7 +105,7 @@ class Subject:
 class Indicator(Protocol):
     """Estimates the quality loss of a model with one layer at fewer bits."""
 
-    def score(self, subject: Subject, progress: Progress | None = None) -> Scores:
+    def score(self, subject: IndicatorInput, progress: Progress | None = None) -> Scores:
         """Score every layer at every bitwidth of ``subject``.
 
         Returns:
@@ -123,7 +123,7 @@ class Random:
 
     seed: int = 0
 
-    def score(self, subject: Subject, progress: Progress | None = None) -> Scores:
+    def score(self, subject: IndicatorInput, progress: Progress | None = None) -> Scores:
         """Draw one value for every layer and bitwidth."""
         count = load_config(subject.model_dir).num_hidden_layers
         generator = random.Random(self.seed)
@@ -136,7 +136,7 @@ class Random:
 
 
 def sensitivity_table(
-    subject: Subject,
+    subject: IndicatorInput,
     method: str,
     scores: Scores,
     notes: Mapping[str, str] | None = None,

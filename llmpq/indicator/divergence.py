@@ -23,7 +23,7 @@ from torch import Tensor
 
 from llmpq.calibration import CalibrationSet
 from llmpq.calibration.walk import Progress
-from llmpq.indicator.base import Scores, Subject
+from llmpq.indicator.base import IndicatorInput, Scores
 from llmpq.kernels.gpu.device import exact_dtype, open_device
 from llmpq.models import DecoderStage, Master, load_config
 from llmpq.models.master import is_tied
@@ -46,7 +46,7 @@ class Divergence:
 
     probe_tokens: int | None = None
 
-    def score(self, subject: Subject, progress: Progress | None = None) -> Scores:
+    def score(self, subject: IndicatorInput, progress: Progress | None = None) -> Scores:
         """Run all streams layer by layer and compare their predictions."""
         count = load_config(subject.model_dir).num_hidden_layers
         run = _Run(subject, count, self._probe(subject, count), progress)
@@ -57,7 +57,9 @@ class Divergence:
             width: tuple(found[index, width] for index in range(count)) for width in subject.bits
         }
 
-    def score_head(self, subject: Subject, progress: Progress | None = None) -> Mapping[int, float]:
+    def score_head(
+        self, subject: IndicatorInput, progress: Progress | None = None
+    ) -> Mapping[int, float]:
         """Compare the predictions with the head at each bitwidth, on the tokens of the layers.
 
         A token embedding that is the same matrix changes with it.
@@ -88,7 +90,7 @@ class Divergence:
             found[width] = sum(_divergence(ends, *pair) for pair in pairs) / tokens
         return found
 
-    def _probe(self, subject: Subject, count: int) -> Tensor:
+    def _probe(self, subject: IndicatorInput, count: int) -> Tensor:
         """Return the tokens ``[R, T]`` that every stream sees."""
         tokens = subject.tokens_for("divergence")
         tokens.check(load_config(subject.model_dir).vocab_size, None)
@@ -111,7 +113,7 @@ class _Run:
     """The hidden states of all streams."""
 
     def __init__(
-        self, subject: Subject, num_layers: int, probe: Tensor, progress: Progress | None
+        self, subject: IndicatorInput, num_layers: int, probe: Tensor, progress: Progress | None
     ) -> None:
         self.subject = subject
         self.progress = progress
@@ -163,19 +165,19 @@ class _Run:
             self.progress(self.done, self.total, what)
 
 
-def _load(subject: Subject, index: int, width: int) -> DecoderStage:
+def _load(subject: IndicatorInput, index: int, width: int) -> DecoderStage:
     return load_stage(
         subject.model_dir, index, index + 1, [width], dtype=subject.dtype, device=subject.device
     )
 
 
-def _master_of(subject: Subject, head_bits: int = 16) -> Master:
+def _master_of(subject: IndicatorInput, head_bits: int = 16) -> Master:
     return load_master(
         subject.model_dir, dtype=subject.dtype, device=subject.device, head_bits=head_bits
     )
 
 
-def _batches_of(subject: Subject, probe: Tensor) -> list[Tensor]:
+def _batches_of(subject: IndicatorInput, probe: Tensor) -> list[Tensor]:
     """Return the probe ``[R, T]`` in parts of as many rows as run at once."""
     rows = max(1, subject.batch_tokens // probe.shape[1])
     return list(torch.split(probe.to(subject.device), rows))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from llmpq.calibration import WalkedLayer
 from llmpq.calibration.walk import Progress
-from llmpq.indicator.base import Scores, Subject
+from llmpq.indicator.base import IndicatorInput, Scores
 from llmpq.indicator.rounding import squared_error
 
 PANEL_ROWS = 256
@@ -92,7 +92,7 @@ class HessianEigenvalue:
     tolerance: float = 1e-6
     memory_share: float = 1 / 3
 
-    def score(self, subject: Subject, progress: Progress | None = None) -> Scores:
+    def score(self, subject: IndicatorInput, progress: Progress | None = None) -> Scores:
         """Sum over the operators of every layer."""
         rows = []
         for layer in subject.walk("hessian", progress):
@@ -100,7 +100,7 @@ class HessianEigenvalue:
             del layer  # free it before the next one is loaded
         return {width: tuple(row[width] for row in rows) for width in subject.bits}
 
-    def _layer(self, layer: WalkedLayer, subject: Subject) -> dict[int, float]:
+    def _layer(self, layer: WalkedLayer, subject: IndicatorInput) -> dict[int, float]:
         row = dict.fromkeys(subject.bits, 0.0)
         weights = sum(operator.weight.nbytes for operator in layer.operators.values())
         budget = int(self.memory_share * weights)
@@ -114,7 +114,7 @@ class HessianEigenvalue:
         return row
 
     def _eigenvalues(
-        self, layer: WalkedLayer, subject: Subject, names: list[str]
+        self, layer: WalkedLayer, subject: IndicatorInput, names: list[str]
     ) -> dict[str, float]:
         """Return ``lambda_max(2 X X^T)`` of every operator."""
         seen = layer.collect(partial(UpperGram, device=subject.device), names)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from llmpq.calibration import Moments
 from llmpq.calibration.walk import Progress
-from llmpq.indicator.base import Scores, Subject
+from llmpq.indicator.base import IndicatorInput, Scores
 from llmpq.indicator.rounding import mean_squared_step
 from llmpq.models import Checkpoint
 from llmpq.quant.loading.assembly import matrices_of
@@ -38,7 +38,7 @@ class Variance:
 
     rounding: Rounding = "deterministic"
 
-    def score(self, subject: Subject, progress: Progress | None = None) -> Scores:
+    def score(self, subject: IndicatorInput, progress: Progress | None = None) -> Scores:
         """Sum over the operators of every layer."""
         if subject.calibration is None:
             rows = list(_by_weights(subject, progress))
@@ -47,7 +47,7 @@ class Variance:
         return {width: tuple(row[width] for row in rows) for width in subject.bits}
 
     def _by_moments(
-        self, subject: Subject, progress: Progress | None
+        self, subject: IndicatorInput, progress: Progress | None
     ) -> Iterator[dict[int, float]]:
         tokens = subject.tokens_for("variance")
         for layer in subject.walk("variance", progress):
@@ -69,7 +69,7 @@ def input_spread(moments: Moments, rounding: Rounding) -> float:
     return moments.second_moment / 6  # E[X]^2 + Var[X]
 
 
-def _by_weights(subject: Subject, progress: Progress | None) -> Iterator[dict[int, float]]:
+def _by_weights(subject: IndicatorInput, progress: Progress | None) -> Iterator[dict[int, float]]:
     checkpoint = Checkpoint(subject.model_dir)
     count = checkpoint.config.num_hidden_layers
     for index in range(count):

@@ -15,9 +15,8 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from llmpq.errors import SpecError, bad_field
 from llmpq.logging import get_logger
-from llmpq.models.adapter import Skeleton
+from llmpq.models.adapter import TESTED, UNSUPPORTED, Skeleton, family_of
 from llmpq.models.attention import KVShape
-from llmpq.models.families import TESTED, UNSUPPORTED, family_of
 from llmpq.spec.facts.model_fields import CONFIG_FILE, model_fields
 from llmpq.spec.huggingface.language import language_fields
 

@@ -18,21 +18,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from llmpq.errors import SpecError
-from llmpq.models.adapter import Skeleton, accepts
-from llmpq.models.alibi import alibi_bias
-from llmpq.models.attention import KVStore, KVView, PackedBatch
-from llmpq.models.config import has_latent_attention, kv_sources, layer_chunk, layer_window
-from llmpq.models.families import TESTED, Family, family_of
-from llmpq.models.own_attention import use_own_attention
-from llmpq.models.packed_attention import (
+from llmpq.models.adapter import TESTED, Family, Skeleton, accepts, family_of
+from llmpq.models.attention import (
     Attention,
     DecodeAttention,
+    KVStore,
+    KVView,
     LayerAttention,
+    PackedBatch,
     StepAttention,
     use_packed_attention,
 )
+from llmpq.models.attention_patches import alibi_bias, use_own_attention
+from llmpq.models.config import has_latent_attention, kv_sources, layer_chunk, layer_window
+from llmpq.models.master import SharedKV, TokenLayout, layout_of
 from llmpq.models.rotary import RotaryTables, Table, build_rotary, spans_of
-from llmpq.models.token_layout import SharedKV, TokenLayout, layout_of
 from llmpq.spec.runtime_constants import ACTIVATION_BLOCK_VALUES, KV_BLOCK_SIZE, ROW_BLOCK
 
 _IN_BLOCKS = "runs_in_row_blocks"

@@ -13,23 +13,28 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from llmpq.assigner.fleet.partition import Counts, Pools
+from llmpq.assigner.fleet.partition import DeviceCounts, DevicePools
 from llmpq.assigner.planner import make_plan
 from llmpq.assigner.request import PlanRequest
 from llmpq.costmodel import ClusterCosts, build_costs
 from llmpq.errors import InfeasibleError, SpecError
-from llmpq.multillm.cost import IterationModel, read_iterations
-from llmpq.multillm.engine.law import Operations, measured_law, plan_law, team_law
-from llmpq.multillm.engine.native import EngineLaw
+from llmpq.multillm.engine.law import (
+    FlopCount,
+    IterationModel,
+    measured_law,
+    plan_law,
+    read_iterations,
+    team_law,
+)
+from llmpq.multillm.engine.native import EngineModel
 from llmpq.multillm.graph import Application, AppModel, ModelTable
 from llmpq.multillm.workload import AppWorkload, ModelLengths
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, Device
-from llmpq.spec.lengths import load_lengths
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import Plan
 from llmpq.spec.precision import DTYPE_BYTES
-from llmpq.spec.workload import Workload
+from llmpq.spec.workload import Workload, load_lengths
 
 START_S = 4.0
 """Seconds to start a process and to import its libraries, where no table states the load time."""
@@ -60,14 +65,14 @@ class Candidate:
 
     name: str
     replicas: int
-    counts: Counts
-    law: EngineLaw
+    counts: DeviceCounts
+    law: EngineModel
     load_s: float
     tensor_parallel: int = 1
     plan: Plan | None = None
 
     @property
-    def demand(self) -> Counts:
+    def demand(self) -> DeviceCounts:
         """Devices of all replicas, by pool."""
         return tuple(self.replicas * count for count in self.counts)
 
@@ -114,7 +119,7 @@ def resolve_models(app: Application) -> tuple[PlannedModel, ...]:
 
 def find_candidates(
     models: Sequence[PlannedModel],
-    pools: Pools,
+    pools: DevicePools,
     workload: AppWorkload,
     *,
     pipelines: bool = True,
@@ -180,7 +185,7 @@ def _reader(known: dict[str, IterationModel]) -> Callable[[str], IterationModel]
 
 
 def _teams(
-    model: PlannedModel, pools: Pools, shape: _Shape, read: Callable[[str], IterationModel]
+    model: PlannedModel, pools: DevicePools, shape: _Shape, read: Callable[[str], IterationModel]
 ) -> Iterator[Candidate]:
     """Yield the plans ``(dp, tp)`` on each pool of equal devices."""
     tables = {table.tensor_parallel: table for table in model.model.tables}
@@ -202,7 +207,7 @@ def _teams(
             if table.iterations is not None:
                 law = measured_law(
                     read(table.iterations),
-                    Operations.of(model.spec),
+                    FlopCount.of(model.spec),
                     prompt_tokens=shape.prompt,
                     kv_tokens=kv_tokens,
                     max_model_len=context,
@@ -224,10 +229,10 @@ def _teams(
                 )
 
 
-def _pipelines(model: PlannedModel, pools: Pools, shape: _Shape) -> Iterator[Candidate]:
+def _pipelines(model: PlannedModel, pools: DevicePools, shape: _Shape) -> Iterator[Candidate]:
     """Yield replicas of the exact planner's pipeline on each part of the cluster."""
     parts, _ = pools.parts()
-    own: dict[str, tuple[Plan, EngineLaw] | None] = {}
+    own: dict[str, tuple[Plan, EngineModel] | None] = {}
     for counts in sorted(parts, key=sum)[:MAX_PARTS]:
         cluster = pools.cluster_of(counts)
         key = pools.key(counts)
@@ -254,7 +259,7 @@ def _pipelines(model: PlannedModel, pools: Pools, shape: _Shape) -> Iterator[Can
 
 def _pipeline(
     model: PlannedModel, cluster: Cluster, shape: _Shape
-) -> tuple[Plan, EngineLaw] | None:
+) -> tuple[Plan, EngineModel] | None:
     """Return the plan of a part with its law, for as many sequences as fit; ``None`` for none."""
     batch = min(PLAN_BATCH, shape.requests)
     prompt = min(max(shape.prompt, shape.longest - shape.answer), shape.longest - 1)

@@ -29,7 +29,7 @@ INSTANT_S = 1e-9
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Remainder:
+class PendingRequests:
     """Requests of a model that a process has to answer.
 
     Attributes:
@@ -50,13 +50,13 @@ class Remainder:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Process:
+class ModelProcess:
     """A model that runs with a plan from ``begin_s`` on; it loads first."""
 
     model: int
     candidate: Candidate
     begin_s: float
-    rest: Remainder
+    rest: PendingRequests
 
     @property
     def start_s(self) -> float:
@@ -104,8 +104,8 @@ class Progress:
     time_s: float
     finish_s: Array
     made: Ints
-    processes: Mapping[int, Process] = field(default_factory=dict)
-    rests: dict[int, Remainder] = field(default_factory=dict)
+    processes: Mapping[int, ModelProcess] = field(default_factory=dict)
+    rests: dict[int, PendingRequests] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,7 +122,7 @@ class StageRun:
 
     begin_s: float
     end_s: float
-    processes: Mapping[int, Process]
+    processes: Mapping[int, ModelProcess]
     runs: Mapping[int, ProcessRun]
     ends: Mapping[int, float]
     work: Mapping[int, float]
@@ -151,7 +151,7 @@ class Simulator:
         self._of_model = [np.flatnonzero(workload.model == model) for model in range(self.models)]
         self._producers = [self._producers_of(model) for model in range(self.models)]
         self._runs: dict[tuple[object, ...], ProcessRun] = {}
-        self._rests: dict[tuple[int, bytes], Remainder] = {}
+        self._rests: dict[tuple[int, bytes], PendingRequests] = {}
 
     def begin(self) -> Progress:
         """Return the application before its first stage."""
@@ -220,14 +220,14 @@ class Simulator:
         }
         return Progress(run.end_s, finish, made, processes)
 
-    def _process(self, progress: Progress, model: int, candidate: Candidate) -> Process:
+    def _process(self, progress: Progress, model: int, candidate: Candidate) -> ModelProcess:
         """Return the process of a model that runs on, or a new one."""
         own = progress.processes.get(model)
         if own is not None and own.candidate is candidate:
             return own
-        return Process(model, candidate, progress.time_s, self._rest(progress, model))
+        return ModelProcess(model, candidate, progress.time_s, self._rest(progress, model))
 
-    def _rest(self, progress: Progress, model: int) -> Remainder:
+    def _rest(self, progress: Progress, model: int) -> PendingRequests:
         """Return what a new process of a model would have to answer."""
         if model not in progress.rests:
             requests = self._of_model[model]
@@ -247,14 +247,14 @@ class Simulator:
             progress.rests[model] = self._rests[key]
         return progress.rests[model]
 
-    def _remainder(self, requests: Ints, made: Ints) -> Remainder:
+    def _remainder(self, requests: Ints, made: Ints) -> PendingRequests:
         work = self.workload
         before = work.before[requests]
         at = np.searchsorted(requests, before).clip(max=max(0, len(requests) - 1))
         is_released = (before >= 0) & (requests[at] == before) if len(requests) else before >= 0
         following = np.full(len(requests), -1)
         following[at[is_released]] = np.flatnonzero(is_released)
-        return Remainder(
+        return PendingRequests(
             requests=requests,
             made=made,
             following=following,
@@ -263,7 +263,7 @@ class Simulator:
             waits=bool((work.first[requests + 1] > work.first[requests]).any()),
         )
 
-    def _made(self, progress: Progress, process: Process) -> Ints:
+    def _made(self, progress: Progress, process: ModelProcess) -> Ints:
         """Return the tokens that requests got from a process by now."""
         ready = self._ready(process, progress.finish_s)
         run = self._play(process, ready, progress.time_s - process.start_s)
@@ -273,7 +273,7 @@ class Simulator:
         return made
 
     def _settle(
-        self, progress: Progress, processes: Mapping[int, Process]
+        self, progress: Progress, processes: Mapping[int, ModelProcess]
     ) -> dict[int, ProcessRun]:
         """Simulate processes until none gets other inputs."""
         finish = progress.finish_s
@@ -299,7 +299,9 @@ class Simulator:
                 return runs
         raise SolverError("applications: the times of requests between models do not settle")
 
-    def _in_order(self, processes: Mapping[int, Process]) -> Iterator[tuple[int, Process]]:
+    def _in_order(
+        self, processes: Mapping[int, ModelProcess]
+    ) -> Iterator[tuple[int, ModelProcess]]:
         """Yield processes, producers first."""
         left = dict(processes)
         while left:
@@ -315,7 +317,7 @@ class Simulator:
         names = {app.node(one).model for node in nodes for one in app.producers(node)}
         return {place for place, one in enumerate(app.models) if one.name in names}
 
-    def _ready(self, process: Process, finish: Array) -> Array | None:
+    def _ready(self, process: ModelProcess, finish: Array) -> Array | None:
         """Return when requests become ready, from the start of a process; ``None``: all at once."""
         work, rest = self.workload, process.rest
         if not rest.waits:
@@ -331,7 +333,9 @@ class Simulator:
         found: Array = np.maximum(ready - process.start_s, 0.0)
         return found
 
-    def _play(self, process: Process, ready: Array | None, end_s: float = np.inf) -> ProcessRun:
+    def _play(
+        self, process: ModelProcess, ready: Array | None, end_s: float = np.inf
+    ) -> ProcessRun:
         """Simulate a process from its start; times are relative to it."""
         digest = None if ready is None else hashlib.blake2b(ready.tobytes()).digest()
         key = process.rest, process.candidate, digest, end_s
@@ -339,7 +343,7 @@ class Simulator:
             self._runs[key] = self._simulate(process, ready, end_s)
         return self._runs[key]
 
-    def _simulate(self, process: Process, ready: Array | None, end_s: float) -> ProcessRun:
+    def _simulate(self, process: ModelProcess, ready: Array | None, end_s: float) -> ProcessRun:
         self.simulations += 1
         work, rest, law = self.workload, process.rest, process.candidate.law
         prompt = work.prompt[rest.requests] + rest.made

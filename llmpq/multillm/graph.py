@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from llmpq.errors import SpecError
-from llmpq.spec.codec import Rule, from_json
-from llmpq.spec.fields import SCHEMA, Fields, read_json
+from llmpq.spec.fields import SCHEMA, Fields, Rule, from_json, read_json
 from llmpq.spec.workload import MAX_TOKENS
 
 PROMPT, ANSWER = "prompt", "answer"
@@ -61,7 +60,7 @@ class AppModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class AppNode:
     """One use of a model.
 
     Attributes:
@@ -115,7 +114,7 @@ class Application:
 
     name: str
     models: Annotated[tuple[AppModel, ...], Rule(minimum=1)]
-    nodes: Annotated[tuple[Node, ...], Rule(minimum=1)]
+    nodes: Annotated[tuple[AppNode, ...], Rule(minimum=1)]
     edges: Annotated[tuple[Edge, ...], Rule(optional=True)] = ()
 
     def __post_init__(self) -> None:
@@ -132,7 +131,7 @@ class Application:
         name = self.node(node).model
         return next(model for model in self.models if model.name == name)
 
-    def node(self, name: str) -> Node:
+    def node(self, name: str) -> AppNode:
         """Return the node of that name."""
         return next(node for node in self.nodes if node.name == name)
 
@@ -197,7 +196,7 @@ class Application:
                 raise _bad(f"edges[{place}]", edge.source, "no 'when' or 'share' on a self-loop")
             seen.add((edge.source, edge.target))
 
-    def _check_node(self, field: str, node: Node) -> None:
+    def _check_node(self, field: str, node: AppNode) -> None:
         names = [model.name for model in self.models]
         if node.model not in names:
             raise _bad(f"{field}.model", node.model, f"one of {', '.join(names)}")
@@ -214,7 +213,7 @@ class Application:
             )
         self._check_templates(field, node)
 
-    def _check_templates(self, field: str, node: Node) -> None:
+    def _check_templates(self, field: str, node: AppNode) -> None:
         """Check that templates use what the edges bring, and all that has no condition."""
         needed = [one.source for one in self.edges if one.target == node.name and one.when is None]
         known = [PROMPT, *(one.source for one in self.edges if one.target == node.name)]

@@ -15,8 +15,17 @@ from typing import Annotated, ClassVar
 from llmpq.errors import SpecError
 from llmpq.multillm.graph import MAX_DEGREE, Application
 from llmpq.spec.cluster import Cluster
-from llmpq.spec.codec import Rule, from_json, to_json
-from llmpq.spec.fields import SCHEMA, Fields, digest_of, dump_json, read_json, write_text
+from llmpq.spec.fields import (
+    SCHEMA,
+    Fields,
+    Rule,
+    digest_of,
+    dump_json,
+    from_json,
+    read_json,
+    to_json,
+    write_text,
+)
 from llmpq.spec.plan import Plan, Provenance, read_plan
 
 TIME_TOLERANCE = 1e-6

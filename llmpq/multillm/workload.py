@@ -3,6 +3,11 @@
 A node makes the requests of an item from its templates: one for each, one for each producer's
 answer (``join: each``), one for each chunk (chains). Lengths of answers are drawn from the models'
 distributions, and routing from the shares of the edges, so that every prompt's length is known.
+
+Answer lengths: sampled from a model's empirical distribution, capped by limit and context.
+
+SamuLLM, Sec. 4.1: ``l_out = min(X, y, l_max - l_in)`` with ``X`` from the lengths of the model's
+answers to many requests, ``y`` the limit and ``l_max`` the model's context.
 """
 
 from __future__ import annotations
@@ -12,20 +17,68 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
+from numpy.typing import ArrayLike, NDArray
 
 from llmpq.errors import SpecError
 from llmpq.multillm.graph import (
     ANSWER,
     PROMPT,
     Application,
+    AppNode,
     Edge,
-    Node,
     fixed_text,
     template_fields,
 )
-from llmpq.multillm.lengths import sample_answers
 from llmpq.multillm.requests import Item
-from llmpq.spec.lengths import LengthDistribution
+from llmpq.spec.workload import LengthDistribution
+
+Lengths = NDArray[np.int64]
+
+
+def sample_answers(
+    law: LengthDistribution | None,
+    prompt_tokens: ArrayLike,
+    *,
+    limit: ArrayLike | None,
+    context: int | None,
+    chance: np.random.Generator,
+) -> Lengths:
+    """Draw the answer length of every prompt.
+
+    Args:
+        law: distribution of the model's answers; ``None``: every answer reaches its limit.
+        prompt_tokens: length of every prompt [n].
+        limit: most new tokens, of all prompts or of each; ``None``: the context's.
+        context: longest sequence of the model, ``None`` when unlimited.
+        chance: source of randomness.
+
+    Returns:
+        Lengths [n], at least 1.
+
+    Raises:
+        SpecError: a prompt leaves no room for an answer, or nothing bounds an answer.
+    """
+    prompts = np.asarray(prompt_tokens, np.int64)
+    if law is None and limit is None and context is None:
+        raise SpecError("lengths: found no distribution, limit or context, expected one of them")
+    room = np.full(prompts.shape, np.iinfo(np.int64).max)
+    if context is not None:
+        if prompts.size and prompts.max() >= context:
+            raise SpecError(
+                f"lengths: found a prompt of {prompts.max()} tokens, expected fewer than the "
+                f"model's context of {context}"
+            )
+        room = context - prompts
+    if limit is not None:
+        room = np.minimum(room, np.asarray(limit, np.int64))
+    if law is None:
+        return room
+    shares = np.cumsum(law.probabilities)
+    places = np.searchsorted(shares, chance.random(prompts.shape) * shares[-1], side="right")
+    drawn = np.asarray(law.lengths, np.int64)[np.minimum(places, len(law.lengths) - 1)]
+    answers: Lengths = np.minimum(drawn, room)
+    return answers
+
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -119,7 +172,7 @@ def build_workload(
     Raises:
         SpecError: a prompt leaves no room in a model's context; names node and item.
     """
-    build = _Build(app, lengths, np.random.default_rng(seed), count)
+    build = _WorkloadBuilder(app, lengths, np.random.default_rng(seed), count)
     for name in app.order:
         node = app.node(name)
         if node.requests is not None:
@@ -151,7 +204,7 @@ class _Answers:
 
 
 @dataclass(frozen=True, slots=True)
-class _New:
+class _UndrawnRequest:
     """A request before its answer is drawn."""
 
     item: int
@@ -160,7 +213,7 @@ class _New:
     before: int = -1
 
 
-class _Build:
+class _WorkloadBuilder:
     def __init__(
         self,
         app: Application,
@@ -181,7 +234,7 @@ class _Build:
         self._answers: dict[str, _Answers] = {}
         self._takes: dict[tuple[str, str], set[int]] = {}
 
-    def add_source(self, node: Node, items: Sequence[Item]) -> None:
+    def add_source(self, node: AppNode, items: Sequence[Item]) -> None:
         """Add the requests of a node with a file, chunk by chunk."""
         fixed = [self._fixed(text) for text in node.templates]
         is_chain = self._app.is_chain(node.name)
@@ -197,7 +250,7 @@ class _Build:
                 for text, names in fixed:
                     prompt = text + tokens[step] * names.count(PROMPT)
                     prompt += answer * names.count(node.name)
-                    new.append(_New(item, max(1, prompt), (), before))
+                    new.append(_UndrawnRequest(item, max(1, prompt), (), before))
             for one, (request, answer) in zip(new, self._add(node, new), strict=True):
                 if is_chain:
                     last[one.item] = request, answer
@@ -207,10 +260,10 @@ class _Build:
             found.add(item, request, answer)
         self._route(node.name)
 
-    def add_consumer(self, node: Node) -> None:
+    def add_consumer(self, node: AppNode) -> None:
         """Add the requests of a node that reads the answers of others."""
         fixed = [self._fixed(text) for text in node.templates]
-        new: list[_New] = []
+        new: list[_UndrawnRequest] = []
         edges = self._app.inputs(node.name)
         for item in range(len(self._items)):
             asked = [edge for edge in edges if item in self._answers[edge.source].requests]
@@ -228,7 +281,7 @@ class _Build:
                 values[PROMPT] = self._user_tokens[item]
                 for text, names in fixed:
                     prompt = text + sum(values.get(name, 0) for name in names)
-                    new.append(_New(item, max(1, prompt), parents))
+                    new.append(_UndrawnRequest(item, max(1, prompt), parents))
         found = self._answers[node.name] = _Answers()
         for one, (request, answer) in zip(new, self._add(node, new), strict=True):
             found.add(one.item, request, answer)
@@ -260,7 +313,7 @@ class _Build:
     def _tokens(self, edge: Edge, item: int) -> int:
         return self._answers[edge.source].tokens[item]
 
-    def _add(self, node: Node, new: Sequence[_New]) -> list[tuple[int, int]]:
+    def _add(self, node: AppNode, new: Sequence[_UndrawnRequest]) -> list[tuple[int, int]]:
         """Add requests of a node; return the number and the answer's tokens of each."""
         if not new:
             return []

@@ -18,7 +18,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from llmpq.errors import SpecError
-from llmpq.spec.codec import Rule
+from llmpq.spec.fields import Rule
 
 T = TypeVar("T")
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -58,7 +58,7 @@ small against the spread of one layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class TimedStep:
     """One micro-batch to time on layers in a row; no layers and ``master_bits``: the master."""
 
     shape: Shape
@@ -71,7 +71,7 @@ class Trial:
         return self.bits <= MASTER_BITS
 
 
-def is_short(trial: Trial) -> bool:
+def is_short(trial: TimedStep) -> bool:
     """Whether a run is so short that the state of the caches matters."""
     shape = trial.shape
     return not trial.is_master and (
@@ -79,7 +79,7 @@ def is_short(trial: Trial) -> bool:
     )
 
 
-def runs_of_timing(trial: Trial, run_s: float) -> int:
+def runs_of_timing(trial: TimedStep, run_s: float) -> int:
     """Return how often layers run to be timed once, if a run takes so long."""
     return 1 + BURST if is_short(trial) and run_s < LONG_S else 1
 
@@ -88,7 +88,7 @@ def runs_of_timing(trial: Trial, run_s: float) -> int:
 class Timing:
     """Seconds of a trial."""
 
-    trial: Trial
+    trial: TimedStep
     seconds: float
 
 
@@ -143,7 +143,7 @@ class _OtherMemory(StageRunner):
         return StageRunner.run(self, hidden, rows, only)
 
 
-class Bench:
+class LayerBench:
     """One short stage per bitwidth, the master, and KV blocks.
 
     ``first_run_s`` holds by phase the extra seconds of the first run of each burst of few layers;
@@ -197,7 +197,7 @@ class Bench:
         self._other = torch.ones(OTHER_SHAPE, device=job.device)
         tune_malloc_for_serving()  # as a rank does once it is loaded
 
-    def trials(self) -> list[list[Trial]]:
+    def trials(self) -> list[list[TimedStep]]:
         """Return the trials, one list per bitwidth; the master's is the last."""
         wide = [[t for s in self.job.shapes for t in self._depths(s, b)] for b in self.job.bits]
         prompts = [shape for shape in self.job.shapes if shape.phase is Phase.PREFILL]
@@ -210,23 +210,23 @@ class Bench:
         # With a quantized head decode steps are enough: a prefill scores as many positions.
         steps = [Shape(phase=Phase.DECODE, batch=b, tokens=1) for b in sorted(batches)]
         heads = [
-            [Trial(shape=shape, bits=bits, layers=0) for shape in steps]
+            [TimedStep(shape=shape, bits=bits, layers=0) for shape in steps]
             for bits in self._masters
             if bits != self._plain_bits
         ]
-        plain = [Trial(shape=shape, bits=self._plain_bits, layers=0) for shape in prompts]
+        plain = [TimedStep(shape=shape, bits=self._plain_bits, layers=0) for shape in prompts]
         return [*wide, *heads, plain]
 
-    def _depths(self, shape: Shape, bits: int) -> list[Trial]:
-        few = Trial(shape=shape, bits=bits, layers=self.few)
+    def _depths(self, shape: Shape, bits: int) -> list[TimedStep]:
+        few = TimedStep(shape=shape, bits=bits, layers=self.few)
         if self.few == self.depth:
             return [few]
         if shape.phase is Phase.PREFILL and shape.batch * shape.tokens > FEW_ROWS:
             return [few]
-        return [few, Trial(shape=shape, bits=bits, layers=self.depth)]
+        return [few, TimedStep(shape=shape, bits=bits, layers=self.depth)]
 
     @torch.inference_mode()
-    def prepare(self, trial: Trial) -> None:
+    def prepare(self, trial: TimedStep) -> None:
         """Run a trial once without timing it: first runs allocate, compile and choose kernels."""
         if trial.is_master:
             self._run_master(trial.shape, trial.bits)
@@ -234,7 +234,7 @@ class Bench:
             self._run_once(trial)
 
     @torch.inference_mode()
-    def run(self, trial: Trial) -> list[Timing]:
+    def run(self, trial: TimedStep) -> list[Timing]:
         """Time a trial once; a trial of the master also times decode steps of its batch."""
         if trial.is_master:
             return self._run_master(trial.shape, trial.bits)
@@ -247,7 +247,7 @@ class Bench:
             self.first_run_s[trial.shape.phase].append(first_s - seconds_s)
         return [Timing(trial=trial, seconds=seconds_s)]
 
-    def _run_once(self, trial: Trial) -> float:
+    def _run_once(self, trial: TimedStep) -> float:
         shape = trial.shape
         new = shape.tokens if shape.phase is Phase.PREFILL else 1
         hidden = self._hidden.expand(1, shape.batch * new, -1).contiguous()  # [1, N, H]
@@ -316,7 +316,8 @@ class Bench:
         timed = [(shape, spans[0])] if shape.phase is Phase.PREFILL else []
         timed += [(decode, span) for span in spans[2:]]
         return [
-            Timing(trial=Trial(shape=one, bits=bits, layers=0), seconds=span) for one, span in timed
+            Timing(trial=TimedStep(shape=one, bits=bits, layers=0), seconds=span)
+            for one, span in timed
         ]
 
 

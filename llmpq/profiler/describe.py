@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from llmpq.errors import SpecError
 from llmpq.models.config import kv_sources, read_config
 from llmpq.models.expert_layouts import use_stacked_experts
-from llmpq.models.token_layout import layout_of
+from llmpq.models.master import layout_of
 from llmpq.quant.modules.layer import has_plain_experts, is_router
 from llmpq.spec.facts.model_fields import (
     CONFIG_FILE,

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from llmpq.errors import SpecError, bad_field
-from llmpq.profiler.bench import Timing, Trial
+from llmpq.profiler.bench import TimedStep, Timing
 from llmpq.profiler.grid import Shape
 from llmpq.spec.precision import Phase
 
@@ -91,7 +91,7 @@ def _timing(path: Path, row: list[str]) -> Timing:
     try:
         phase, bits, batch, tokens, layers, seconds = row
         shape = Shape(phase=Phase(phase), batch=int(batch), tokens=int(tokens))
-        trial = Trial(shape=shape, bits=int(bits), layers=int(layers))
+        trial = TimedStep(shape=shape, bits=int(bits), layers=int(layers))
         return Timing(trial=trial, seconds=float(seconds))
     except ValueError:
         raise bad_field(str(path), "row", ",".join(row), ",".join(HEADER)) from None

@@ -29,7 +29,7 @@ from llmpq.dist.metrics.core_time import (
 )
 from llmpq.kernels.gpu.device import open_device
 from llmpq.logging import get_logger
-from llmpq.profiler.bench import LONG_S, Bench, LayerJob, Trial, is_short, runs_of_timing
+from llmpq.profiler.bench import LONG_S, LayerBench, LayerJob, TimedStep, is_short, runs_of_timing
 from llmpq.profiler.journal import Journal
 from llmpq.spec.precision import Phase
 from llmpq.spec.tables import LatencySample, LatencyTable
@@ -49,7 +49,7 @@ _LEAST_SHARE = 0.1
 
 Progress = Callable[[float], None]
 """Receives the share of the work that is done, in [0, 1]."""
-Times = Mapping[Trial, Sequence[float]]
+Times = Mapping[TimedStep, Sequence[float]]
 
 logger = get_logger(__name__)
 
@@ -72,7 +72,7 @@ def profile_layer(
         SpecError: the grid does not fit the model's positions.
     """
     job = replace(job, device=open_device(job.device))
-    bench = Bench(job, now)
+    bench = LayerBench(job, now)
     taken = TakenShare(read_core)
     rounds = _Rounds(bench, progress, journal)
     times = rounds.run()
@@ -147,7 +147,9 @@ class _Rounds:
     the time of a layer. In the rounds that follow, slow trials are left out when they do not fit.
     """
 
-    def __init__(self, bench: Bench, progress: Progress | None, journal: Journal | None) -> None:
+    def __init__(
+        self, bench: LayerBench, progress: Progress | None, journal: Journal | None
+    ) -> None:
         self.bench = bench
         self.progress = progress
         self.journal = journal
@@ -155,8 +157,8 @@ class _Rounds:
         self.first_s, self.shown = 0.0, 0.0
         self.groups = bench.trials()
         wanted = set(chain.from_iterable(self.groups))
-        self.cost_s: dict[Trial, float] = {}
-        self.times: dict[Trial, list[float]] = {}
+        self.cost_s: dict[TimedStep, float] = {}
+        self.times: dict[TimedStep, list[float]] = {}
         for one in () if journal is None else journal.timings:
             if one.trial in wanted or one.trial.is_master:
                 self.times.setdefault(one.trial, []).append(one.seconds)
@@ -186,10 +188,10 @@ class _Rounds:
                     break
         return self.times
 
-    def _is_deep(self, trial: Trial) -> bool:
+    def _is_deep(self, trial: TimedStep) -> bool:
         return trial.layers > self.bench.few
 
-    def _affordable(self, trials: Sequence[Trial]) -> list[Trial]:
+    def _affordable(self, trials: Sequence[TimedStep]) -> list[TimedStep]:
         """Return the deep trials whose preparation and first timing fit, cheapest first."""
         depth = self.bench.depth
         run_s = {
@@ -197,7 +199,7 @@ class _Rounds:
             for one in trials
             if one.layers == self.bench.few
         }
-        kept: list[Trial] = []
+        kept: list[TimedStep] = []
         phases: set[Phase] = set()
         left_s = DEEP_SHARE * self.bench.job.budget_s
         for trial in sorted(filter(self._is_deep, trials), key=run_s.__getitem__):
@@ -208,10 +210,10 @@ class _Rounds:
                 phases.add(trial.shape.phase)
         return kept
 
-    def _left(self) -> list[list[Trial]]:
+    def _left(self) -> list[list[TimedStep]]:
         """Return the trials of another round, one list per bitwidth; none when it is enough."""
         left_s = self.bench.job.budget_s - self.elapsed_s
-        kept: set[Trial] = set()
+        kept: set[TimedStep] = set()
         for trial in sorted(chain.from_iterable(self.groups), key=self.cost_s.__getitem__):
             if self._is_finished(trial):
                 continue
@@ -225,17 +227,17 @@ class _Rounds:
         ]
         return [group for group in groups if group]
 
-    def _repeats(self, trial: Trial) -> int:
+    def _repeats(self, trial: TimedStep) -> int:
         return REPEATS if is_short(trial) and self.cost_s[trial] < LONG_S else 1
 
-    def _is_finished(self, trial: Trial) -> bool:
+    def _is_finished(self, trial: TimedStep) -> bool:
         values = self.times.get(trial, ())
         if len(values) < FINISHED_ROUNDS:
             return False
         # Of a normal law: the median's error is 1.25 sigma / sqrt(n), the quartiles 1.35 sigma.
         return spread_of(values) / math.sqrt(len(values)) < FINISHED_ERROR
 
-    def _start(self, trial: Trial) -> None:
+    def _start(self, trial: TimedStep) -> None:
         """Run a trial for the first time, then time it; compiling is not counted as spent."""
         before_s = self.bench.now()
         self.bench.prepare(trial)
@@ -243,7 +245,7 @@ class _Rounds:
         self._time(trial)
         self.begin += max(0.0, first_s - self.cost_s[trial])
 
-    def _time(self, trial: Trial) -> None:
+    def _time(self, trial: TimedStep) -> None:
         before_s = self.bench.now()
         timings = self.bench.run(trial)
         self.cost_s[trial] = self.bench.now() - before_s
@@ -258,7 +260,7 @@ class _Rounds:
             self.progress(self.shown)
 
 
-def _interleaved(groups: Sequence[Sequence[Trial]], shuffle: random.Random) -> list[Trial]:
+def _interleaved(groups: Sequence[Sequence[TimedStep]], shuffle: random.Random) -> list[TimedStep]:
     decks = [shuffle.sample(group, len(group)) for group in groups]
     shuffle.shuffle(decks)
     return [trial for hand in zip_longest(*decks) for trial in hand if trial is not None]
@@ -280,7 +282,7 @@ def _stage_s(times: Times, phase: Phase) -> float:
 
 def _samples(times: Times, stage_s: Mapping[Phase, float]) -> tuple[LatencySample, ...]:
     """Return the seconds of one layer at every point, from the trials with the most layers."""
-    deepest: dict[tuple[object, int], Trial] = {}
+    deepest: dict[tuple[object, int], TimedStep] = {}
     for trial in sorted(times, key=lambda one: one.layers):
         deepest[trial.shape, trial.bits] = trial
     samples = []

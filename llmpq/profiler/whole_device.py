@@ -33,9 +33,8 @@ from llmpq.models import DecoderStage, kv_shapes
 from llmpq.models.adapter import Skeleton
 from llmpq.profiler.grid import Shape
 from llmpq.profiler.layer import warn_if_noisy
-from llmpq.quant.loading.huge_pages import use_huge_pages
-from llmpq.quant.modules.layer import quantize_layer_
-from llmpq.quant.modules.norms import fuse_norms_
+from llmpq.quant.loading.loader import use_huge_pages
+from llmpq.quant.modules.layer import fuse_norms_, quantize_layer_
 from llmpq.spec.devices.timings import LAYER_MATRICES, DeviceTimings, LayerTiming
 from llmpq.spec.precision import DTYPE_BYTES, Dtype, Phase, default_precision, linear_bytes
 
@@ -73,7 +72,7 @@ class DeviceJob:
 
 
 @dataclass(slots=True)
-class _Trial:
+class _TimedCall:
     """Something to time again and again."""
 
     call: Callable[[], object]
@@ -92,7 +91,7 @@ class _LayerTrial:
     bits: int
     shape: Shape
     depth: int
-    trial: _Trial
+    trial: _TimedCall
 
     def timing(self, overhead_s: float) -> LayerTiming:
         """Return the seconds of one layer without its overhead; they are at least half of all."""
@@ -211,12 +210,12 @@ def _short_prompts(tokens: int) -> Shape:
     return Shape(phase=Phase.PREFILL, batch=tokens // SHORT_TOKENS, tokens=SHORT_TOKENS)
 
 
-def _other_trials(job: DeviceJob) -> dict[str, _Trial]:
+def _other_trials(job: DeviceJob) -> dict[str, _TimedCall]:
     """Return a copy inside the device, small layers, and the host link."""
     device = job.device
     source = torch.ones(job.distinct_bytes // 4, device=device)
     target = torch.empty_like(source)
-    found = {"copy": _Trial(lambda: target.copy_(source))}
+    found = {"copy": _TimedCall(lambda: target.copy_(source))}
     small, one = replace(job, features=HEAD_DIM), Shape(phase=Phase.DECODE, batch=1, tokens=1)
     for depth in OVERHEAD_DEPTHS:
         layers = _layers(small, "float32", 16, depth)
@@ -226,7 +225,7 @@ def _other_trials(job: DeviceJob) -> dict[str, _Trial]:
             host = torch.ones(size, dtype=torch.uint8)
             there = torch.empty(size, dtype=torch.uint8, device=device)
             # A frame leaves one device for host memory and enters the next from it.
-            found[name] = _Trial(lambda host=host, there=there: host.copy_(there.copy_(host)))  # type: ignore[misc]
+            found[name] = _TimedCall(lambda host=host, there=there: host.copy_(there.copy_(host)))  # type: ignore[misc]
     return found
 
 
@@ -290,12 +289,12 @@ def _trials(
         ]
         call = partial(runner.run, hidden.to(FORMATS[dtype]), rows)
         yield _LayerTrial(
-            dtype=dtype, bits=bits, shape=shape, depth=len(layers), trial=_Trial(call)
+            dtype=dtype, bits=bits, shape=shape, depth=len(layers), trial=_TimedCall(call)
         )
 
 
 def _run(
-    trials: Sequence[_Trial],
+    trials: Sequence[_TimedCall],
     job: DeviceJob,
     progress: Callable[[float], None],
     now: Callable[[], float] = time.perf_counter,

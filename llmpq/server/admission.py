@@ -41,7 +41,7 @@ class AdmissionLimits(AdmissionOptions):
     decode_step_s: float | None = None
 
 
-class Admission:
+class RequestAdmission:
     """Counts answers and prompt tokens under way, and refuses new requests above the limits.
 
     Attributes:
@@ -142,7 +142,7 @@ class Admission:
 class Ticket:
     """A counted request; a context that ends with it."""
 
-    def __init__(self, admission: Admission, num_choices: int, prompt_tokens: int) -> None:
+    def __init__(self, admission: RequestAdmission, num_choices: int, prompt_tokens: int) -> None:
         self._admission = admission
         self._found_tokens = admission.queued_tokens
         self._num_choices = num_choices

@@ -16,8 +16,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from llmpq.dist.io.generation import EngineClient
-from llmpq.server.admission import Admission, Ticket
-from llmpq.server.translate import Work
+from llmpq.server.admission import RequestAdmission, Ticket
+from llmpq.server.text.translate import Work
 
 LATENCY_BUCKETS = (
     0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
@@ -58,7 +58,7 @@ class ServerMetrics:
         admission: likewise.
     """
 
-    def __init__(self, model_name: str, engine: EngineClient, admission: Admission) -> None:
+    def __init__(self, model_name: str, engine: EngineClient, admission: RequestAdmission) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
         self._labels = (model_name, "0")
         self.totals = Totals()
@@ -196,7 +196,9 @@ class AnswerObserver:
 class _EngineCollector(Collector):
     """Metrics that the engine and the admission count themselves."""
 
-    def __init__(self, labels: tuple[str, str], engine: EngineClient, admission: Admission) -> None:
+    def __init__(
+        self, labels: tuple[str, str], engine: EngineClient, admission: RequestAdmission
+    ) -> None:
         self._labels = labels
         self._engine = engine
         self._admission = admission

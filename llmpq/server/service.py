@@ -1,30 +1,577 @@
-"""Answering a generation request, whole or as a stream."""
+"""Answering a generation request, whole or as a stream.
+
+A task for each answer reads the engine and adds what is new to a buffer. A client that reads slowly
+finds several steps merged into one piece; the engine never waits for it. The buffer is bounded by
+the length of the answers. Bodies are those of completions and chat completions, whole and as chunks
+of a stream.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
+import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
-from llmpq.dist.io.generation import EngineClient
-from llmpq.errors import LlmpqError, SpecError
+from llmpq.dist.io.detokenizer import Detokenizer, IncrementalDecoder
+from llmpq.dist.io.generation import EngineClient, GenerationRequest, TokenOutput
+from llmpq.dist.io.sampling_params import SamplingParams, TokenLogprobs
+from llmpq.errors import LlmpqError, SpecError, StageError
 from llmpq.logging import get_logger
-from llmpq.server.admission import Admission
-from llmpq.server.choices import ChoiceRun, Piece
+from llmpq.server.admission import RequestAdmission
 from llmpq.server.errors import ApiError, as_api_error, bad_request, dump_json, json_parts
 from llmpq.server.metrics import ServerMetrics
 from llmpq.server.protocol import ChatCompletionRequest, CompletionRequest, StreamOptions
-from llmpq.server.responses import (
-    AnswerFormat,
-    Answers,
-    ChatFormat,
-    CompletionFormat,
-    Json,
+from llmpq.server.text.tokenizer import ServerTokenizer
+from llmpq.server.text.translate import (
+    EncodedPrompt,
+    ServedModel,
+    Work,
+    work_of_chat,
+    work_of_completion,
 )
-from llmpq.server.translate import ServedModel, Work, work_of_chat, work_of_completion
+
+MAX_SEED = 2**63 - 1
+PromptLogprobs = Sequence[TokenLogprobs | None]
+
+
+@dataclass(slots=True, kw_only=True)
+class Piece:
+    """New tokens and text of one answer.
+
+    Attributes:
+        text: the new text.
+        token_ids: the new tokens.
+        offsets: where the text of each of them begins in the text of the answer.
+        logprobs: of the new tokens, empty unless asked for.
+        prompt_logprobs: of the prompt, in the first piece.
+        finish_reason: in the last piece.
+        stop_reason: the stop string or token.
+        num_cached_tokens: prompt tokens found in the prefix cache.
+    """
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+
+    def extend(self, other: Piece) -> None:
+        """Add the piece that follows."""
+        self.text += other.text
+        self.token_ids += other.token_ids
+        self.offsets += other.offsets
+        self.logprobs += other.logprobs
+        self.finish_reason = other.finish_reason
+        self.stop_reason = other.stop_reason
+        self.num_cached_tokens = max(self.num_cached_tokens, other.num_cached_tokens)
+        if self.prompt_logprobs is None:
+            self.prompt_logprobs = other.prompt_logprobs
+
+
+class ChoiceObserver(Protocol):
+    """Receives the events of one answer, for limits and metrics."""
+
+    def tokens(self, count: int) -> None:
+        """Count new tokens."""
+        ...
+
+    def finished(self, reason: str) -> None:
+        """Count the end of the answer."""
+        ...
+
+
+class ChoiceRun:
+    """The answers of one request while they are made; leaving the context aborts them.
+
+    Args:
+        engine: makes the tokens.
+        work: what to answer.
+        tokenizer: ``None`` for answers without text.
+        id: of the request; the engine's requests have it as a prefix.
+        observers: one for each answer.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        work: Work,
+        tokenizer: ServerTokenizer | None,
+        id: str,
+        observers: Sequence[ChoiceObserver],
+    ) -> None:
+        self._engine = engine
+        self._work = work
+        self._tokenizer = tokenizer
+        self._id = id
+        self._observers = observers
+        self._pieces: dict[int, Piece] = {}
+        self._changed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._unfinished = work.num_choices
+        self._error: LlmpqError | None = None
+        self._of_prompts: list[asyncio.Future[PromptLogprobs | None]] = []
+
+    async def __aenter__(self) -> ChoiceRun:
+        """Start the answers."""
+        loop = asyncio.get_running_loop()
+        self._of_prompts = [loop.create_future() for _ in self._work.prompts]
+        first = self._work.seed
+        seed = secrets.randbits(62) if first is None else first
+        for index in range(self._work.num_choices):
+            prompt = self._work.prompts[index // self._work.n]
+            number = index if first is None else index % self._work.n
+            sampling = prompt.sampling.with_seed(_seed_after(seed, number))
+            self._tasks.append(asyncio.create_task(self._read(index, prompt, sampling)))
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        """Abort what is not finished."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def fail(self, error: LlmpqError) -> None:
+        """End all answers with an error."""
+        self._error = error
+        self._changed.set()
+
+    async def pieces(self) -> AsyncGenerator[dict[int, Piece], None]:
+        """Yield the new pieces of all answers that have any, until all answers are finished.
+
+        Raises:
+            LlmpqError: the engine failed.
+        """
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            pieces, self._pieces = self._pieces, {}
+            if pieces:
+                yield pieces
+            if self._error is not None:
+                raise self._error
+            if self._unfinished == 0 and not self._pieces:
+                return
+
+    async def _read(self, index: int, prompt: EncodedPrompt, sampling: SamplingParams) -> None:
+        reason = "abort"
+        observer = self._observers[index]
+        try:
+            async for piece in self._answer(index, prompt, sampling):
+                if index in self._pieces:
+                    self._pieces[index].extend(piece)
+                else:
+                    self._pieces[index] = piece
+                if piece.finish_reason is not None:
+                    reason = piece.finish_reason
+                    self._unfinished -= 1
+                self._changed.set()
+        except LlmpqError as error:
+            reason = "error"
+            self.fail(error)
+        except Exception as error:
+            reason = "error"
+            self.fail(StageError(type(error).__name__))
+            raise
+        finally:
+            observer.finished(reason)
+            self._share(index, None)
+
+    async def _answer(
+        self, index: int, prompt: EncodedPrompt, sampling: SamplingParams
+    ) -> AsyncIterator[Piece]:
+        """Yield the pieces of one answer.
+
+        The log probabilities of a prompt are computed once, with its first answer. The others start
+        afterwards, so that they find the prompt in the prefix cache.
+        """
+        of_prompt: PromptLogprobs | None = None
+        if sampling.prompt_logprobs is not None and index % self._work.n:
+            of_prompt = await self._of_prompts[index // self._work.n]
+            if of_prompt is None:
+                raise StageError("the first answer to the prompt ended too early")
+            sampling = replace(sampling, prompt_logprobs=None)
+        request = GenerationRequest(
+            id=f"{self._id}-{index}",
+            prompt_token_ids=prompt.token_ids,
+            sampling=sampling,
+            priority=self._work.priority,
+            cache_salt=self._work.cache_salt,
+            group=self._id if self._work.num_choices > 1 else None,
+        )
+        text = self._detokenizer(prompt)
+        observer = self._observers[index]
+        async with contextlib.aclosing(self._engine.generate(request)) as outputs:
+            async for output in outputs:
+                piece = _piece_of(output, text, include_stop=self._work.include_stop)
+                observer.tokens(len(piece.token_ids))
+                if of_prompt is not None:
+                    piece.prompt_logprobs, of_prompt = of_prompt, None
+                if piece.prompt_logprobs is not None:
+                    self._share(index, piece.prompt_logprobs)
+                yield piece
+                if piece.finish_reason is not None:
+                    return
+        raise StageError("the engine ended an answer without a reason")
+
+    def _share(self, index: int, of_prompt: PromptLogprobs | None) -> None:
+        """Give the other answers to a prompt what the first one found, or ``None`` at its end."""
+        shared = self._of_prompts[index // self._work.n]
+        if index % self._work.n == 0 and not shared.done():
+            shared.set_result(of_prompt)
+
+    def _detokenizer(self, prompt: EncodedPrompt) -> Detokenizer:
+        work = self._work
+        decode = (
+            None
+            if self._tokenizer is None
+            else self._tokenizer.decoder(skip_special_tokens=work.skip_special_tokens)
+        )
+        return Detokenizer(
+            decode,
+            work.stop,
+            include_stop=work.include_stop,
+            min_tokens=prompt.sampling.min_tokens,
+            context=prompt.token_ids if prompt.is_continued else (),
+        )
+
+
+def _piece_of(output: TokenOutput, text: Detokenizer, *, include_stop: bool) -> Piece:
+    """Return the piece of an output, up to a stop string if there is one."""
+    piece = Piece(
+        prompt_logprobs=output.prompt_logprobs,
+        finish_reason=output.finish_reason,
+        stop_reason=output.stop_reason,
+        num_cached_tokens=output.num_cached_tokens,
+    )
+    count = len(output.token_ids)
+    has_stop_token = output.finish_reason == "stop" and not output.is_form_complete
+    hidden = count - 1 if has_stop_token and not include_stop else count
+    for place, token in enumerate(output.token_ids):
+        piece.token_ids.append(token)
+        piece.offsets.append(text.num_characters)
+        if place != hidden:
+            piece.text += text.add(token)
+        if text.stop_reason is not None:
+            piece.finish_reason, piece.stop_reason = "stop", text.stop_reason
+            break
+    if output.logprobs is not None:
+        piece.logprobs.extend(output.logprobs[: len(piece.token_ids)])
+    if piece.finish_reason is not None:
+        piece.text += text.finish()
+    if text.stop_reason is not None:
+        piece.finish_reason, piece.stop_reason = "stop", text.stop_reason
+    return piece
+
+
+def _seed_after(seed: int, number: int) -> int:
+    """Return the seed of a further answer, in the range of seeds."""
+    return seed + number if seed + number <= MAX_SEED else seed - 2**63 + number
+
+
+MIN_LOGPROB = -9999.0
+"""What stands for minus infinity, which JSON does not have."""
+
+Json = dict[str, Any]
+
+
+class TokenText:
+    """How tokens are named in log-probabilities.
+
+    Args:
+        tokenizer: ``None`` names tokens by number.
+        as_ids: whether to name them by number anyway.
+    """
+
+    def __init__(self, tokenizer: ServerTokenizer | None, *, as_ids: bool) -> None:
+        self._tokenizer = None if as_ids else tokenizer
+
+    def __call__(self, token_id: int) -> str:
+        """Return the name of a token."""
+        if self._tokenizer is None:
+            return f"token_id:{token_id}"
+        return self._tokenizer.token_text(token_id)
+
+    def bytes_of(self, token_id: int) -> list[int]:
+        """Return the bytes of a token, which may be a part of a character."""
+        if self._tokenizer is None:
+            return list(self(token_id).encode())
+        return list(self._tokenizer.token_bytes(token_id))
+
+
+@dataclass(slots=True, kw_only=True)
+class ChoiceState:
+    """What an answer has so far.
+
+    Attributes:
+        prompt: what it answers.
+        num_tokens: of the answer.
+        num_cached_tokens: prompt tokens found in the prefix cache.
+        has_begun: whether its first chunk was made.
+    """
+
+    prompt: EncodedPrompt
+    num_tokens: int = 0
+    num_cached_tokens: int = 0
+    has_begun: bool = False
+
+
+class AnswerFormat(Protocol):
+    """Makes the JSON objects of one request's answers."""
+
+    def opening(self, index: int, /) -> Json | None:
+        """Return the choice of a chunk that stands before the first piece, if there is one."""
+        ...
+
+    def choice(self, index: int, piece: Piece, *, is_chunk: bool) -> Json:
+        """Return a choice of a chunk, or of the whole answer when the piece is all of it."""
+        ...
+
+
+@dataclass(slots=True)
+class Answers:
+    """The state and the form of one request's answers.
+
+    Attributes:
+        id: of the request.
+        model: for its name.
+        work: the request.
+        states: one for each answer.
+        created_s: of the answer, by the clock of the host.
+    """
+
+    id: str
+    model: ServedModel
+    work: Work
+    kind: str
+    created_s: int = field(default_factory=lambda: int(time.time()))
+    states: list[ChoiceState] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.states = [
+            ChoiceState(prompt=prompt) for prompt in self.work.prompts for _ in range(self.work.n)
+        ]
+
+    def note(self, index: int, piece: Piece) -> None:
+        """Add a piece to the state of an answer."""
+        state = self.states[index]
+        state.num_tokens += len(piece.token_ids)
+        state.num_cached_tokens = max(state.num_cached_tokens, piece.num_cached_tokens)
+
+    def frame(self, choices: list[Json], *, is_chunk: bool, usage: Json | None = None) -> Json:
+        """Return the object around choices."""
+        kind = f"{self.kind}.chunk" if is_chunk and self.kind.startswith("chat") else self.kind
+        body = {
+            "id": self.id,
+            "object": kind,
+            "created": self.created_s,
+            "model": self.model.name,
+            "choices": choices,
+        }
+        if usage is not None or not is_chunk:
+            body["usage"] = usage
+        return body
+
+    def usage(self, indices: Sequence[int] | None = None) -> Json:
+        """Return the numbers of tokens; prompts count once whatever ``n`` is."""
+        states = self.states if indices is None else [self.states[index] for index in indices]
+        if indices is None:
+            prompt_tokens = self.work.prompt_tokens
+            cached = sum(state.num_cached_tokens for state in states[:: self.work.n])
+        else:
+            prompt_tokens = sum(len(state.prompt.token_ids) for state in states)
+            cached = sum(state.num_cached_tokens for state in states)
+        new = sum(state.num_tokens for state in states)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "total_tokens": prompt_tokens + new,
+            "completion_tokens": new,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+
+class CompletionFormat:
+    """Choices of ``/v1/completions``."""
+
+    def __init__(self, body: CompletionRequest, answers: Answers) -> None:
+        self._body = body
+        self._answers = answers
+        tokenizer = answers.model.tokenizer
+        as_ids = bool(body.return_tokens_as_token_ids)
+        self._name = TokenText(tokenizer, as_ids=as_ids)
+        self._echoed: tuple[int, Json] = (-1, {})  # of the last prompt, for all its answers
+
+    def opening(self, _index: int, /) -> Json | None:
+        """Return nothing: the first piece opens a completion."""
+        return None
+
+    def choice(self, index: int, piece: Piece, *, is_chunk: bool) -> Json:
+        """Return a choice; its first one begins with the echo of the prompt."""
+        state = self._answers.states[index]
+        echo = state.prompt.echo or ""
+        is_first = not state.has_begun
+        state.has_begun = True
+        is_echoed = is_first and state.prompt.echo is not None
+        choice: Json = {
+            "index": index,
+            "text": echo * is_echoed + piece.text,
+            "logprobs": None,
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
+        }
+        if self._body.logprobs is not None:
+            offsets = [len(echo) + offset for offset in piece.offsets]
+            own = self._logprobs(piece.token_ids, piece.logprobs, offsets)
+            if is_echoed:
+                echoed = self._logprobs_of(index // self._answers.work.n, state.prompt, piece)
+                own = {name: [*echoed[name], *values] for name, values in own.items()}
+            choice["logprobs"] = own
+        if is_first and not is_chunk and self._body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs_json(piece.prompt_logprobs, self._name)
+        if self._body.return_token_ids:
+            choice["token_ids"] = piece.token_ids
+            if is_first:
+                choice["prompt_token_ids"] = list(state.prompt.token_ids)
+        return choice
+
+    def _logprobs(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs | None],
+        offsets: Sequence[int],
+    ) -> Json:
+        values, names, tops = [], [], []
+        for token_id, found in zip(token_ids, logprobs, strict=True):
+            names.append(self._name(token_id))
+            values.append(None if found is None else max(found.logprob, MIN_LOGPROB))
+            tops.append(None if found is None else self._tops(found))
+        return {
+            "text_offset": list(offsets),
+            "token_logprobs": values,
+            "tokens": names,
+            "top_logprobs": tops,
+        }
+
+    def _logprobs_of(self, number: int, prompt: EncodedPrompt, piece: Piece) -> Json:
+        """Return the log probabilities of a prompt, which are made once for all its answers."""
+        if self._echoed[0] != number:
+            found = self._logprobs(
+                prompt.token_ids, piece.prompt_logprobs or (), self._offsets_of(prompt)
+            )
+            self._echoed = number, found
+        return self._echoed[1]
+
+    def _offsets_of(self, prompt: EncodedPrompt) -> list[int]:
+        """Return where the text of each token begins in the echo of a prompt."""
+        tokenizer = self._answers.model.tokenizer
+        decode = None if tokenizer is None else tokenizer.decoder(skip_special_tokens=True)
+        decoder, echo = IncrementalDecoder(decode), prompt.echo or ""
+        offsets, pieces = [], []
+        for token in prompt.token_ids:
+            offsets.append(decoder.num_characters)
+            pieces.append(decoder.add(token))
+        text = "".join([*pieces, decoder.finish()])
+        # Some decoders drop the space before the first token.
+        dropped = len(echo) - len(text) if echo.endswith(text) else 0
+        return [dropped + offset for offset in offsets]
+
+    def _tops(self, found: TokenLogprobs) -> dict[str, float]:
+        """Return the best tokens and the chosen one, which may be one of them."""
+        wanted = found.top[: self._body.logprobs]
+        pairs = [(found.token_id, found.logprob), *wanted]
+        tops: dict[str, float] = {}
+        for token_id, value in pairs:
+            tops.setdefault(self._name(token_id), max(value, MIN_LOGPROB))
+        return tops
+
+
+class ChatFormat:
+    """Choices of ``/v1/chat/completions``."""
+
+    def __init__(self, body: ChatCompletionRequest, answers: Answers) -> None:
+        self._body = body
+        self._answers = answers
+        tokenizer = answers.model.tokenizer
+        as_ids = bool(body.return_tokens_as_token_ids)
+        self._name = TokenText(tokenizer, as_ids=as_ids)
+        generates = not body.continue_final_message and body.add_generation_prompt is not False
+        self._role = "assistant" if generates else str(body.messages[-1]["role"])
+
+    def opening(self, index: int, /) -> Json | None:
+        """Return the chunk with the role."""
+        echo = self._answers.states[index].prompt.echo or ""
+        return {
+            "index": index,
+            "delta": {"role": self._role, "content": echo},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+
+    def choice(self, index: int, piece: Piece, *, is_chunk: bool) -> Json:
+        """Return a choice."""
+        state = self._answers.states[index]
+        is_first = not state.has_begun
+        state.has_begun = True
+        choice: Json = {
+            "index": index,
+            "logprobs": self._logprobs(piece) if self._body.logprobs else None,
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
+        }
+        if is_chunk:
+            choice["delta"] = {"content": piece.text}
+        else:
+            text = (state.prompt.echo or "") + piece.text
+            choice["message"] = {"role": self._role, "content": text, "refusal": None}
+        if self._body.return_token_ids:
+            choice["token_ids"] = piece.token_ids
+        if is_first and not is_chunk and self._body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs_json(piece.prompt_logprobs, self._name)
+        return choice
+
+    def _logprobs(self, piece: Piece) -> Json:
+        content = []
+        for found in piece.logprobs:
+            tops = found.top[: self._body.top_logprobs or 0]
+            entry = self._entry(found.token_id, found.logprob)
+            entry["top_logprobs"] = [self._entry(token, value) for token, value in tops]
+            content.append(entry)
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token_id: int, logprob: float) -> Json:
+        return {
+            "token": self._name(token_id),
+            "logprob": max(logprob, MIN_LOGPROB),
+            "bytes": self._name.bytes_of(token_id),
+        }
+
+
+def prompt_logprobs_json(
+    found: Sequence[TokenLogprobs | None] | None, name: TokenText
+) -> list[Json | None]:
+    """Return vLLM's ``prompt_logprobs``: for each position the tokens with rank and text."""
+    return [None if item is None else _position_json(item, name) for item in found or ()]
+
+
+def _position_json(item: TokenLogprobs, name: TokenText) -> Json:
+    ranks = {token: rank for rank, (token, _) in enumerate(item.top, start=1)}
+    pairs = {item.token_id: item.logprob, **dict(item.top)}
+    return {
+        str(token): {
+            "logprob": max(value, MIN_LOGPROB),
+            "rank": ranks.get(token),
+            "decoded_token": name(token),
+        }
+        for token, value in pairs.items()
+    }
+
 
 logger = get_logger(__name__)
 DONE = b"data: [DONE]\n\n"
@@ -46,7 +593,7 @@ class Service:
 
     engine: EngineClient
     model: ServedModel
-    admission: Admission
+    admission: RequestAdmission
     metrics: ServerMetrics
     runs: set[ChoiceRun] = field(default_factory=set)
 

@@ -42,7 +42,7 @@ _ADDRESS = re.compile(r"[\d.]+|.*:.*")
 _PARSER = get_logger(f"{__name__}.parser")
 
 
-class Gate:
+class RequestGuard:
     """The outermost application: checks key, body and media type, and names the request.
 
     A full server refuses a request here, before its body is read: a refusal takes a fraction of

@@ -23,7 +23,7 @@ from llmpq.batching.engine_step import EngineLimits, EngineRequest, EngineStep, 
 from llmpq.batching.queue_order import QueueOrder
 from llmpq.sim.engine_costs import EngineCosts, StepShape, step_shape
 from llmpq.sim.engine_report import EngineReport
-from llmpq.spec.trace import HASH_BLOCK_TOKENS, TraceRequest
+from llmpq.spec.workload import HASH_BLOCK_TOKENS, TraceRequest
 
 Accepts = Callable[[int, int], bool]
 """Returns whether a draft token is right, by the number of its request and its place there."""

@@ -21,7 +21,7 @@ takes ``D(r, c)`` and one whole prompt ``P(1, s)``; the chunks of a prompt add u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -198,28 +198,3 @@ class PlanEngineCosts:
         return self._costs.hop(
             stage, BatchShape(phase=Phase.DECODE, rows=rows, longest=1, total=rows)
         )
-
-
-class WorkerCosts:
-    """Costs of an engine of one stage that are known for whole steps.
-
-    Args:
-        seconds: of a step.
-    """
-
-    num_stages = 1
-
-    def __init__(self, seconds: Callable[[StepShape], float]) -> None:
-        self._seconds = seconds
-
-    def stage_s(self, stage: int, shape: StepShape) -> float:  # noqa: ARG002
-        """Return the seconds of a step."""
-        return self._seconds(shape)
-
-    def project_s(self, shape: StepShape) -> float:  # noqa: ARG002
-        """Return 0: ``stage_s`` includes it."""
-        return 0.0
-
-    def hop(self, stage: int, shape: StepShape) -> Hop:  # noqa: ARG002
-        """Return no cost: there is one stage."""
-        return Hop(0.0, 0.0)

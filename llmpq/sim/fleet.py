@@ -20,7 +20,7 @@ from llmpq.sim.engine import SimulatedEngine, random_acceptance, relative_draft_
 from llmpq.sim.engine_costs import EngineCosts, StepShape
 from llmpq.sim.engine_report import EngineReport, merged
 from llmpq.spec.runtime_constants import POLL_S
-from llmpq.spec.trace import TraceRequest
+from llmpq.spec.workload import TraceRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

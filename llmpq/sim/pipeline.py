@@ -30,7 +30,7 @@ from llmpq.errors import LlmpqError
 from llmpq.sim.costs import BatchShape, Hop, StepCosts, batch_shape
 from llmpq.sim.report import Activity, SimReport
 from llmpq.spec.precision import Phase
-from llmpq.spec.trace import TraceRequest
+from llmpq.spec.workload import TraceRequest
 
 _TINY_S = 1e-12
 _NO_HOP = Hop(0.0, 0.0)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from llmpq.batching import RequestRecord, percentile, summarise
+from llmpq.batching import RequestRecord, summarise
 from llmpq.spec.precision import Phase
 from llmpq.units import US
 
@@ -76,10 +76,6 @@ class SimReport:
         if self.makespan_s <= 0:
             return tuple(0.0 for _ in self.busy_s)
         return tuple(busy_s / self.makespan_s for busy_s in self.busy_s)
-
-    def latency_percentile_s(self, percent: float) -> float:
-        """Return a percentile of the request latencies."""
-        return percentile([record.latency_s for record in self.requests], percent)
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures as the command prints them."""

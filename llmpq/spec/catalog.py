@@ -19,7 +19,6 @@ from typing import Any
 
 from llmpq.errors import SpecError
 from llmpq.spec.cluster import Cluster, types_label
-from llmpq.spec.codec import from_json
 from llmpq.spec.devices import names
 from llmpq.spec.devices.figures import (
     FIGURES,
@@ -29,7 +28,7 @@ from llmpq.spec.devices.figures import (
     DeviceSpec,
     completed,
 )
-from llmpq.spec.fields import Fields, read_json
+from llmpq.spec.fields import Fields, from_json, read_json
 from llmpq.spec.gguf.header import find_gguf
 from llmpq.spec.huggingface.described import read_model_file
 from llmpq.spec.huggingface.families import load_model_dir, model_from_config

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 from llmpq.errors import SpecError
-from llmpq.spec.codec import Rule, from_json
 from llmpq.spec.devices.figures import DeviceEntry, DeviceSpec, check_unique
-from llmpq.spec.fields import SCHEMA, read_fields
+from llmpq.spec.fields import SCHEMA, Rule, from_json, read_fields
 from llmpq.spec.precision import Dtype
 from llmpq.units import format_bytes
 

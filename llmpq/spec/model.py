@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from llmpq.errors import SpecError
-from llmpq.spec.codec import Rule
+from llmpq.spec.fields import Rule
 from llmpq.spec.precision import (
     Dtype,
     Precision,

@@ -2,27 +2,192 @@
 
 A plan is stored as a strategy file (JSON) with the cluster and the workload it was made for. Its
 invariants hold once it is constructed. Reading and writing a file again gives the same bytes.
+
+A ``Schedule`` is its batching policy with control variables, so that a run obeys what was searched;
+a strategy without one runs hybrid micro-batches (LLM-PQ). A strategy without a ``PlannedDraft`` has
+no drafts of its own. A ``Fleet`` is replicas of a model on parts of one cluster, each with a
+strategy file of its own.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from html import escape
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from llmpq.errors import SpecError
 from llmpq.spec.cluster import Cluster, Device
-from llmpq.spec.codec import Rule, from_json, to_json
-from llmpq.spec.fields import SCHEMA, dump_json, read_fields, write_text
+from llmpq.spec.fields import SCHEMA, Rule, dump_json, from_json, read_fields, to_json, write_text
 from llmpq.spec.precision import BITS, Dtype, Phase
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE, kept_blocks
-from llmpq.spec.schedule import PlannedDraft, Schedule
 from llmpq.spec.workload import Workload
 from llmpq.units import format_bytes, format_number, format_seconds
+
+PolicyName = Literal["hybrid", "static", "iteration", "rra", "waa", "multibin"]
+POLICY_NAMES: tuple[str, ...] = get_args(PolicyName)
+
+Count = Annotated[int, Rule(minimum=1, maximum=1_000_000)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleEstimate:
+    """Expected performance of a schedule.
+
+    Attributes:
+        requests_per_s: finished requests per second in steady state.
+        latency_s: of an answer of ``new_tokens`` tokens (such as the 99th percentile), from the
+            start of its prefill.
+        latency_bound_s: requested bound, ``None`` without one.
+    """
+
+    requests_per_s: float
+    latency_s: float
+    new_tokens: Annotated[int, Rule(minimum=1)]
+    latency_bound_s: Annotated[float | None, Rule(null=True)] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """A policy and its control variables; variables of other policies are ``None``.
+
+    Attributes:
+        policy: its name.
+        encode_batch: RRA, WAA: mean number of requests encoded at a time, ``B_E``.
+        decode_batch: RRA, WAA: mean number of sequences decoded together, ``B_D``. Static,
+            multi-bin: requests of a batch.
+        decode_iterations: RRA: iterations between two encodings, ``N_D``.
+        threshold: RRA, WAA: largest relative deviation of a batch from its mean.
+        mean_prompt_tokens: RRA, WAA: mean prompt length, to balance encoding work.
+        mean_new_tokens: RRA, WAA: mean answer length it was made for, to detect workload shift.
+        boundaries: multi-bin: lengths between the bins, rising.
+        max_wait_s: static, multi-bin: longest wait for a batch to fill.
+        holds_finished: static, multi-bin: whether finished sequences keep their slots until the
+            whole batch is done.
+        estimate: expected performance.
+    """
+
+    policy: PolicyName
+    encode_batch: Count | None = None
+    decode_batch: Count | None = None
+    decode_iterations: Count | None = None
+    threshold: float | None = None
+    mean_prompt_tokens: float | None = None
+    mean_new_tokens: Annotated[float | None, Rule(minimum=1)] = None
+    boundaries: tuple[float, ...] | None = None
+    max_wait_s: float | None = None
+    holds_finished: bool | None = None
+    estimate: ScheduleEstimate | None = None
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICY_NAMES:
+            raise SpecError(
+                f"schedule: field 'policy': found '{self.policy}', "
+                f"expected one of {', '.join(POLICY_NAMES)}"
+            )
+        needed, allowed = _FIELDS[self.policy]
+        for item in fields(self):
+            if item.name in ("policy", "estimate"):
+                continue
+            value = getattr(self, item.name)
+            if value is None and item.name in needed:
+                raise SpecError(f"schedule: policy '{self.policy}' needs the field '{item.name}'")
+            if value is not None and item.name not in needed + allowed:
+                raise SpecError(
+                    f"schedule: field '{item.name}': found {value}, but policy '{self.policy}' "
+                    "has no such field"
+                )
+        if self.boundaries is not None and any(a > b for a, b in pairwise(self.boundaries)):
+            raise SpecError(
+                f"schedule: field 'boundaries': found {list(self.boundaries)}, "
+                "expected rising numbers of tokens"
+            )
+
+
+_FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "hybrid": ((), ()),
+    "iteration": ((), ()),
+    "static": (("decode_batch",), ("max_wait_s", "holds_finished")),
+    "multibin": (("decode_batch", "boundaries"), ("max_wait_s", "holds_finished")),
+    "rra": (
+        ("encode_batch", "decode_batch", "decode_iterations"),
+        ("threshold", "mean_prompt_tokens", "mean_new_tokens"),
+    ),
+    "waa": (
+        ("encode_batch", "decode_batch"),
+        ("threshold", "mean_prompt_tokens", "mean_new_tokens"),
+    ),
+}
+"""Required and optional fields of every policy."""
+
+
+def default_schedule(policy: PolicyName, num_slots: int) -> Schedule:
+    """Return a schedule of a policy without a search.
+
+    Static and multi-bin fill every slot; RRA and WAA keep the slots full by encoding an eighth of
+    them at a time, and RRA decodes eight iterations between. Multi-bin has one bin.
+    """
+    plain: dict[str, dict[str, Any]] = {"hybrid": {}, "iteration": {}}
+    batch = {"decode_batch": num_slots}
+    eighth = batch | {"encode_batch": max(1, num_slots // 8)}
+    values: dict[str, dict[str, Any]] = plain | {
+        "static": batch,
+        "multibin": batch | {"boundaries": ()},
+        "rra": eighth | {"decode_iterations": 8},
+        "waa": eighth,
+    }
+    return Schedule(policy=policy, **values[policy])
+
+
+ACCEPTANCE_RATE = 0.7
+"""Probability that a draft token is right where it is not known."""
+DRAFT_HEAD_BITS = 8
+"""Bits of the head of a draft model whose layers are rounded to fewer than 16."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedDraft:
+    """The draft model of a plan: where it runs, and what it is expected to do.
+
+    Attributes:
+        model: directory of its weights, or its name.
+        bits: of its layers, ``None`` as stored.
+        num_speculative_tokens: most draft tokens of a sequence in a step.
+        device: index into ``cluster.devices``. On that of stage 0 it runs in the process of rank
+            0, elsewhere in one of its own.
+        acceptance_rate: chance that a draft token is right, once those before it are.
+        cost: seconds of a draft token of one sequence, in decode steps of one sequence.
+        handover: seconds of sending the token ids of a step to its process and back, in such
+            steps; ``None`` in the process of rank 0.
+        speedup: seconds of decoding without drafts, over those with them.
+        memory_bytes: weights, KV blocks and temporary memory on its device; in a process of its
+            own also those of the runtime.
+    """
+
+    model: str
+    bits: int | None = None
+    num_speculative_tokens: Annotated[int, Rule(minimum=1)]
+    device: int
+    acceptance_rate: Annotated[float, Rule(maximum=1)]
+    cost: float
+    handover: float | None = None
+    speedup: float
+    memory_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.bits not in (None, *BITS):
+            raise SpecError(f"plan: field 'draft.bits': found {self.bits}, expected some of {BITS}")
+
+
+def draft_bytes(draft: PlannedDraft | None, device: int) -> int:
+    """Return the bytes that a plan's draft model takes on a device of the cluster."""
+    return 0 if draft is None or draft.device != device else draft.memory_bytes
+
 
 Status = Literal["optimal", "feasible"]
 OrderSet = Literal["all", "types", "leading", "given"]
@@ -610,3 +775,147 @@ def write_plan(path: str | Path, plan: Plan) -> None:
 def plan_text(plan: Plan) -> str:
     """Return the exact text of a strategy file."""
     return dump_json(to_json(plan))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetMember:
+    """Strategy file, devices and speed of one replica of a fleet file.
+
+    Attributes:
+        strategy: its strategy file, relative to the fleet file.
+        devices: labels of its devices in the fleet's cluster, in the order of the plan's cluster.
+        requests_per_s: batch of the plan over its predicted latency.
+        arrivals_per_s: share of the arrivals that the fleet was planned for.
+    """
+
+    strategy: str
+    devices: Annotated[tuple[str, ...], Rule(minimum=1)]
+    requests_per_s: float
+    arrivals_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherCut:
+    """Another way to cut the cluster.
+
+    Attributes:
+        requests_per_s: 0 where no part holds the model, ``None`` where it was not planned in time.
+        ttft_s: mean time to first token; ``None`` where it does not answer all arrivals.
+    """
+
+    name: str
+    replicas: int
+    requests_per_s: Annotated[float | None, Rule(null=True)] = None
+    ttft_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """All replicas; what a fleet file holds.
+
+    Attributes:
+        model: its name.
+        cluster: the whole cluster.
+        quality_budget: largest degradation of any replica; ``None`` for no limit.
+        requests_per_s: of all replicas together.
+        bound: no fleet makes more.
+        status: ``optimal`` when proven.
+        others: other ways to cut the cluster.
+        ttft_s: mean time to first token, which a fleet for a rate of arrivals was chosen for.
+        ttft_bound_s: no fleet has less.
+    """
+
+    SCHEMA: ClassVar[int] = SCHEMA
+
+    model: str
+    replicas: Annotated[tuple[FleetMember, ...], Rule(minimum=1)]
+    requests_per_s: float
+    bound: float
+    status: Status
+    quality_budget: float | None = None
+    others: Annotated[tuple[OtherCut, ...], Rule(optional=True)] = ()
+    ttft_s: float | None = None
+    ttft_bound_s: float | None = None
+    cluster: Cluster
+
+    def __post_init__(self) -> None:
+        known = {device.label for device in self.cluster.devices}
+        taken = Counter(name for replica in self.replicas for name in replica.devices)
+        for name, count in taken.items():
+            if name not in known:
+                raise SpecError(
+                    f"fleet: field 'replicas': found device '{name}', expected one of the "
+                    f"cluster's: {', '.join(sorted(known))}"
+                )
+            if count > 1:
+                raise SpecError(
+                    f"fleet: field 'replicas': found device '{name}' {count} times, expected once"
+                )
+
+    @property
+    def idle(self) -> tuple[str, ...]:
+        """Labels of the devices that no replica uses."""
+        taken = {name for replica in self.replicas for name in replica.devices}
+        return tuple(d.label for d in self.cluster.devices if d.label not in taken)
+
+    def plans(self, path: str | Path) -> tuple[Plan, ...]:
+        """Read the strategy files of a fleet file.
+
+        Raises:
+            SpecError: one cannot be read, is for another model, or has other devices.
+        """
+        found = []
+        types = {device.label: device.type for device in self.cluster.devices}
+        for number, replica in enumerate(self.replicas):
+            file = Path(path).parent / replica.strategy
+            plan = read_plan(file)
+            where = f"{path}: field 'replicas[{number}]"
+            if plan.model.name != self.model:
+                raise SpecError(
+                    f"{where}.strategy': found {file} of model '{plan.model.name}', expected "
+                    f"'{self.model}'"
+                )
+            own = [types[name] for name in replica.devices]
+            planned = [device.type for device in plan.cluster.devices]
+            if own != planned:
+                raise SpecError(
+                    f"{where}.devices': found {', '.join(own)}, expected those of {file}: "
+                    f"{', '.join(planned)}"
+                )
+            found.append(plan)
+        return tuple(found)
+
+
+def seconds_of_requests(plans: Sequence[Plan], number: int) -> float:
+    """Return the predicted seconds in which replicas answer so many requests.
+
+    Each takes a full batch of its plan whenever it has answered one.
+    """
+    each = [(plan.estimate.latency_s, plan.workload.batch) for plan in plans]
+    rate = sum(batch / latency_s for latency_s, batch in each)
+    # All batches that end well before the last one, and the rest in the order in which they end.
+    early_s = number / rate - 2 * max(latency_s for latency_s, _ in each)
+    done = [max(0, int(early_s / latency_s)) for latency_s, _ in each]
+    left = number - sum(count * batch for count, (_, batch) in zip(done, each, strict=True))
+    ends = [
+        ((count + 1) * latency_s, place)
+        for place, (count, (latency_s, _)) in enumerate(zip(done, each, strict=True))
+    ]
+    heapq.heapify(ends)
+    while True:
+        end_s, place = ends[0]
+        latency_s, batch = each[place]
+        left -= batch
+        if left <= 0:
+            return end_s
+        heapq.heapreplace(ends, (end_s + latency_s, place))
+
+
+def read_fleet(path: str | Path) -> Fleet:
+    """Read a fleet file; ``SpecError`` names the file and the field."""
+    return from_json(Fleet, read_fields(path, "fleet"))
+
+
+def write_fleet(path: str | Path, fleet: Fleet) -> None:
+    """Write a fleet file atomically."""
+    write_text(path, dump_json(to_json(fleet)))

@@ -111,7 +111,7 @@ def linear_bytes(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StorageLaw:
+class StorageFormat:
     """How the storage of a kernel differs from ``linear_bytes``.
 
     Attributes:
@@ -125,13 +125,13 @@ class StorageLaw:
     scale_bytes: int | None = None
 
 
-LAWS: dict[str, StorageLaw] = {
+LAWS: dict[str, StorageFormat] = {
     # oneDNN's column sums, which correct for the zero point of the activations.
-    "cpu_int8": StorageLaw(channel_bytes=4),
+    "cpu_int8": StorageFormat(channel_bytes=4),
     # 3-bit codes in 4 bits each, a third more than a plan counts. Chosen by name only.
-    "cpu_int4_widened": StorageLaw(stored_bits=4),
-    "bnb_int8": StorageLaw(scale_bytes=4),
-    "bnb_int8_cpu": StorageLaw(scale_bytes=4),
+    "cpu_int4_widened": StorageFormat(stored_bits=4),
+    "bnb_int8": StorageFormat(scale_bytes=4),
+    "bnb_int8_cpu": StorageFormat(scale_bytes=4),
 }
 """Kernels whose storage differs from ``linear_bytes``."""
 
@@ -144,7 +144,7 @@ def stored_bytes(
     Raises:
         SpecError: the kernel does not support the precision.
     """
-    law = LAWS.get(kernel or "", StorageLaw())
+    law = LAWS.get(kernel or "", StorageFormat())
     value_bytes = DTYPE_BYTES[dtype]
     if precision.bits == 16:
         return linear_bytes(out_features, in_features, precision, value_bytes)

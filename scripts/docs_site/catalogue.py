@@ -32,7 +32,7 @@ def expand(markdown: str) -> str:
 
 def families() -> str:
     """Return a table of the families that are planned, and of those that are run."""
-    from llmpq.models.families import TESTED  # noqa: PLC0415  imports torch
+    from llmpq.models.config import TESTED  # noqa: PLC0415  imports torch
 
     planned = set(model_types())
     groups = {

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import cache
 
-from llmpq.assigner.explain.fit import most_bits
-from llmpq.costmodel import build_costs
+from llmpq.assigner.explain.compare import bytes_alone
+from llmpq.costmodel import ClusterCosts, build_costs
 from llmpq.spec import catalog
 from llmpq.spec.cluster import cluster_of_types
-from llmpq.spec.precision import DTYPE_BYTES
+from llmpq.spec.precision import BITS, DTYPE_BYTES
 from llmpq.spec.workload import Workload
 
 MODELS = (
@@ -43,3 +43,9 @@ def bits_of(device: str, name: str) -> int | None:
         kv_bits=8 * DTYPE_BYTES[model.dtype], latency="roofline",
     )  # fmt: skip
     return most_bits(costs, WORK)
+
+
+def most_bits(costs: ClusterCosts, workload: Workload) -> int | None:
+    """Return the most bits at which the first device alone holds a model, ``None`` for none."""
+    capacity = costs.capacity_bytes(costs.cluster.devices[0])
+    return next((b for b in BITS if bytes_alone(costs, workload, b) <= capacity), None)

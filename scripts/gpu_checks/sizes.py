@@ -20,8 +20,7 @@ from llmpq.dist.kv.cache import KVCache
 from llmpq.models import DecoderStage, PackedBatch, kv_shapes
 from llmpq.models.adapter import Skeleton
 from llmpq.quant.loading.loader import load_stage
-from llmpq.quant.modules.layer import quantize_layer_, stored_bytes
-from llmpq.quant.modules.norms import fuse_norms_
+from llmpq.quant.modules.layer import fuse_norms_, quantize_layer_, stored_bytes
 from scripts.gpu_checks.harness import FailedError, Row, Setting, SkippedError
 from scripts.gpu_checks.machine import best_s, copied_bytes_per_s
 

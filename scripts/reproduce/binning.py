@@ -13,6 +13,13 @@ from itertools import pairwise
 from llmpq.errors import SpecError
 
 
+def uniform_boundaries(shortest: float, longest: float, bins: int) -> tuple[float, ...]:
+    """Return the boundaries of k bins of equal width, optimal for uniform lengths (Lemma 4.1)."""
+    _check(1, bins)
+    width = (longest - shortest) / bins
+    return tuple(shortest + index * width for index in range(1, bins))
+
+
 def uniform_service_s(shortest_s: float, longest_s: float, batch: int, bins: int) -> float:
     """Return ``E[T_k]`` for service times uniform on an interval (Theorem 4.2).
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from llmpq.assigner.schedules.monotone import Evaluate, MemoizedEvaluator, Point
-from llmpq.spec.lengths import LengthDistribution
+from llmpq.spec.workload import LengthDistribution
 
 
 def paper_ending(new_tokens: LengthDistribution, decode_iterations: int) -> tuple[float, ...]:

@@ -23,14 +23,16 @@ from llmpq.sim import SimReport, simulate
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster
-from llmpq.spec.codec import from_json
-from llmpq.spec.fields import Fields
-from llmpq.spec.lengths import LengthDistribution, truncated_normal
-from llmpq.spec.plan import MicroBatching, Plan
+from llmpq.spec.fields import Fields, from_json
+from llmpq.spec.plan import MicroBatching, Plan, Schedule
 from llmpq.spec.precision import Phase
-from llmpq.spec.schedule import Schedule
-from llmpq.spec.trace import TraceRequest, draw_trace
-from llmpq.spec.workload import Workload
+from llmpq.spec.workload import (
+    LengthDistribution,
+    TraceRequest,
+    Workload,
+    draw_trace,
+    truncated_normal,
+)
 from scripts.reproduce.exegpt_published import TASKS
 from scripts.reproduce.output import say
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from llmpq.assigner import PlanRequest, make_plan
 from llmpq.assigner.fleet import FleetPlan, plan_fleet
-from llmpq.assigner.fleet.partition import Counts, Pools
+from llmpq.assigner.fleet.partition import DeviceCounts, DevicePools
 from llmpq.assigner.fleet.pricing import batches
 from llmpq.assigner.request import costs_of
 from llmpq.batching import uniform_depth
@@ -31,12 +31,10 @@ from llmpq.sim.fleet import FleetReplica, simulate_fleet
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec import catalog
 from llmpq.spec.cluster import cluster_of_types
-from llmpq.spec.lengths import LengthDistribution
 from llmpq.spec.plan import Plan
 from llmpq.spec.precision import Phase
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
-from llmpq.spec.trace import draw_trace
-from llmpq.spec.workload import Workload
+from llmpq.spec.workload import LengthDistribution, Workload, draw_trace
 from scripts.reproduce.output import Record, emit, say, table
 
 DEVICES = {"A100-80G": 2, "L40S": 2}
@@ -102,7 +100,7 @@ def collect() -> Record:
 
 def ways(request: PlanRequest, fleet: FleetPlan) -> dict[str, list[Plan]]:
     """Return the plans of each way to cut the cluster that holds the model."""
-    pools = Pools.of(request.cluster)
+    pools = DevicePools.of(request.cluster)
     found = {
         "one pipeline": [make_plan(request)],
         "one replica a node": best_of(request, pools, pools.of_nodes()),
@@ -112,10 +110,10 @@ def ways(request: PlanRequest, fleet: FleetPlan) -> dict[str, list[Plan]]:
     return {name: plans for name, plans in found.items() if plans}
 
 
-def best_of(request: PlanRequest, pools: Pools, parts: Sequence[Counts]) -> list[Plan]:
+def best_of(request: PlanRequest, pools: DevicePools, parts: Sequence[DeviceCounts]) -> list[Plan]:
     """Return the plans of parts with the batches that make the most requests a second."""
     best: tuple[float, list[Plan]] = (0.0, [])
-    known: dict[tuple[Counts, int], Plan | None] = {}
+    known: dict[tuple[DeviceCounts, int], Plan | None] = {}
     for sizes in product(batches(request.workload.batch), repeat=len(parts)):
         if sum(sizes) > request.workload.batch:
             continue
@@ -130,7 +128,9 @@ def best_of(request: PlanRequest, pools: Pools, parts: Sequence[Counts]) -> list
     return best[1]
 
 
-def plan_of_part(request: PlanRequest, pools: Pools, part: Counts, size: int) -> Plan | None:
+def plan_of_part(
+    request: PlanRequest, pools: DevicePools, part: DeviceCounts, size: int
+) -> Plan | None:
     """Return the plan of a part, ``None`` where it does not hold the model."""
     work = replace(request.workload, batch=size)
     try:

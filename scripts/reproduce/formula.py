@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from llmpq.assigner import make_plan
-from llmpq.assigner.plan_estimate import evaluate_plan
+from llmpq.assigner.forecast import evaluate_plan
 from llmpq.assigner.request import default_omega
 from llmpq.costmodel import build_costs
 from llmpq.spec.plan import Formula, Plan

@@ -22,7 +22,7 @@ from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.queue_order import QueueOrder, queue_order
 from llmpq.sim.engine import simulate_engine
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
-from llmpq.spec.trace import TraceRequest, load_trace, scale_rate
+from llmpq.spec.workload import TraceRequest, load_trace, scale_rate
 from scripts.reproduce.larry_cases import (
     Server,
     a100_server,

@@ -15,14 +15,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+from llmpq.costmodel.exact_bytes import layer_weight_bytes, master_bytes, token_kv_bytes
 from llmpq.costmodel.roofline import RooflineLatencyModel
-from llmpq.costmodel.stored import layer_weight_bytes, master_bytes, token_kv_bytes
-from llmpq.sim.engine_costs import StageLaw, StepShape, WorkerCosts
+from llmpq.sim.engine_costs import StageLaw, StepShape
 from llmpq.spec import catalog
 from llmpq.spec.devices.figures import DeviceSpec, PrecisionCost
 from llmpq.spec.precision import Phase
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
-from llmpq.spec.trace import TraceRequest, draw_arrivals, slice_trace, with_arrivals
+from llmpq.spec.workload import TraceRequest, draw_arrivals, slice_trace, with_arrivals
+from scripts.reproduce.worker_costs import WorkerCosts
 
 KV_SHARE = 0.9
 """Part of the memory that weights, activations and blocks may take (vLLM's default)."""

@@ -16,11 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from llmpq.batching.policies.multibin import quantile_boundaries, uniform_boundaries
+from llmpq.batching.policies.multibin import quantile_boundaries
 from scripts.reproduce.binning import (
     bins_needed,
     exponential_boundaries,
     exponential_service_bound_s,
+    uniform_boundaries,
     uniform_service_s,
     uniform_throughput,
 )

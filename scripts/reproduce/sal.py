@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import fmean
 
 from llmpq.routing import load_balancer
-from llmpq.spec.trace import TraceRequest, load_trace
+from llmpq.spec.workload import TraceRequest, load_trace
 from scripts.reproduce.larry import ALPHA, LAWS, METRICS, ORDERS, Figures, mean_of
 from scripts.reproduce.output import Record, run_on_traces, say, table
 from scripts.reproduce.sal_cases import (

@@ -16,7 +16,7 @@ from llmpq.routing.balancers import Replicas, freed_tokens
 from llmpq.sim.engine import simulate_engine
 from llmpq.sim.fleet import FleetReplica, FleetReport, simulate_fleet
 from llmpq.spec.runtime_constants import POLL_S
-from llmpq.spec.trace import TraceRequest, scale_rate
+from llmpq.spec.workload import TraceRequest, scale_rate
 from scripts.reproduce.larry import KEPT, LIMITS, METRICS, Figures, rate_of_pressure
 from scripts.reproduce.larry_cases import (
     Server,

@@ -20,11 +20,15 @@ from pathlib import Path
 
 from llmpq.errors import LlmpqError
 from llmpq.multillm.candidates import resolve_models
-from llmpq.multillm.cost import IterationModel
+from llmpq.multillm.engine.law import IterationModel
 from llmpq.multillm.graph import load_application
 from llmpq.multillm.planner import Method, PlanOptions, plan_application
-from llmpq.multillm.planner.application import PlannedApplication, workload_of
-from llmpq.multillm.replay import candidate_finder, replay
+from llmpq.multillm.planner.application import (
+    PlannedApplication,
+    candidate_finder,
+    replay,
+    workload_of,
+)
 from llmpq.multillm.requests import load_items
 from llmpq.spec.cluster import load_cluster
 from llmpq.spec.fields import dump_json, write_text

@@ -8,7 +8,7 @@ from dataclasses import replace
 from statistics import fmean
 
 from llmpq.assigner import make_plan
-from llmpq.assigner.constraints.overrides import Overrides
+from llmpq.assigner.constraints.resolve import Overrides
 from llmpq.errors import InfeasibleError
 from llmpq.spec.plan import MicroBatching, Plan
 from scripts.reproduce import paper

@@ -18,7 +18,7 @@ from llmpq.assigner.request import DEFAULT_GAP
 from llmpq.errors import InfeasibleError
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import Plan
-from llmpq.spec.sensitivity import SensitivityTable
+from llmpq.spec.tables import SensitivityTable
 from scripts.reproduce import paper
 from scripts.reproduce.cases import Case, has_method
 from scripts.reproduce.output import Record, number, run, say, table

@@ -28,11 +28,12 @@ from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.queue_order import queue_order
 from llmpq.errors import LlmpqError, SpecError, bad_field
 from llmpq.sim.engine import simulate_engine
-from llmpq.sim.engine_costs import StepShape, WorkerCosts
+from llmpq.sim.engine_costs import StepShape
 from llmpq.sim.engine_report import EngineReport
-from llmpq.spec.trace import TraceRequest
+from llmpq.spec.workload import TraceRequest
 from llmpq.units import US
 from scripts.reproduce.output import Record, emit, table
+from scripts.reproduce.worker_costs import WorkerCosts
 
 LAYERS = 32
 PER_LAYER = {"layernorm": 2, "qkv_proj": 1, "rotary_emb": 1, "o_proj": 1, "gate_up_proj": 1,

@@ -7,6 +7,17 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+TOO_WIDE = {
+    "llmpq/batching": 15,
+    "llmpq/cli": 15,
+    "llmpq/cli/commands": 15,
+    "llmpq/dist/engine": 13,
+    "llmpq/dist/io": 13,
+    "llmpq/dist/launch": 15,
+    "llmpq/dist/transport": 10,
+    "llmpq/spec/huggingface": 14,
+}
+"""Rooms that still hold more modules than nine. A number may only fall, and a room only leave."""
 # In a process of its own: import-linter's logging configuration silences every other logger.
 PROGRAM = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports())"
 
@@ -23,10 +34,11 @@ def test_test_files_have_names_of_their_own():
     assert sorted(names) == sorted(set(names))
 
 
-def test_folders_hold_at_most_fifteen_modules():
+def test_a_room_holds_at_most_nine_modules():
+    """A folder tells one story: nine files at most, without its ``__init__``."""
     folders = {path.parent for path in (ROOT / "llmpq").rglob("*.py")}
     counts = {
         str(folder.relative_to(ROOT)): len([p for p in folder.glob("*.py") if p.stem != "__init__"])
         for folder in folders
     }
-    assert not {folder: count for folder, count in counts.items() if count > 15}
+    assert {room: count for room, count in counts.items() if count > 9} == TOO_WIDE

@@ -19,7 +19,7 @@ PLAN_SIDE = (
     "llmpq.api",
     "llmpq.cli.commands.algo",
     "llmpq.cli.commands.serve",
-    "llmpq.server.lifecycle",
+    "llmpq.server.app",
 )
 HEAVY = ("torch", "transformers", "matplotlib", "pulp", "scipy", "pandas")
 

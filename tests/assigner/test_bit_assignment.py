@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers.builders import random_problem
 
-from llmpq.assigner.bit_assignment import assign_bits_within_stage, assignment_of_counts
+from llmpq.assigner.objective import assign_bits_within_stage, assignment_of_counts
 from llmpq.errors import SolverError
 
 

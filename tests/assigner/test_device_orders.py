@@ -11,7 +11,7 @@ from helpers.builders import cluster_of, model_spec, plan_request, sensitivity
 from helpers.small_clusters import optimum_s
 
 from llmpq.assigner import PlanRequest, make_plan
-from llmpq.assigner.device_orders import (
+from llmpq.assigner.enumeration import (
     MAX_COUNT,
     MAX_ORDERS,
     device_orders,

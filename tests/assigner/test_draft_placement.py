@@ -31,12 +31,10 @@ from llmpq.sim.engine_costs import PlanEngineCosts
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, DeviceGroup, LinkSpec, Node
-from llmpq.spec.codec import from_json, to_json
-from llmpq.spec.fields import Fields
+from llmpq.spec.fields import Fields, from_json, to_json
 from llmpq.spec.plan import MicroBatching, Plan
 from llmpq.spec.precision import Phase
-from llmpq.spec.trace import TraceRequest
-from llmpq.spec.workload import Workload
+from llmpq.spec.workload import TraceRequest, Workload
 
 CLUSTER = Cluster(
     name="three",

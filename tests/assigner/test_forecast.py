@@ -17,13 +17,10 @@ from llmpq.costmodel.tables.profiles import StageOverhead
 from llmpq.sim.engine_costs import PlanEngineCosts, StepShape
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec.cluster import LinkSpec
-from llmpq.spec.codec import from_json, to_json
-from llmpq.spec.fields import Fields
-from llmpq.spec.plan import MicroBatching, Plan, StageAssignment
+from llmpq.spec.fields import Fields, from_json, to_json
+from llmpq.spec.plan import MicroBatching, Plan, Schedule, StageAssignment
 from llmpq.spec.precision import Phase
-from llmpq.spec.schedule import Schedule
-from llmpq.spec.trace import TraceRequest
-from llmpq.spec.workload import Workload
+from llmpq.spec.workload import TraceRequest, Workload
 
 WORK = Workload(batch=8, prompt_tokens=64, new_tokens=30)
 CLUSTER = cluster_of(("V100-32G", 1, 90), ("T4-16G", 2, 60))

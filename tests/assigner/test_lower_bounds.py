@@ -5,7 +5,7 @@ import pytest
 from helpers.brute_force import brute_force
 from helpers.builders import plan_request, random_problem
 
-from llmpq.assigner.lower_bounds import lower_bounds
+from llmpq.assigner.enumeration import lower_bounds
 from llmpq.assigner.problem import SearchSpace
 from llmpq.assigner.request import build_task
 

@@ -9,7 +9,7 @@ from helpers.builders import cluster_of, model_spec, plan_request, sensitivity
 from helpers.certificate import certify_plan
 
 from llmpq.assigner import METHODS, make_plan
-from llmpq.assigner.device_orders import device_orders
+from llmpq.assigner.enumeration import device_orders
 from llmpq.assigner.request import PlanRequest, build_task
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec.cluster import LinkSpec

@@ -6,7 +6,7 @@ import pytest
 from helpers.builders import cluster_of, plan_request
 
 from llmpq.assigner import make_plan
-from llmpq.assigner.timeline import timeline
+from llmpq.assigner.schedules.steady_state import timeline
 from llmpq.spec.precision import Phase
 from llmpq.spec.workload import Workload
 

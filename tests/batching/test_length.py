@@ -14,7 +14,7 @@ from llmpq.batching.length import (
     OraclePredictor,
     RegressionPredictor,
 )
-from llmpq.batching.policies.multibin import quantile_boundaries, uniform_boundaries
+from llmpq.batching.policies.multibin import quantile_boundaries
 from llmpq.errors import LlmpqError, SpecError
 
 
@@ -50,9 +50,7 @@ def test_regression_recovers_a_line():
         RegressionPredictor([1], [])
 
 
-def test_uniform_and_quantile_boundaries():
-    assert uniform_boundaries(1, 20, 1) == ()
-    assert uniform_boundaries(0, 20, 4) == (5, 10, 15)
+def test_quantile_boundaries():
     assert quantile_boundaries(range(100), 4) == (25, 50, 75)
     with pytest.raises(SpecError):
         quantile_boundaries([], 2)

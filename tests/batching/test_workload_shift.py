@@ -16,8 +16,7 @@ from llmpq.batching.workload_shift import (
     make_length_monitor,
 )
 from llmpq.errors import SpecError
-from llmpq.spec.plan import MicroBatching
-from llmpq.spec.schedule import Schedule
+from llmpq.spec.plan import MicroBatching, Schedule
 
 
 def _rra(encode=4, decode=16, iterations=8):

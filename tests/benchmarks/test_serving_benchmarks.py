@@ -15,7 +15,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from llmpq.cli.commands import algo, sim
-from llmpq.spec.trace import load_trace
+from llmpq.spec.workload import load_trace
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))

@@ -13,16 +13,16 @@ from helpers.tiny_models import load_reference
 from transformers import AutoModelForCausalLM
 
 from llmpq.assigner.constraints.fixed_bits import with_stored_bits
-from llmpq.assigner.constraints.overrides import Overrides
+from llmpq.assigner.constraints.resolve import Overrides
 from llmpq.calibration import LayerWalk, synthetic_calibration
 from llmpq.calibration.quantize import QuantizeJob, quantize_checkpoint
-from llmpq.costmodel.stored import master_bytes
+from llmpq.costmodel.exact_bytes import master_bytes
 from llmpq.errors import SpecError
 from llmpq.models import Checkpoint
 from llmpq.quant.checkpoint.reader import GptqCheckpoint
 from llmpq.quant.loading.loader import load_master, load_stage
-from llmpq.quant.modules.head import QuantHead
 from llmpq.quant.modules.layer import stored_bytes
+from llmpq.quant.modules.linear import QuantHead
 from llmpq.quant.quantizers.gptq import GptqOptions
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.precision import Precision

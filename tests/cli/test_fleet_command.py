@@ -7,7 +7,7 @@ import json
 import pytest
 
 from llmpq.cli.commands import algo, check
-from llmpq.spec.fleet import read_fleet, write_fleet
+from llmpq.spec.plan import read_fleet, write_fleet
 
 MODEL = ["--model", "facebook/opt-13b", "--global_bz", "8", "--s", "64", "--n", "16"]
 DEVICES = ["--device_names", "V100-32G", "T4-16G", "--device_numbers", "2", "2"]

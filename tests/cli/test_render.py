@@ -10,8 +10,7 @@ from helpers import ranks
 from helpers.builders import cluster_of, plan_request
 
 from llmpq.assigner import make_plan
-from llmpq.assigner.explain.compare import Outcome
-from llmpq.assigner.explain.pareto import pareto_plans
+from llmpq.assigner.explain.compare import Outcome, pareto_plans
 from llmpq.assigner.request import costs_of
 from llmpq.assigner.schedules.plan import ScheduleRequest, with_schedule
 from llmpq.cli.plots import draw_front
@@ -29,10 +28,9 @@ from llmpq.cli.render import (
 )
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
-from llmpq.spec.lengths import constant
 from llmpq.spec.plan import read_plan, write_plan
-from llmpq.spec.sensitivity import SensitivityTable
-from llmpq.spec.workload import Workload
+from llmpq.spec.tables import SensitivityTable
+from llmpq.spec.workload import Workload, constant
 from llmpq.units import format_number, format_seconds
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None

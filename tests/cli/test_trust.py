@@ -5,7 +5,7 @@ import pytest
 from llmpq.cli import trust
 from llmpq.cli.commands.algo import main as algo
 from llmpq.cli.commands.check import main as check
-from llmpq.costmodel.importers.imported import public_table
+from llmpq.costmodel.importers.import_table import public_table
 from llmpq.costmodel.roofline import DEVIATIONS
 from llmpq.costmodel.tables.latency import LEAST_DEVIATION
 from llmpq.spec import catalog
@@ -23,7 +23,7 @@ def folder(tmp_path, monkeypatch):
     """An empty working directory without the public database."""
     monkeypatch.chdir(tmp_path)
     public_table.cache_clear()
-    monkeypatch.setattr("llmpq.costmodel.importers.imported.is_installed", lambda: False)
+    monkeypatch.setattr("llmpq.costmodel.importers.import_table.is_installed", lambda: False)
     monkeypatch.setattr(trust, "is_installed", lambda: False)
     return tmp_path
 

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmpq.costmodel.comm import AlphaBetaCommModel, fit_links
+from llmpq.costmodel.tables.profiles import AlphaBetaCommModel, fit_links
 from llmpq.errors import SpecError
 from llmpq.spec import catalog
 from llmpq.spec.cluster import DEFAULT_NETWORK, Cluster, DeviceGroup, LinkSpec, Node

@@ -10,9 +10,9 @@ from helpers.live_tensors import LiveTensors
 from helpers.tiny_configs import stored_fields, tiny_config
 
 from llmpq.costmodel import memory
-from llmpq.costmodel.forward_step import Step
 from llmpq.costmodel.memory import (
     MASTER_BYTES,
+    ForwardShape,
     context_bytes,
     live_bytes,
     loading_bytes,
@@ -22,8 +22,7 @@ from llmpq.dist.engine.stage import StageRunner, slot_row
 from llmpq.dist.kv.blocks import blocks_of, slot_blocks
 from llmpq.dist.kv.cache import KVCache
 from llmpq.models import DecoderStage, PackedBatch, build_layer, kv_shapes, load_config
-from llmpq.quant.modules.layer import quantize_layer_
-from llmpq.quant.modules.norms import fuse_norms_
+from llmpq.quant.modules.layer import fuse_norms_, quantize_layer_
 from llmpq.spec import catalog
 from llmpq.spec.huggingface.families import load_model_dir, model_from_config
 from llmpq.spec.plan import MicroBatching
@@ -95,7 +94,7 @@ def counted_bytes(folder, step, *, dtype, kv_bits):
     name = str(dtype).removeprefix("torch.")
     width_bits = kv_bits or 8 * dtype.itemsize
     return live_bytes(
-        Step(
+        ForwardShape(
             model=load_model_dir(folder),
             dtype=name,
             kv_bits=width_bits,
@@ -197,7 +196,7 @@ def test_a_prompt_of_three_chunks_is_within_the_bound(tmp_path, monkeypatch, cas
     hidden = torch.randn(1, tokens, model.hidden_size).to(torch.bfloat16)
     with LiveTensors() as live:
         runner.run(hidden, [slot_row(0, (0, tokens), tokens, window=window)])
-    step = Step.of_prompts(model, "bfloat16", 16, 1, tokens)
+    step = ForwardShape.of_prompts(model, "bfloat16", 16, 1, tokens)
     counted = step.message + step.joined + live_bytes(step)
     lived = hidden.nbytes + live.peak
     assert lived <= 1.01 * counted
@@ -210,7 +209,7 @@ def test_a_long_context_takes_no_memory_where_blocks_are_read_in_place():
         config = {**LIVE["llama"], "head_dim": head_dim}
         model = model_from_config(config, "m", "here")
         return live_bytes(
-            Step(
+            ForwardShape(
                 model=model, dtype="bfloat16", kv_bits=16, batch=8, tokens=1, context=context
             )
         )  # fmt: skip

@@ -9,15 +9,13 @@ import torch
 from helpers.live_tensors import LiveTensors
 from helpers.tiny_configs import SIZES, stored_fields, tiny_config
 
-from llmpq.costmodel.forward_step import Step
-from llmpq.costmodel.memory import live_bytes, temporary_bytes
-from llmpq.costmodel.stored import layer_kv_bytes, token_kv_bytes
+from llmpq.costmodel.exact_bytes import layer_kv_bytes, token_kv_bytes
+from llmpq.costmodel.memory import ForwardShape, live_bytes, temporary_bytes
 from llmpq.dist.kv.blocks import slot_blocks
 from llmpq.dist.kv.cache import KVCache
 from llmpq.models import DecoderStage, PackedBatch, build_layer, kv_shapes, load_config
-from llmpq.models.families import TESTED
-from llmpq.quant.modules.layer import quantize_layer_
-from llmpq.quant.modules.norms import fuse_norms_
+from llmpq.models.adapter import TESTED
+from llmpq.quant.modules.layer import fuse_norms_, quantize_layer_
 from llmpq.spec.huggingface.families import model_from_config, model_types
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.runtime_constants import ROW_BLOCK
@@ -78,7 +76,7 @@ def test_tensors_of_every_family_are_within_the_bound(tmp_path, model_type, dtyp
     cache.view(batch)
     with LiveTensors() as live:
         stage(hidden, batch, cache)
-    step = Step(
+    step = ForwardShape(
         model=model, dtype=str(dtype).removeprefix("torch."), kv_bits=8 * dtype.itemsize,
         batch=ROWS, tokens=TOKENS, context=TOKENS,
     )  # fmt: skip

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.costmodel.importers.imported import ImportRequest, import_table
+from llmpq.costmodel.importers.import_table import ImportRequest, import_table
 from llmpq.costmodel.tables.fidelity import fidelity, split_shapes, summarise
 from llmpq.costmodel.tables.latency import RegressionLatencyModel
 from llmpq.errors import ProfileMissError, SpecError

@@ -8,12 +8,10 @@ import pytest
 import torch
 from helpers.live_tensors import LiveTensors
 
-from llmpq.costmodel.forward_step import Step
-from llmpq.costmodel.memory import _attention
+from llmpq.costmodel.memory import ForwardShape, _attention
 from llmpq.dist.kv.cache import KVCache
 from llmpq.models import KVShape, PackedBatch
-from llmpq.models.attention import ScoreOptions
-from llmpq.models.packed_attention import DecodeAttention, StepAttention
+from llmpq.models.attention import DecodeAttention, ScoreOptions, StepAttention
 from llmpq.spec import catalog
 from llmpq.spec.runtime_constants import PROMPT_CHUNK_TOKENS
 
@@ -45,7 +43,7 @@ def test_a_decode_step_takes_what_is_forecast(name, kv_bits):
     with torch.inference_mode(), LiveTensors() as live:
         step.attend(query, new, new, ScoreOptions(scaling=1.0))
     forecast = _attention(
-        Step(
+        ForwardShape(
             model=model, dtype="bfloat16", kv_bits=kv_bits, batch=batch, tokens=1, context=context
         ),
         layer,
@@ -78,7 +76,7 @@ def test_a_chunk_takes_what_is_forecast(name, context):
     view.update(new, new, 0)
     with torch.inference_mode(), LiveTensors() as live:
         StepAttention(batch, view).attend(query, new, new, ScoreOptions(scaling=1.0, **options))
-    step = Step.of_prompts(model, "bfloat16", 16, 1, context)
+    step = ForwardShape.of_prompts(model, "bfloat16", 16, 1, context)
     assert step.is_chunk
     forecast = _attention(step, layer, in_place=False)
     own = query.nbytes + 2 * new.nbytes  # of the projections, rotated: they are counted, too

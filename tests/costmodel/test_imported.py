@@ -4,8 +4,9 @@ import sys
 import pytest
 
 from llmpq.costmodel.costs import build_costs
-from llmpq.costmodel.importers import aiconfigurator, imported
-from llmpq.costmodel.importers.imported import ImportRequest, import_table
+from llmpq.costmodel.importers import aiconfigurator
+from llmpq.costmodel.importers import import_table as importers
+from llmpq.costmodel.importers.import_table import ImportRequest, import_table
 from llmpq.costmodel.importers.operators import (
     AttentionTimes,
     GemmTimes,
@@ -351,10 +352,10 @@ def test_a_device_in_another_spelling_has_its_public_table(monkeypatch):
 def test_a_public_table_is_assembled_once(monkeypatch):
     table = LatencyTable(samples=(), provenance=(("device", "A100-80G"),))
     requests = []
-    monkeypatch.setattr(imported, "is_installed", lambda: True)
-    monkeypatch.setattr(imported, "import_table", lambda *args: requests.append(args) or table)
-    imported.public_table.cache_clear()
+    monkeypatch.setattr(importers, "is_installed", lambda: True)
+    monkeypatch.setattr(importers, "import_table", lambda *args: requests.append(args) or table)
+    importers.public_table.cache_clear()
     for _ in range(2):
-        assert imported.public_table(LLAMA, "A100-80G", "float16") == table
+        assert importers.public_table(LLAMA, "A100-80G", "float16") == table
     assert len(requests) == 1
-    imported.public_table.cache_clear()
+    importers.public_table.cache_clear()

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmpq.costmodel.tables.latency import LEAST_DEVIATION, RegressionLatencyModel
-from llmpq.costmodel.tables.law import fit_law, gather
+from llmpq.costmodel.tables.latency import LEAST_DEVIATION, RegressionLatencyModel, fit_law, gather
 from llmpq.errors import ProfileMissError
 from llmpq.spec.precision import Phase
 from llmpq.spec.tables import LatencySample, LatencyTable

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmpq.costmodel.tables.nnls import fit_relative, solve_nnls
+from llmpq.costmodel.tables.latency import fit_relative, solve_nnls
 
 
 def relative_error(features, seconds, coefficients):

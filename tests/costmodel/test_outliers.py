@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from benchmarks.fidelity import whole_model
 from benchmarks.fit_ablation import OUTLIERS, planted
 from llmpq.costmodel.tables.fidelity import split_shapes
-from llmpq.costmodel.tables.latency import RegressionLatencyModel
-from llmpq.costmodel.tables.law import Samples, fit_without_outliers
+from llmpq.costmodel.tables.latency import RegressionLatencyModel, Samples, fit_without_outliers
 from llmpq.spec.precision import Phase
 from llmpq.spec.tables import LatencySample, LatencyTable
 

@@ -11,7 +11,7 @@ import pytest
 
 from llmpq.costmodel import build_costs
 from llmpq.costmodel.importers.aiconfigurator import _all_reduce
-from llmpq.costmodel.importers.imported import ImportRequest, import_table
+from llmpq.costmodel.importers.import_table import ImportRequest, import_table
 from llmpq.costmodel.importers.operators import (
     ALL_REDUCES,
     AttentionTimes,
@@ -29,8 +29,7 @@ from llmpq.spec.cluster import (
     cluster_of_types,
     with_tensor_parallel,
 )
-from llmpq.spec.codec import from_json, to_json
-from llmpq.spec.fields import Fields
+from llmpq.spec.fields import Fields, from_json, to_json
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import Phase
 from llmpq.spec.tables import LatencySample, LatencyTable, write_latency_table

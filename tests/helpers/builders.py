@@ -12,12 +12,10 @@ from llmpq.assigner import PlanRequest
 from llmpq.assigner.problem import AssignmentProblem, PairCosts
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, DeviceGroup, LinkSpec, Node
-from llmpq.spec.lengths import LengthDistribution
 from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
 from llmpq.spec.plan import MicroBatching
-from llmpq.spec.sensitivity import SensitivityTable
-from llmpq.spec.trace import TraceRequest
-from llmpq.spec.workload import Workload
+from llmpq.spec.tables import SensitivityTable
+from llmpq.spec.workload import LengthDistribution, TraceRequest, Workload
 
 
 def pair_costs(

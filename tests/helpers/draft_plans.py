@@ -7,8 +7,7 @@ from pathlib import Path
 
 from helpers.ranks import cpu_cluster
 
-from llmpq.spec.plan import Plan
-from llmpq.spec.schedule import PlannedDraft
+from llmpq.spec.plan import Plan, PlannedDraft
 
 
 def with_draft(plan: Plan, model: Path | str, *, device: int, tokens: int = 3) -> Plan:

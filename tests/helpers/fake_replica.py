@@ -15,7 +15,7 @@ from llmpq.routing import load_balancer
 from llmpq.server.router.backend import Backend
 from llmpq.server.router.metrics import RouterMetrics
 from llmpq.server.router.proxy import Router
-from llmpq.server.transport import Gate
+from llmpq.server.transport import RequestGuard
 
 LOAD = {
     "server_load": 1, "is_ready": True, "running": 1, "waiting": 0, "queued_tokens": 7,
@@ -172,7 +172,7 @@ async def fleet(count, balancer="round_robin", clock=time.monotonic, **options):
         router = Router(backends, load_balancer(balancer), session, metrics, **options)
         for one in backends:
             await one.poll()
-        app = Gate(router, TransportLimits(), router.check_open)
+        app = RequestGuard(router, TransportLimits(), router.check_open)
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
             yield replicas, router, client

@@ -9,7 +9,15 @@ from unittest import mock
 import pytest
 
 from llmpq.dist.engine import compiled_steps
-from llmpq.kernels.cpu import compiled, dense, dispatch, norm, paged_attention, step, tiles
+from llmpq.kernels.cpu import (
+    compiled_backends,
+    dense,
+    norm,
+    paged_attention,
+    step,
+    tiles,
+    torch_kernels,
+)
 from llmpq.kernels.cpu.native import (
     FLAGS,
     WITH_BF16,
@@ -55,7 +63,16 @@ def using(name: str) -> Iterator[None]:
         "has_bf16_products": lambda: name in WITH_BF16,
         "has_u8_matmul": lambda: name in WITH_VNNI,
     }
-    modules = (compiled, compiled_steps, dense, dispatch, norm, paged_attention, step, tiles)
+    modules = (
+        compiled_backends,
+        compiled_steps,
+        dense,
+        torch_kernels,
+        norm,
+        paged_attention,
+        step,
+        tiles,
+    )
     with ExitStack() as stack:
         for module in modules:
             for function, by in replaced.items():

@@ -11,7 +11,7 @@ from functools import cache
 
 from tokenizers import Tokenizer, decoders, models, normalizers, processors
 
-from llmpq.server.tokenizer import ServerTokenizer
+from llmpq.server.text.tokenizer import ServerTokenizer
 
 WORDS = ("▁the", "▁cat", "▁sat", "▁on", "ing")
 SPECIAL = ("<unk>", "<s>", "</s>", "<|end|>")

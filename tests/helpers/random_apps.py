@@ -5,20 +5,20 @@ from __future__ import annotations
 import numpy as np
 
 from llmpq.multillm.candidates import Candidate
-from llmpq.multillm.engine.native import EngineLaw
+from llmpq.multillm.engine.native import EngineModel
 from llmpq.multillm.estimate import Simulator
-from llmpq.multillm.graph import Application, AppModel, Edge, Node
-from llmpq.multillm.planner.problem import Problem
+from llmpq.multillm.graph import Application, AppModel, AppNode, Edge
+from llmpq.multillm.planner.problem import AppProblem
 from llmpq.multillm.requests import Item
 from llmpq.multillm.workload import ModelLengths, build_workload
-from llmpq.spec.lengths import empirical
+from llmpq.spec.workload import empirical
 
 
 def law(chance, degree, speed):
     rows = np.arange(33)
     gain = degree ** chance.uniform(0.3, 0.9)
     fixed, each = 0.02 * speed / gain, 0.0015 * speed / gain
-    return EngineLaw(
+    return EngineModel(
         mixed=False,
         max_sequences=32,
         token_budget=512,
@@ -62,14 +62,14 @@ def application(chance, models):
         if kind == "after":
             before = f"n{number - 1}"
             edges.append(Edge(source=before, target=name))
-            nodes.append(Node(name=name, model=model, templates=(f"Judge {{{before}}}",),
+            nodes.append(AppNode(name=name, model=model, templates=(f"Judge {{{before}}}",),
                               max_new_tokens=40))  # fmt: skip
         elif kind == "chain":
             edges.append(Edge(source=name, target=name))
-            nodes.append(Node(name=name, model=model, requests="chunks", max_new_tokens=40,
+            nodes.append(AppNode(name=name, model=model, requests="chunks", max_new_tokens=40,
                               templates=(f"{{{name}}} {{prompt}}",)))  # fmt: skip
         else:
-            nodes.append(Node(name=name, model=model, requests="items", max_new_tokens=60))
+            nodes.append(AppNode(name=name, model=model, requests="items", max_new_tokens=60))
     return Application(
         name="random",
         models=tuple(AppModel(name=f"m{number}", model="any") for number in range(models)),
@@ -101,7 +101,7 @@ def problem(seed, models=3, devices=4, requests=30, **options):
         for model in app.models
     }
     workload = build_workload(app, items, lengths, seed=seed)
-    return Problem(
+    return AppProblem(
         simulator=Simulator(workload),
         candidates=tuple(candidates(chance, devices) for _ in range(models)),
         counts=(devices,),

@@ -45,12 +45,12 @@ from llmpq.spec.plan import (
     Plan,
     PlanEstimate,
     Provenance,
+    Schedule,
     Search,
     StageAssignment,
     StageEstimate,
 )
 from llmpq.spec.precision import Phase
-from llmpq.spec.schedule import Schedule
 from llmpq.spec.workload import Workload
 
 Answers = dict[str | int, tuple[tuple[int, ...], FinishReason]]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from helpers.builders import cluster_of
 
-from llmpq.multillm.graph import Application, AppModel, Node
+from llmpq.multillm.graph import Application, AppModel, AppNode
 from llmpq.multillm.schedule import (
     ApplicationSchedule,
     ExecutionStage,
@@ -28,7 +28,7 @@ def app_of(names: str) -> Application:
     return Application(
         name="many",
         models=tuple(AppModel(name=name.upper(), model="m") for name in names),
-        nodes=tuple(Node(name=name, model=name.upper(), requests="r.jsonl") for name in names),
+        nodes=tuple(AppNode(name=name, model=name.upper(), requests="r.jsonl") for name in names),
     )
 
 

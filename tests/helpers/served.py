@@ -15,13 +15,12 @@ import uvicorn
 from helpers.fake_engine import FakeEngine
 
 from llmpq.options.server import TransportLimits
-from llmpq.server.admission import Admission, AdmissionLimits
-from llmpq.server.app import build_app
-from llmpq.server.lifecycle import listen
+from llmpq.server.admission import AdmissionLimits, RequestAdmission
+from llmpq.server.app import build_app, listen
 from llmpq.server.metrics import ServerMetrics
 from llmpq.server.service import Service
-from llmpq.server.tokenizer import ServerTokenizer
-from llmpq.server.translate import ServedModel
+from llmpq.server.text.tokenizer import ServerTokenizer
+from llmpq.server.text.translate import ServedModel
 from llmpq.server.transport import bounded_protocol
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,7 +52,7 @@ def make_service(
     names: tuple[str, ...] = ("demo", "other-name"),
     has_tokenizer: bool = True,
 ) -> Service:
-    admission = Admission(limits or AdmissionLimits())
+    admission = RequestAdmission(limits or AdmissionLimits())
     model = ServedModel(
         names=names,
         root=str(DEMO),

@@ -6,7 +6,7 @@ import numpy as np
 from helpers.brute_force import brute_force
 from helpers.builders import cluster_of, model_spec, plan_request, sensitivity
 
-from llmpq.assigner.device_orders import device_orders
+from llmpq.assigner.enumeration import device_orders
 from llmpq.assigner.request import PlanningTask, PlanRequest
 from llmpq.spec.cluster import LinkSpec
 from llmpq.spec.workload import Workload

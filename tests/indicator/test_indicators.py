@@ -14,8 +14,8 @@ from llmpq.calibration import Hessian as SecondMoments
 from llmpq.errors import SpecError
 from llmpq.indicator import (
     INDICATORS,
+    IndicatorInput,
     Random,
-    Subject,
     Variance,
     sensitivity_table,
 )
@@ -43,7 +43,7 @@ def tokens(sequences=4, length=12, seed=0):
 
 def subject(model_dir, data="default", **options):
     data = tokens() if data == "default" else data
-    return Subject(model_dir=model_dir, calibration=data, **options)
+    return IndicatorInput(model_dir=model_dir, calibration=data, **options)
 
 
 def linear_inputs(model_dir, token_ids):

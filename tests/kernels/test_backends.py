@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from llmpq.errors import SpecError
 from llmpq.kernels import BACKENDS, PackedWeight
 from llmpq.kernels.packed import pack_codes
-from llmpq.kernels.reference import Scratch
+from llmpq.kernels.registry import Scratch
 from llmpq.spec.precision import Precision, linear_bytes
 
 torch.set_num_threads(1)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from llmpq.dist.launch.process_environment import cpu_environment
 from llmpq.kernels.cpu import dense as cpu_dense
-from llmpq.kernels.cpu import switch
+from llmpq.kernels.cpu import kernel_choice
 from llmpq.kernels.cpu.dense import (
     can_prepack,
     few_dense_rows,
@@ -22,8 +22,8 @@ from llmpq.kernels.cpu.dense import (
     prepack,
     prepacked_linear,
 )
+from llmpq.kernels.cpu.kernel_choice import TRIED_ROWS
 from llmpq.kernels.cpu.native import has_bf16_products, library
-from llmpq.kernels.cpu.switch import TRIED_ROWS
 from llmpq.kernels.cpu.tiles import dense_product, float_product, rows_of_tiles
 from llmpq.spec.runtime_constants import PANEL_ROWS
 
@@ -175,7 +175,7 @@ def test_a_thread_is_woken_for_a_mebibyte(monkeypatch):
 
 @needs_pairs
 def test_a_machine_that_never_measured_does_not_wait_for_itself(tmp_path, monkeypatch):
-    monkeypatch.setattr(switch, "kernels_path", lambda _: tmp_path / "kernels.so")
+    monkeypatch.setattr(kernel_choice, "kernels_path", lambda _: tmp_path / "kernels.so")
     monkeypatch.setattr(cpu_dense, "has_tiles", lambda: False)
     found = []
     measuring = threading.Thread(target=lambda: found.append(MEASURED()), daemon=True)
@@ -188,7 +188,7 @@ def test_a_machine_that_never_measured_does_not_wait_for_itself(tmp_path, monkey
 @needs_pairs
 @pytest.mark.parametrize(("slower", "limit"), [("float_product", None), ("dense_product", 1)])
 def test_the_faster_kernel_is_found(tmp_path, monkeypatch, slower, limit):
-    monkeypatch.setattr(switch, "kernels_path", lambda _: tmp_path / "kernels.so")
+    monkeypatch.setattr(kernel_choice, "kernels_path", lambda _: tmp_path / "kernels.so")
     monkeypatch.setattr(cpu_dense, "has_tiles", lambda: False)
     monkeypatch.setattr(cpu_dense, slower, lambda *_: time.sleep(0.01))
     assert MEASURED() == limit

@@ -16,12 +16,17 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from llmpq.kernels.cpu.native import has_steps, instruction_set, library
 from llmpq.kernels.cpu.paged_attention import PagedTokens
-from llmpq.kernels.cpu.step import StepProgram, UnsupportedStepError
-from llmpq.kernels.cpu.step_experts import ClampedActivation, RowExperts, append_experts
+from llmpq.kernels.cpu.step import (
+    ClampedActivation,
+    RowExperts,
+    StepProgram,
+    UnsupportedStepError,
+    append_experts,
+)
 from llmpq.kernels.registry import choose_backend
 from llmpq.models.expert_layouts import ClampedGate
-from llmpq.quant.modules.linear import Gate, QuantExperts, QuantLinear
-from llmpq.quant.modules.steps.routers import routed, router_like
+from llmpq.quant.modules.linear import GatedActivation, QuantExperts, QuantLinear
+from llmpq.quant.modules.steps.append import routed, router_like
 from llmpq.quant.quantizers.rtn import quantize
 from llmpq.spec.precision import default_precision
 
@@ -85,7 +90,7 @@ def _linear(rows, columns, seed, dtype, bits=16, kernel=None, bias=False):
 def _experts(count, dtype, **kind):
     ups = [_linear(2 * FEATURES, HIDDEN, 2 * i, dtype, **kind) for i in range(count)]
     downs = [_linear(HIDDEN, FEATURES, 2 * i + 1, dtype, **kind) for i in range(count)]
-    return QuantExperts(ups, downs, Gate(nn.SiLU()))
+    return QuantExperts(ups, downs, GatedActivation(nn.SiLU()))
 
 
 def _matrices(linears):

@@ -11,10 +11,14 @@ from transformers.models.bloom.modeling_bloom import BloomBlock, BloomGelu
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from llmpq.models import PackedBatch
-from llmpq.models.alibi import AlibiAttention, alibi_bias, mpt_slopes
-from llmpq.models.attention import ScoreOptions, keys_before
-from llmpq.models.own_attention import use_own_attention
-from llmpq.models.packed_attention import LayerAttention, StepAttention, attend_last
+from llmpq.models.attention import (
+    LayerAttention,
+    ScoreOptions,
+    StepAttention,
+    attend_last,
+    keys_before,
+)
+from llmpq.models.attention_patches import AlibiAttention, alibi_bias, mpt_slopes, use_own_attention
 from llmpq.models.stage import BlockwiseActivation, use_blockwise_activation
 from llmpq.spec.runtime_constants import ACTIVATION_BLOCK_VALUES, SCORE_BLOCK_TOKENS
 

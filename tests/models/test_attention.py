@@ -11,9 +11,8 @@ from llmpq.dist.kv.blocks import blocks_of
 from llmpq.dist.kv.cache import KVCache
 from llmpq.errors import SpecError
 from llmpq.models import KVShape, PackedBatch
-from llmpq.models.alibi import alibi_bias, alibi_slopes
-from llmpq.models.attention import ScoreOptions, keys_before
-from llmpq.models.packed_attention import StepAttention, use_packed_attention
+from llmpq.models.attention import ScoreOptions, StepAttention, keys_before, use_packed_attention
+from llmpq.models.attention_patches import alibi_bias, alibi_slopes
 
 torch.set_num_threads(1)
 

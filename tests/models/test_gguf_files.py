@@ -15,17 +15,17 @@ import numpy as np
 from helpers.gguf_writer import DEMO, demo_tokenizer, write_gguf
 from helpers.tiny_models import load_reference
 
-from llmpq.assigner.even_plan import even_plan
+from llmpq.assigner.planner import even_plan
 from llmpq.dist import model_dir_of
 from llmpq.dist.io.model_files import eos_token_ids, load_tokenizer
 from llmpq.dist.io.sampling_params import StructuredOutputsParams
 from llmpq.dist.io.structured_outputs import GrammarCompiler
 from llmpq.errors import SpecError
 from llmpq.models import Checkpoint, load_config
-from llmpq.models.files import decoded
+from llmpq.models.files import tensor_formats
 from llmpq.quant.loading.loader import load_master, load_stage
 from llmpq.spec.huggingface.families import load_model_dir
-from llmpq.spec.sensitivity import weights_digest
+from llmpq.spec.tables import weights_digest
 
 torch.set_num_threads(1)
 
@@ -161,7 +161,7 @@ def test_plan_bits_quantize_what_was_decoded(bits, model_of, tmp_path):
 def test_blocks_of_rows_give_the_same_weights(model_of, tmp_path, monkeypatch):
     file = write_gguf(model_of("llama"), tmp_path / "model.gguf", "Q8_0")
     whole = Checkpoint(file).layer_state_dict(1)
-    monkeypatch.setattr(decoded, "BLOCK_WEIGHTS", 7 * 64)
+    monkeypatch.setattr(tensor_formats, "BLOCK_WEIGHTS", 7 * 64)
     checkpoint = Checkpoint(file)
     for name, source in checkpoint.layer_sources(1).items():
         assert torch.equal(checkpoint.tensors.load(source), whole[name])

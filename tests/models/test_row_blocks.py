@@ -11,9 +11,9 @@ from transformers.models.bloom.modeling_bloom import BloomMLP
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.opt.modeling_opt import OPTDecoderLayer
 
-from llmpq.costmodel.forward_step import runs_in_blocks
+from llmpq.costmodel.memory import runs_in_blocks
 from llmpq.models import build_layer
-from llmpq.models.families import TESTED
+from llmpq.models.adapter import TESTED
 from llmpq.models.stage import use_row_blocks
 from llmpq.spec.huggingface.families import model_from_config, model_types
 from llmpq.spec.runtime_constants import ROW_BLOCK

@@ -15,9 +15,9 @@ from helpers.tiny_models import (
     make_tiny_model_script,
 )
 
-from llmpq.costmodel.stored import layer_kv_bytes
+from llmpq.costmodel.exact_bytes import layer_kv_bytes
 from llmpq.models.config import kv_sources
-from llmpq.models.token_layout import layout_of
+from llmpq.models.master import layout_of
 from llmpq.quant.loading.loader import load_stage
 from llmpq.spec.huggingface.families import load_model_dir
 

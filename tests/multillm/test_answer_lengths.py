@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmpq.errors import SpecError
-from llmpq.multillm.lengths import sample_answers
-from llmpq.spec.lengths import empirical
+from llmpq.multillm.workload import sample_answers
+from llmpq.spec.workload import empirical
 
 
 def chance(seed=0):

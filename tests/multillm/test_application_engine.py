@@ -9,13 +9,13 @@ import pytest
 from helpers.engine_oracle import Oracle
 
 from llmpq.errors import CapacityError
-from llmpq.multillm.engine.native import EngineLaw, play
+from llmpq.multillm.engine.native import EngineModel, play
 
 
 def law(mixed, chance, *, num_blocks=60, max_sequences=8):
     rows = np.arange(max_sequences + 1)
     budget = int(chance.integers(24, 80))
-    return EngineLaw(
+    return EngineModel(
         mixed=mixed,
         max_sequences=max_sequences,
         token_budget=budget,

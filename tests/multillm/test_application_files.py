@@ -17,8 +17,7 @@ from llmpq.multillm.graph import (
     template_fields,
 )
 from llmpq.multillm.requests import load_items, read_items
-from llmpq.spec.codec import from_json, to_json
-from llmpq.spec.fields import Fields
+from llmpq.spec.fields import Fields, from_json, to_json
 
 
 def application(**changes):

@@ -11,11 +11,9 @@ from helpers.random_apps import candidates, problem
 
 from llmpq.errors import SpecError
 from llmpq.multillm.estimate import Simulator
-from llmpq.multillm.graph import Application, AppModel, Edge, Node
-from llmpq.multillm.planner.bound import lower_bound
-from llmpq.multillm.planner.critical import critical_stage
-from llmpq.multillm.planner.greedy import greedy_stage
-from llmpq.multillm.planner.problem import Problem, complete
+from llmpq.multillm.graph import Application, AppModel, AppNode, Edge
+from llmpq.multillm.planner.problem import AppProblem, complete, lower_bound
+from llmpq.multillm.planner.rules import critical_stage, greedy_stage
 from llmpq.multillm.planner.search import find
 from llmpq.multillm.requests import Item
 from llmpq.multillm.workload import ModelLengths, build_workload
@@ -120,8 +118,8 @@ def test_the_model_that_finishes_last_gets_devices_before_all_others():
         name="long chain",
         models=tuple(AppModel(name=name, model="any") for name in ("a", "b", "chain")),
         nodes=(
-            *(Node(name=name, model=name, requests="r", max_new_tokens=20) for name in "ab"),
-            Node(name="c", model="chain", requests="d", max_new_tokens=40,
+            *(AppNode(name=name, model=name, requests="r", max_new_tokens=20) for name in "ab"),
+            AppNode(name="c", model="chain", requests="d", max_new_tokens=40,
                  templates=("{c} {prompt}",)),
         ),
         edges=(Edge(source="c", target="c"),),
@@ -129,7 +127,7 @@ def test_the_model_that_finishes_last_gets_devices_before_all_others():
     items = {name: [Item(id=n, where="r", prompt_tokens=(9,)) for n in range(20)] for name in "ab"}
     items["c"] = [Item(id="long", where="d", prompt_tokens=(5,) * 60)]
     lengths = {model.name: ModelLengths(context=300) for model in app.models}
-    own = Problem(
+    own = AppProblem(
         simulator=Simulator(build_workload(app, items, lengths)),
         candidates=(plans, plans, plans),
         counts=(2,),

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from llmpq.errors import SpecError
-from llmpq.multillm.graph import Application, AppModel, Edge, Node
+from llmpq.multillm.graph import Application, AppModel, AppNode, Edge
 from llmpq.multillm.requests import Item
 from llmpq.multillm.workload import ModelLengths, build_workload
-from llmpq.spec.lengths import constant, empirical
+from llmpq.spec.workload import constant, empirical
 
 
 def models(*names):
@@ -41,8 +41,8 @@ def test_a_chain_feeds_each_answer_to_the_next_chunk_and_its_last_one_to_the_jud
         name="chain",
         models=models("writer", "judge"),
         nodes=(
-            Node(name="summary", model="writer", requests="r", templates=("{summary}{prompt}",)),
-            Node(name="verdict", model="judge", templates=("12345678{summary}", "{summary}")),
+            AppNode(name="summary", model="writer", requests="r", templates=("{summary}{prompt}",)),
+            AppNode(name="verdict", model="judge", templates=("12345678{summary}", "{summary}")),
         ),
         edges=(Edge(source="summary", target="summary"), Edge(source="summary", target="verdict")),
     )
@@ -70,9 +70,9 @@ def test_joins_wait_for_all_producers_or_make_a_request_of_each():
             name="judged",
             models=models("a", "b", "c"),
             nodes=(
-                Node(name="left", model="a", requests="r"),
-                Node(name="right", model="b", requests="r"),
-                Node(name="best", model="c", join=join, templates=(template,)),
+                AppNode(name="left", model="a", requests="r"),
+                AppNode(name="right", model="b", requests="r"),
+                AppNode(name="best", model="c", join=join, templates=(template,)),
             ),
             edges=(Edge(source="left", target="best"), Edge(source="right", target="best")),
         )
@@ -94,9 +94,9 @@ def test_routed_answers_take_one_edge_each_in_the_expected_shares():
         name="router",
         models=models("router", "a", "b"),
         nodes=(
-            Node(name="route", model="router", requests="r", max_new_tokens=1),
-            Node(name="easy", model="a"),
-            Node(name="hard", model="b"),
+            AppNode(name="route", model="router", requests="r", max_new_tokens=1),
+            AppNode(name="easy", model="a"),
+            AppNode(name="hard", model="b"),
         ),
         edges=(
             Edge(source="route", target="easy", when="easy", share=0.7),
@@ -116,7 +116,7 @@ def test_answers_keep_to_the_limits_of_node_request_and_context():
     app = Application(
         name="one",
         models=models("m"),
-        nodes=(Node(name="n", model="m", requests="r", max_new_tokens=50),),
+        nodes=(AppNode(name="n", model="m", requests="r", max_new_tokens=50),),
     )
     three = [
         *items(1, 10),
@@ -132,8 +132,8 @@ def test_an_overflowing_prompt_is_one_error_with_item_and_node():
         name="two",
         models=models("a", "b"),
         nodes=(
-            Node(name="first", model="a", requests="r"),
-            Node(name="second", model="b", templates=("{prompt} {first}",)),
+            AppNode(name="first", model="a", requests="r"),
+            AppNode(name="second", model="b", templates=("{prompt} {first}",)),
         ),
         edges=(Edge(source="first", target="second"),),
     )
@@ -144,7 +144,7 @@ def test_an_overflowing_prompt_is_one_error_with_item_and_node():
 
 def test_the_same_seed_draws_the_same_lengths():
     app = Application(
-        name="one", models=models("m"), nodes=(Node(name="n", model="m", requests="r"),)
+        name="one", models=models("m"), nodes=(AppNode(name="n", model="m", requests="r"),)
     )
     lengths = {"m": ModelLengths(law=empirical(range(1, 200)), context=1000)}
     one, two, other = (

@@ -21,8 +21,7 @@ from llmpq.multillm.schedule import (
     plans_of,
     write_schedule,
 )
-from llmpq.spec.codec import from_json, to_json
-from llmpq.spec.fields import Fields
+from llmpq.spec.fields import Fields, from_json, to_json
 from llmpq.spec.plan import Plan, write_plan
 
 CLUSTER = cluster_of(("T4-16G", 2, 0), ("V100-32G", 1, 1))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers.builders import cluster_of
 
-from llmpq.assigner.fleet.partition import Pools
+from llmpq.assigner.fleet.partition import DevicePools
 from llmpq.assigner.planner import make_plan
 from llmpq.assigner.request import PlanRequest
 from llmpq.batching.block_scheduler import EngineLimits
@@ -14,10 +14,15 @@ from llmpq.batching.queue_order import queue_order
 from llmpq.costmodel import build_costs
 from llmpq.errors import InfeasibleError
 from llmpq.multillm.candidates import find_candidates, resolve_models
-from llmpq.multillm.cost import IterationModel, IterationTable
-from llmpq.multillm.engine.law import Operations, measured_law, plan_law
+from llmpq.multillm.engine.law import (
+    FlopCount,
+    IterationModel,
+    IterationTable,
+    measured_law,
+    plan_law,
+)
 from llmpq.multillm.engine.native import play
-from llmpq.multillm.graph import Application, AppModel, Node
+from llmpq.multillm.graph import Application, AppModel, AppNode
 from llmpq.multillm.requests import Item
 from llmpq.multillm.workload import ModelLengths, build_workload
 from llmpq.options.engine import EngineOptions
@@ -28,8 +33,7 @@ from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec import catalog
 from llmpq.spec.precision import Phase
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
-from llmpq.spec.trace import TraceRequest
-from llmpq.spec.workload import Workload
+from llmpq.spec.workload import TraceRequest, Workload
 
 
 def iterations():
@@ -58,7 +62,7 @@ def iterations():
 def test_a_measured_engine_has_the_seconds_of_its_iterations():
     fitted = iterations()
     law = measured_law(
-        fitted, Operations(1.0, 1.0), prompt_tokens=64, kv_tokens=10_000, max_model_len=4096
+        fitted, FlopCount(1.0, 1.0), prompt_tokens=64, kv_tokens=10_000, max_model_len=4096
     )
     for batch in (1, 7, 256):
         decode = law.decode[batch] @ [1.0, batch * 90.0, batch * 90.0]
@@ -109,7 +113,7 @@ def application(model):
     return Application(
         name="one",
         models=(AppModel(name="m", model=model),),
-        nodes=(Node(name="n", model="m", requests="r", max_new_tokens=50),),
+        nodes=(AppNode(name="n", model="m", requests="r", max_new_tokens=50),),
     )
 
 
@@ -120,7 +124,7 @@ def workload(app):
 
 def test_candidates_are_pipelines_of_every_part_or_teams_of_devices():
     app = application("facebook/opt-13b")
-    pools = Pools.of(cluster_of(("V100-32G", 2, 32_000), ("T4-16G", 1, 16_000)))
+    pools = DevicePools.of(cluster_of(("V100-32G", 2, 32_000), ("T4-16G", 1, 16_000)))
     (own,) = find_candidates(resolve_models(app), pools, workload(app))
     assert {(1, 0), (2, 0)} <= {one.counts for one in own}
     assert all(len(one.plan.stages) == sum(one.counts) for one in own)
@@ -131,6 +135,6 @@ def test_candidates_are_pipelines_of_every_part_or_teams_of_devices():
 
 def test_a_model_that_fits_nowhere_is_one_error():
     app = application("facebook/opt-66b")
-    pools = Pools.of(cluster_of(("T4-16G", 2, 16_000)))
+    pools = DevicePools.of(cluster_of(("T4-16G", 2, 16_000)))
     with pytest.raises(InfeasibleError, match=r"model 'm': no part of cluster .* 150 tokens"):
         find_candidates(resolve_models(app), pools, workload(app))

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.iteration_costs import FORMS, errors, least_errors, main
 from llmpq.costmodel.tables.latency import RegressionLatencyModel
 from llmpq.errors import SpecError
-from llmpq.multillm.cost import COLUMNS, IterationModel, IterationTable, read_iterations
+from llmpq.multillm.engine.law import COLUMNS, IterationModel, IterationTable, read_iterations
 from llmpq.spec.precision import Phase
 from llmpq.spec.tables import LatencySample, LatencyTable
 

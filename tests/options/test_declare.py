@@ -20,8 +20,7 @@ from llmpq.options.declare import (
     values_of,
     with_keywords,
 )
-from llmpq.spec.codec import from_json, to_json
-from llmpq.spec.fields import Fields
+from llmpq.spec.fields import Fields, from_json, to_json
 
 
 def words_of(value: object) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import BloomConfig, OPTConfig
 
-from llmpq.assigner.plan_estimate import costs_of_plan
+from llmpq.assigner.forecast import costs_of_plan
 from llmpq.cli.commands import serve, sim
 from llmpq.cli.engine_simulation import simulated_limits
 from llmpq.dist.io.job import Job, read_job, write_job
@@ -18,8 +18,7 @@ from llmpq.options.declare import read_options
 from llmpq.options.engine import EngineOptions
 from llmpq.options.limits import planned_speculation
 from llmpq.spec import catalog
-from llmpq.spec.plan import Plan, read_plan
-from llmpq.spec.schedule import PlannedDraft
+from llmpq.spec.plan import Plan, PlannedDraft, read_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 STRATEGIES = sorted((ROOT / "strategies").glob("*.json"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llmpq.errors import SpecError
-from llmpq.profiler.bench import Timing, Trial
+from llmpq.profiler.bench import TimedStep, Timing
 from llmpq.profiler.grid import Shape
 from llmpq.profiler.journal import Journal, journal_file, read_journal
 from llmpq.spec.precision import Phase
@@ -13,7 +13,7 @@ from llmpq.spec.precision import Phase
 WHO = (("model", "tiny"), ("threads", "1"))
 TIMINGS = [
     Timing(
-        trial=Trial(shape=Shape(phase=phase, batch=2, tokens=7), bits=4, layers=3),
+        trial=TimedStep(shape=Shape(phase=phase, batch=2, tokens=7), bits=4, layers=3),
         seconds=0.1 + 0.2,
     )
     for phase in Phase

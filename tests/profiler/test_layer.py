@@ -16,7 +16,7 @@ from llmpq.costmodel.tables.profiles import StageOverhead
 from llmpq.dist.metrics.core_time import CoreTime, share_in
 from llmpq.errors import SpecError
 from llmpq.profiler import layer as layer_module
-from llmpq.profiler.bench import MASTER_STEPS, Bench, LayerJob, Timing, Trial, is_short
+from llmpq.profiler.bench import MASTER_STEPS, LayerBench, LayerJob, TimedStep, Timing, is_short
 from llmpq.profiler.grid import Shape, product_grid
 from llmpq.profiler.journal import Journal
 from llmpq.profiler.layer import profile_layer
@@ -66,8 +66,10 @@ class FakeStages:
         self.run_s = run_s
         self.compile_s = compile_s
         self.runs = Counter()
-        monkeypatch.setattr(Bench, "_run_once", lambda _, trial: self._run(trial))
-        monkeypatch.setattr(Bench, "_run_master", lambda _, shape, bits: self._answer(shape, bits))
+        monkeypatch.setattr(LayerBench, "_run_once", lambda _, trial: self._run(trial))
+        monkeypatch.setattr(
+            LayerBench, "_run_master", lambda _, shape, bits: self._answer(shape, bits)
+        )
 
     def now(self):
         return self.now_s
@@ -81,7 +83,7 @@ class FakeStages:
         return seconds
 
     def _answer(self, shape, bits):
-        trial = Trial(shape=shape, bits=bits, layers=0)
+        trial = TimedStep(shape=shape, bits=bits, layers=0)
         decode = replace(trial, shape=Shape(phase=Phase.DECODE, batch=shape.batch, tokens=1))
         return [Timing(trial=one, seconds=self._run(one)) for one in (trial, decode)]
 
@@ -172,7 +174,7 @@ def test_the_time_of_a_layer_is_separated_from_the_stage_overhead(job, monkeypat
         seconds = 7.0 if trial.bits == MASTER_BITS else 0.5 + 2.0 * trial.layers
         return [Timing(trial=trial, seconds=seconds)]
 
-    monkeypatch.setattr(Bench, "run", run)
+    monkeypatch.setattr(LayerBench, "run", run)
     table = profile_layer(job)
     assert StageOverhead.of("table", dict(table.provenance)) == StageOverhead(
         prefill=0.5, decode=0.5
@@ -183,7 +185,7 @@ def test_the_time_of_a_layer_is_separated_from_the_stage_overhead(job, monkeypat
 
 def test_the_first_run_of_a_burst_counts_as_stage_overhead(job, monkeypatch):
     state = {"is_first": False}
-    run_trial = Bench.run
+    run_trial = LayerBench.run
 
     def run(self, trial):
         state["is_first"] = True
@@ -194,8 +196,8 @@ def test_the_first_run_of_a_burst_counts_as_stage_overhead(job, monkeypatch):
         state["is_first"] = False
         return first_s + 0.002 * trial.layers
 
-    monkeypatch.setattr(Bench, "run", run)
-    monkeypatch.setattr(Bench, "_run_once", run_once)
+    monkeypatch.setattr(LayerBench, "run", run)
+    monkeypatch.setattr(LayerBench, "_run_once", run_once)
     table = profile_layer(job)
     stage = StageOverhead.of("table", dict(table.provenance))
     assert (stage.prefill, stage.decode) == (pytest.approx(0.005), pytest.approx(0.005))
@@ -203,7 +205,7 @@ def test_the_first_run_of_a_burst_counts_as_stage_overhead(job, monkeypatch):
 
 
 def test_reading_other_memory_is_not_part_of_the_master_s_time(job, monkeypatch):
-    bench = Bench(job)
+    bench = LayerBench(job)
     trial = bench.trials()[-1][0]
     read_s = 0.2
 
@@ -218,7 +220,7 @@ def test_reading_other_memory_is_not_part_of_the_master_s_time(job, monkeypatch)
 
 def test_no_two_trials_of_one_bitwidth_follow_each_other():
     shape = SHAPES[0]
-    groups = [[Trial(shape=shape, bits=b, layers=n) for n in range(4)] for b in (0, 4, 16)]
+    groups = [[TimedStep(shape=shape, bits=b, layers=n) for n in range(4)] for b in (0, 4, 16)]
     order = layer_module._interleaved(groups, random.Random(0))
     assert sorted(order, key=str) == sorted([t for group in groups for t in group], key=str)
     assert all(one.bits != other.bits for one, other in pairwise(order))
@@ -232,7 +234,7 @@ def test_a_finished_point_is_not_timed_again(job, monkeypatch):
         self.first_run_s[trial.shape.phase].append(0.0)
         return [Timing(trial=trial, seconds=1.0)]
 
-    monkeypatch.setattr(Bench, "run", run)
+    monkeypatch.setattr(LayerBench, "run", run)
     # Ends at once: nothing varies.
     profile_layer(replace(job, budget_s=30.0), now=ticking())
     most = max(calls.count(trial) for trial in calls)
@@ -247,7 +249,7 @@ def test_a_table_holds_medians_and_a_noisy_host_gives_a_warning(job, monkeypatch
         seconds.append(seconds.pop(0))
         return [Timing(trial=trial, seconds=seconds[0])]
 
-    monkeypatch.setattr(Bench, "run", run)
+    monkeypatch.setattr(LayerBench, "run", run)
     monkeypatch.setattr(
         layer_module, "_interleaved", lambda groups, _: [t for g in groups for t in g]
     )
@@ -262,14 +264,14 @@ def test_a_table_holds_medians_and_a_noisy_host_gives_a_warning(job, monkeypatch
 
 
 def test_a_quiet_host_gives_no_warning(job, monkeypatch, caplog):
-    monkeypatch.setattr(Bench, "run", always(1.0))
+    monkeypatch.setattr(LayerBench, "run", always(1.0))
     table = profile_layer(job, now=ticking(), read_core=lambda _: None)
     assert "noisy host" not in caplog.text
     assert dict(table.provenance)["noise"].startswith("0.0%")
 
 
 def test_other_programs_on_the_core_give_a_warning_and_a_provenance_line(job, monkeypatch, caplog):
-    monkeypatch.setattr(Bench, "run", always(1.0))
+    monkeypatch.setattr(LayerBench, "run", always(1.0))
     times = [CoreTime(ran_s=1.0, taken_s=0.0), CoreTime(ran_s=5.0, taken_s=6.0)]
     with caplog.at_level(logging.WARNING):
         table = profile_layer(job, now=ticking(), read_core=lambda _: times.pop(0))
@@ -279,10 +281,10 @@ def test_other_programs_on_the_core_give_a_warning_and_a_provenance_line(job, mo
 
 
 def test_an_interrupted_run_is_resumed_from_its_journal(job, tmp_path, monkeypatch):
-    monkeypatch.setattr(Bench, "run", always(1.0))
+    monkeypatch.setattr(LayerBench, "run", always(1.0))
     with Journal(tmp_path / "t.part", (("model", "m"),), resume=False) as journal:
         profile_layer(replace(job, budget_s=1.0), journal=journal, now=ticking())
-    monkeypatch.setattr(Bench, "run", always(9.0))
+    monkeypatch.setattr(LayerBench, "run", always(9.0))
     with Journal(tmp_path / "t.part", (("model", "m"),), resume=True) as journal:
         table = profile_layer(replace(job, budget_s=1e-9), journal=journal)
     assert {sample.seconds for sample in table.samples if not sample.bits} == {1.0}
@@ -295,7 +297,7 @@ def test_more_tokens_than_the_model_has_positions_are_rejected(job, tiny_model):
 
 
 def test_one_layer_in_a_row_gives_no_stage_overhead(job, monkeypatch):
-    monkeypatch.setattr(Bench, "run", always(1.0))
+    monkeypatch.setattr(LayerBench, "run", always(1.0))
     table = profile_layer(replace(job, layers=1))
     assert StageOverhead.of("table", dict(table.provenance)) == StageOverhead()
     assert Shape(phase=Phase.DECODE, batch=1, tokens=5) in SHAPES

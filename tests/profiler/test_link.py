@@ -8,7 +8,7 @@ from queue import SimpleQueue
 import pytest
 from helpers.in_process_ring import in_process_ring
 
-from llmpq.costmodel.comm import fit_links
+from llmpq.costmodel.tables.profiles import fit_links
 from llmpq.errors import SpecError, StageError
 from llmpq.profiler.link import UNIT_BYTES, LinkJob, _CacheEviction, measure_link
 from llmpq.spec.tables import ends_of

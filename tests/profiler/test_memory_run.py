@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from llmpq.assigner.even_plan import even_plan
+from llmpq.assigner.planner import even_plan
 from llmpq.dist.metrics.report import memory_parts
 from llmpq.profiler.memory import measure_memory
 

@@ -42,7 +42,7 @@ def test_the_budget_holds_although_one_trial_is_slow():
         def call():
             now_s[0] += seconds
 
-        return whole_device._Trial(call)
+        return whole_device._TimedCall(call)
 
     slow, *quick = trials = [taking(3.0), *(taking(0.001) for _ in range(20))]
     job = replace(JOB, budget_s=10.0)
@@ -62,6 +62,6 @@ def test_every_trial_is_timed_once_whatever_the_budget():
     def call():
         now_s[0] += 1.0
 
-    trials = [whole_device._Trial(call) for _ in range(3)]
+    trials = [whole_device._TimedCall(call) for _ in range(3)]
     whole_device._run(trials, replace(JOB, budget_s=0.5), lambda _: None, lambda: now_s[0])
     assert [len(trial.seconds) for trial in trials] == [1, 1, 1]

@@ -9,15 +9,15 @@ import torch
 from helpers.ranks import make_plan, run_threads
 from helpers.tiny_models import generate_alone, load_reference
 
-from llmpq.costmodel.stored import master_bytes
+from llmpq.costmodel.exact_bytes import master_bytes
 from llmpq.dist.io.prompts import Request
 from llmpq.errors import SpecError
 from llmpq.kernels.cpu.native import library
 from llmpq.quant.loading.head import head_key
 from llmpq.quant.loading.loader import load_master
 from llmpq.quant.loading.weight_cache import WeightCache
-from llmpq.quant.modules.head import TiedEmbedding
 from llmpq.quant.modules.layer import stored_bytes
+from llmpq.quant.modules.linear import TiedEmbedding
 from llmpq.quant.quantizers.rtn import quantize
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.precision import default_precision

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from llmpq.batching import MultiBinFormer, StaticPolicy
 from llmpq.batching.length import OraclePredictor
-from llmpq.batching.policies.multibin import uniform_boundaries
 from llmpq.errors import SpecError
 from llmpq.spec.plan import MicroBatching
 from scripts.reproduce.binning import (
@@ -21,6 +20,7 @@ from scripts.reproduce.binning import (
     exponential_boundaries,
     exponential_service_bound_s,
     uniform_bin_mix_service_s,
+    uniform_boundaries,
     uniform_service_s,
     uniform_throughput,
 )
@@ -62,6 +62,11 @@ def test_bins_needed_is_minimal(low, spread, batch, share):
 def test_unreachable_throughput_raises_an_error():
     with pytest.raises(SpecError, match="no number of bins"):
         bins_needed(1, 20, 8, 8 / 10.5)
+
+
+def test_uniform_boundaries_split_evenly():
+    assert uniform_boundaries(1, 20, 1) == ()
+    assert uniform_boundaries(0, 20, 4) == (5, 10, 15)
 
 
 @given(data=st.data(), bins=st.integers(2, 6), batch=st.integers(2, 32))

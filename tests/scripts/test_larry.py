@@ -8,7 +8,7 @@ from helpers.builders import uniform
 from llmpq.batching.engine_step import ScheduledChunk
 from llmpq.batching.queue_order import queue_order
 from llmpq.sim.engine_costs import step_shape
-from llmpq.spec.trace import draw_trace
+from llmpq.spec.workload import draw_trace
 from scripts.reproduce import larry
 from scripts.reproduce.larry_cases import a100_server, draw_requests, h100_server
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from llmpq.spec.lengths import truncated_normal
+from llmpq.spec.workload import truncated_normal
 from scripts.reproduce.binning import uniform_throughput
 from scripts.reproduce.exegpt_published import TASKS
 from scripts.reproduce.exegpt_served import law

@@ -16,7 +16,7 @@ from llmpq.routing import (
     WorkloadMeans,
     load_balancer,
 )
-from llmpq.spec.trace import draw_trace
+from llmpq.spec.workload import draw_trace
 from scripts.reproduce import sal
 from scripts.reproduce.sal_cases import ChangedSal, different_fleet, equal_fleets
 

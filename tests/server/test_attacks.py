@@ -27,25 +27,25 @@ from llmpq.dist.limited.limited_process import JobLimits
 from llmpq.dist.transport.endpoint import Acceptor, Endpoint
 from llmpq.errors import SpecError
 from llmpq.options.server import TransportLimits
-from llmpq.server import protocol, service, text_process
+from llmpq.server import protocol, service
 from llmpq.server.admission import (
     CORRECTION,
     LARGEST_CORRECTION,
-    Admission,
     AdmissionLimits,
+    RequestAdmission,
 )
-from llmpq.server.choices import Piece
 from llmpq.server.errors import PART_ITEMS, ApiError, dump_json, json_parts
-from llmpq.server.responses import Answers, CompletionFormat
-from llmpq.server.tokenizer import THREAD_CHARACTERS, ServerTokenizer
-from llmpq.server.translate import (
+from llmpq.server.service import Answers, CompletionFormat, Piece
+from llmpq.server.text import text_process
+from llmpq.server.text.tokenizer import THREAD_CHARACTERS, ServerTokenizer
+from llmpq.server.text.translate import (
     MAX_LOGPROB_VALUES,
     MAX_SHARED_IDS,
     EncodedPrompt,
     ServedModel,
     Work,
 )
-from llmpq.server.transport import LARGE_BODY_BYTES, Gate
+from llmpq.server.transport import LARGE_BODY_BYTES, RequestGuard
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "models" / "demo"
@@ -311,8 +311,8 @@ def test_what_is_no_http_is_answered_in_json_without_a_line_of_the_log(client, d
     assert not [one for one in caplog.records if "Invalid HTTP" in one.getMessage()]
 
 
-def bounded(limit: int = 1000, bound_s: float = 2.0) -> Admission:
-    return Admission(AdmissionLimits(max_num_queued_tokens=limit, ttft_bound_s=bound_s))
+def bounded(limit: int = 1000, bound_s: float = 2.0) -> RequestAdmission:
+    return RequestAdmission(AdmissionLimits(max_num_queued_tokens=limit, ttft_bound_s=bound_s))
 
 
 def test_the_bound_of_the_first_token_follows_what_is_measured(caplog):
@@ -340,7 +340,7 @@ def test_short_waits_of_an_empty_queue_change_no_bound():
 
 
 def test_a_fixed_limit_is_not_corrected():
-    admission = Admission(AdmissionLimits(max_num_queued_tokens=1000))
+    admission = RequestAdmission(AdmissionLimits(max_num_queued_tokens=1000))
     admission.measure(1000, 60.0)
     assert admission.max_queued_tokens == 1000
 
@@ -465,7 +465,7 @@ def test_large_bodies_take_turns_with_all_other_work():
         order.append(scope["path"])
 
     async def scenario():
-        gate = Gate(app, TransportLimits(), lambda: None)
+        gate = RequestGuard(app, TransportLimits(), lambda: None)
 
         async def call(path, size):
             async def receive():

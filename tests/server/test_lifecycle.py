@@ -20,8 +20,8 @@ from helpers.fake_engine import FakeEngine
 from helpers.served import DEMO
 
 from llmpq.errors import SpecError
-from llmpq.server import lifecycle
-from llmpq.server.lifecycle import (
+from llmpq.server import app
+from llmpq.server.app import (
     ServerOptions,
     check_tls,
     listen,
@@ -36,7 +36,7 @@ from pathlib import Path
 from helpers.fake_engine import FakeEngine
 from helpers.served import demo_tokenizer
 from llmpq.errors import LlmpqError
-from llmpq.server.lifecycle import ServerOptions, run_server
+from llmpq.server.app import ServerOptions, run_server
 
 given = json.loads(sys.argv[1])
 engine_options = given.pop("engine")
@@ -250,10 +250,10 @@ def test_other_hosts_need_a_key(tmp_path):
 
 def test_too_few_open_files_are_refused(monkeypatch):
     given = []
-    monkeypatch.setattr(lifecycle.resource, "getrlimit", lambda _: (64, 100))
-    monkeypatch.setattr(lifecycle.resource, "setrlimit", lambda *values: given.append(values))
+    monkeypatch.setattr(app.resource, "getrlimit", lambda _: (64, 100))
+    monkeypatch.setattr(app.resource, "setrlimit", lambda *values: given.append(values))
     with pytest.raises(SpecError, match=r"found a limit of 100 .*expected at least 256"):
-        lifecycle.allow_open_files()
-    monkeypatch.setattr(lifecycle.resource, "getrlimit", lambda _: (64, 4096))
-    lifecycle.allow_open_files()
-    assert given == [(lifecycle.resource.RLIMIT_NOFILE, (4096, 4096))]
+        app.allow_open_files()
+    monkeypatch.setattr(app.resource, "getrlimit", lambda _: (64, 4096))
+    app.allow_open_files()
+    assert given == [(app.resource.RLIMIT_NOFILE, (4096, 4096))]

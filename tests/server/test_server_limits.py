@@ -22,8 +22,8 @@ from llmpq.errors import SpecError
 from llmpq.options.server import TransportLimits
 from llmpq.server import protocol
 from llmpq.server.admission import (
-    Admission,
     AdmissionLimits,
+    RequestAdmission,
     prefill_tokens_per_s,
     queued_tokens_for,
     token_budget_for,
@@ -192,7 +192,7 @@ def test_queued_tokens_count_until_the_first_token():
 
 
 def test_answers_count_with_n():
-    admission = Admission(AdmissionLimits(max_num_queued_reqs=4))
+    admission = RequestAdmission(AdmissionLimits(max_num_queued_reqs=4))
     with admission.admit(3, 10):
         with pytest.raises(ApiError, match="limit of queued requests"):
             admission.admit(2, 10)

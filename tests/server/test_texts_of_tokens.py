@@ -13,7 +13,7 @@ from helpers.fake_engine import FakeEngine
 from helpers.piece_tokenizer import TOKENS, piece_server_tokenizer, piece_tokenizer, pieces
 from helpers.served import demo_tokenizer, make_service, serving
 
-from llmpq.server.tokenizer import ServerTokenizer
+from llmpq.server.text.tokenizer import ServerTokenizer
 
 CHAT = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
 TOOLS_BY_NONE = (

@@ -11,9 +11,9 @@ from llmpq.batching.queue_order import queue_order
 from llmpq.routing import BALANCERS, WorkloadMeans, load_balancer
 from llmpq.sim.costs import Hop
 from llmpq.sim.engine import SimulatedEngine, simulate_engine
-from llmpq.sim.engine_costs import WorkerCosts
 from llmpq.sim.fleet import FleetReplica, engine_stats, replica_capacity, simulate_fleet
-from llmpq.spec.trace import TraceRequest, draw_arrivals
+from llmpq.spec.workload import TraceRequest, draw_arrivals
+from scripts.reproduce.worker_costs import WorkerCosts
 
 LIMITS = EngineLimits(token_budget=128, max_sequences=32, num_blocks=200, block_size=16)
 FCFS = queue_order("fcfs")

@@ -34,10 +34,9 @@ from llmpq.dist.io.prompts import Request
 from llmpq.dist.metrics.stats import StageClock
 from llmpq.dist.transport.frames import Frame, FrameKind
 from llmpq.sim import BatchShape, Hop, PipelineLayout, linear_layout, simulate
-from llmpq.spec.plan import MicroBatching
+from llmpq.spec.plan import POLICY_NAMES, MicroBatching, Schedule, default_schedule
 from llmpq.spec.precision import Phase
-from llmpq.spec.schedule import POLICY_NAMES, Schedule, default_schedule
-from llmpq.spec.trace import TraceRequest
+from llmpq.spec.workload import TraceRequest
 
 TICK_S = 1 / 64
 HIDDEN, VOCABULARY = 1, 2

@@ -13,11 +13,12 @@ from llmpq.batching.queue_order import queue_order
 from llmpq.errors import CapacityError
 from llmpq.sim.costs import Hop
 from llmpq.sim.engine import SimulatedEngine, relative_draft_s, simulate_engine
-from llmpq.sim.engine_costs import PlanEngineCosts, StageLaw, WorkerCosts, step_shape
+from llmpq.sim.engine_costs import PlanEngineCosts, StageLaw, step_shape
 from llmpq.sim.engine_report import capacity
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec.precision import Phase
-from llmpq.spec.trace import TraceRequest
+from llmpq.spec.workload import TraceRequest
+from scripts.reproduce.worker_costs import WorkerCosts
 
 LIMITS = EngineLimits(token_budget=4, max_sequences=8, num_blocks=64, block_size=4, watermark=0.0)
 FCFS = queue_order("fcfs")

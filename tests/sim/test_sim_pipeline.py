@@ -21,7 +21,7 @@ from llmpq.batching import (
 from llmpq.sim import BatchShape, Hop, PipelineLayout, linear_layout, simulate
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import Phase
-from llmpq.spec.trace import TraceRequest, draw_trace
+from llmpq.spec.workload import TraceRequest, draw_trace
 
 
 @dataclass

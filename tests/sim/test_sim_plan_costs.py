@@ -16,8 +16,7 @@ from llmpq.sim.engine_costs import StageLaw, step_shape
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster
-from llmpq.spec.codec import from_json
-from llmpq.spec.fields import Fields
+from llmpq.spec.fields import Fields, from_json
 from llmpq.spec.precision import Phase
 from llmpq.spec.workload import Workload
 

@@ -11,8 +11,7 @@ from typing import Annotated, ClassVar, Literal
 import pytest
 
 from llmpq.errors import SpecError
-from llmpq.spec.codec import Rule, from_json, to_json
-from llmpq.spec.fields import Fields
+from llmpq.spec.fields import Fields, Rule, from_json, to_json
 from llmpq.spec.plan import plan_text, read_plan
 
 ROOT = Path(__file__).resolve().parents[2]

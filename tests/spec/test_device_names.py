@@ -9,10 +9,9 @@ import pytest
 from llmpq.errors import SpecError
 from llmpq.spec import catalog
 from llmpq.spec.cluster import cluster_of_types
-from llmpq.spec.codec import from_json
 from llmpq.spec.devices.figures import DeviceEntry
 from llmpq.spec.devices.names import folded
-from llmpq.spec.fields import Fields
+from llmpq.spec.fields import Fields, from_json
 
 DATA = json.loads((Path(catalog.__file__).parents[1] / "data" / "devices.json").read_text())
 DRIVERS = {

@@ -10,9 +10,8 @@ import pytest
 from llmpq.errors import SpecError
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, cluster_of_types, load_cluster
-from llmpq.spec.codec import from_json, to_json
 from llmpq.spec.devices.figures import BUS_TOLERANCE, FIGURES, DeviceEntry
-from llmpq.spec.fields import Fields
+from llmpq.spec.fields import Fields, from_json, to_json
 
 OWN = {
     "type": "own", "kind": "cuda", "memory_bytes": 10**10, "memory_bytes_per_s": 4.8e11,

@@ -8,8 +8,7 @@ import pytest
 from llmpq.spec.catalog import device_types, load_devices
 from llmpq.spec.cluster import load_cluster
 from llmpq.spec.plan import read_plan
-from llmpq.spec.sensitivity import read_sensitivity
-from llmpq.spec.tables import read_comm_table, read_latency_table
+from llmpq.spec.tables import read_comm_table, read_latency_table, read_sensitivity
 from llmpq.spec.workload import load_workload
 
 PAGES = [

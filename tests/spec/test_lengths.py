@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmpq.errors import SpecError
-from llmpq.spec.codec import to_json
-from llmpq.spec.lengths import (
+from llmpq.spec.fields import to_json
+from llmpq.spec.workload import (
     LengthDistribution,
     constant,
     empirical,

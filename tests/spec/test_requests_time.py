@@ -10,8 +10,7 @@ import pytest
 from helpers.builders import plan_request
 
 from llmpq.assigner import make_plan
-from llmpq.spec.fleet import seconds_of_requests
-from llmpq.spec.plan import Plan
+from llmpq.spec.plan import Plan, seconds_of_requests
 from llmpq.units import format_duration
 
 

@@ -9,11 +9,10 @@ import pytest
 from llmpq.batching import MultiBinFormer, PipelineShape, make_policy
 from llmpq.batching.length import OraclePredictor
 from llmpq.errors import SpecError
-from llmpq.spec.codec import from_json, to_json
-from llmpq.spec.fields import Fields
-from llmpq.spec.plan import MicroBatching
-from llmpq.spec.schedule import (
+from llmpq.spec.fields import Fields, from_json, to_json
+from llmpq.spec.plan import (
     POLICY_NAMES,
+    MicroBatching,
     Schedule,
     ScheduleEstimate,
     default_schedule,

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from llmpq.errors import SpecError
 from llmpq.spec.cluster import Cluster
-from llmpq.spec.codec import from_json
-from llmpq.spec.fields import Fields
+from llmpq.spec.fields import Fields, from_json
 from llmpq.spec.plan import Plan
-from llmpq.spec.sensitivity import read_sensitivity
+from llmpq.spec.tables import read_sensitivity
 from llmpq.spec.workload import Workload
 
 SCHEMAS = {

@@ -9,11 +9,9 @@ import pytest
 from helpers.ranks import make_plan, make_split_plan
 
 from llmpq.errors import SpecError
-from llmpq.spec.codec import from_json
-from llmpq.spec.fields import Fields
-from llmpq.spec.plan import Plan, plan_text
+from llmpq.spec.fields import Fields, from_json
+from llmpq.spec.plan import Plan, default_schedule, plan_text
 from llmpq.spec.precision import Phase
-from llmpq.spec.schedule import default_schedule
 
 BITS = (16, 8, 4)
 PLAN = make_split_plan((0, 2, 3), (0, 1, 3), bits=BITS, prefill=2, decode=4, batch=8)

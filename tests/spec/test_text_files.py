@@ -11,11 +11,11 @@ import threading
 
 import pytest
 
-from llmpq.costmodel.importers.csv_rows import csv_rows
+from llmpq.costmodel.importers.import_table import csv_rows
 from llmpq.errors import SpecError
 from llmpq.spec.fields import digest_of, dump_json, read_json, read_text, write_text
 from llmpq.spec.tables import read_csv
-from llmpq.spec.trace import load_trace
+from llmpq.spec.workload import load_trace
 
 ENCODINGS = {
     "plain": lambda text: text.encode(),

@@ -9,9 +9,9 @@ import pytest
 from helpers.builders import uniform, write_trace
 
 from llmpq.errors import SpecError
-from llmpq.spec.lengths import constant
-from llmpq.spec.trace import (
+from llmpq.spec.workload import (
     TraceRequest,
+    constant,
     draw_arrivals,
     draw_trace,
     load_trace,

@@ -1,23 +1,176 @@
-"""Overrides applied to a cluster: the devices to plan for, and the limits of the search.
+"""Manual decisions, from the command line to constraints of an assignment problem.
 
-Every device that a decision names gets a group of its own. Contradictory decisions are errors here;
-whether a plan exists is decided by the search.
+``Overrides`` are the values of the command line: devices, order, layers, bits, memory and
+micro-batches. Each can be listed and removed, so that an error message can name one that leaves no
+plan. ``resolve`` applies them to a cluster; ``Limits`` are what is left for the solvers, in groups,
+layers and widths. Every device that a limit names is a group of its own, so its group determines
+its position.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 
 import numpy as np
+import numpy.typing as npt
 
-from llmpq.assigner.constraints.limits import BoolArray, Limits
-from llmpq.assigner.constraints.overrides import Overrides
 from llmpq.errors import SpecError
 from llmpq.spec.cluster import Cluster, Device, DeviceGroup
+from llmpq.spec.plan import MicroBatching
+from llmpq.units import GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A moment in the seconds of a clock; never by default."""
+
+    at_s: float = math.inf
+    clock: Callable[[], float] = field(default=time.monotonic, compare=False, repr=False)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline; not positive once it has passed."""
+        return self.at_s - self.clock() if math.isfinite(self.at_s) else math.inf
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether the deadline is over."""
+        return self.left_s <= 0
+
+    def within(self, seconds: float | None) -> Deadline:
+        """Return the earlier of this and ``seconds`` from now; ``None`` adds no limit."""
+        if seconds is None:
+            return self
+        return Deadline(min(self.at_s, self.clock() + seconds), self.clock)
+
+
+NEVER = Deadline()
+
+
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Limits:
+    """Constraints of a problem in addition to memory and quality.
+
+    Array legend: ``L`` layers, ``B`` bitwidths, ``T`` groups.
+
+    Attributes:
+        layer_widths: ``[L, B]`` whether a layer may have a width.
+        group_widths: ``[T, B]`` whether layers on a group may have a width.
+        ranges: group, first and end layer: its one device holds exactly these layers.
+        used: groups whose one device holds at least one layer.
+    """
+
+    layer_widths: BoolArray
+    group_widths: BoolArray
+    ranges: tuple[tuple[int, int, int], ...] = ()
+    used: tuple[int, ...] = ()
+
+    @property
+    def layers_equal(self) -> bool:
+        """Whether all layers have the same choice of widths."""
+        return bool((self.layer_widths == self.layer_widths[0]).all())
+
+
+def obeys(
+    limits: Limits | None,
+    order: Sequence[int],
+    positions: Sequence[int],
+    widths: Sequence[int],
+) -> bool:
+    """Return whether positions and width indices of all layers keep the limits, if any."""
+    if limits is None:
+        return True
+    groups = [order[position] for position in positions]
+    allowed = all(
+        limits.layer_widths[layer, width] and limits.group_widths[group, width]
+        for layer, (group, width) in enumerate(zip(groups, widths, strict=True))
+    )
+    ranges = all(
+        [layer for layer, found in enumerate(groups) if found == group] == list(range(first, end))
+        for group, first, end in limits.ranges
+    )
+    return allowed and ranges and set(limits.used) <= set(groups)
+
+
+HEAD = "head"
+"""Name of the head in ``--fix_bits``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overrides:
+    """Manual decisions; the default leaves everything to the planner.
+
+    A device is named by its label ``node/type#0``. Where several are allowed, ``node/type``,
+    ``node`` or ``type`` name all that match.
+
+    Attributes:
+        memory: memory limit in bytes, by device or devices.
+        exclude: devices to leave out.
+        use: devices that hold at least one layer each.
+        order: devices in pipeline order; the others are left out.
+        layers: a device and the half-open range ``first, end`` of its layers.
+        layer_bits: half-open range ``first, end`` and the bits of its layers.
+        device_bits: the bits of all layers of a device, by device or devices.
+        head_bits: the bits of the head's matrix.
+        micro_batching: the two micro-batch sizes.
+    """
+
+    memory: tuple[tuple[str, int], ...] = ()
+    exclude: tuple[str, ...] = ()
+    use: tuple[str, ...] = ()
+    order: tuple[str, ...] = ()
+    layers: tuple[tuple[str, int, int], ...] = ()
+    layer_bits: tuple[tuple[int, int, int], ...] = ()
+    device_bits: tuple[tuple[str, int], ...] = ()
+    head_bits: int | None = None
+    micro_batching: MicroBatching | None = None
+
+    def __bool__(self) -> bool:
+        return self != Overrides()
+
+    @property
+    def shapes_the_plan(self) -> bool:
+        """Whether they constrain the search itself, not only its devices and micro-batches."""
+        return bool(self.use or self.order or self.layers or self.layer_bits or self.device_bits)
+
+    def options(self) -> tuple[str, ...]:
+        """Return every decision as its command-line option."""
+        return tuple(text for text, _ in self.without_each())
+
+    def without_each(self) -> Iterator[tuple[str, Overrides]]:
+        """Yield every decision as its option, and the overrides without it."""
+        for name, texts in self._texts():
+            entries = getattr(self, name)
+            for index, text in enumerate(texts):
+                yield text, replace(self, **{name: entries[:index] + entries[index + 1 :]})
+        if self.head_bits is not None:
+            yield f"--fix_bits {HEAD}={self.head_bits}", replace(self, head_bits=None)
+        if self.order:
+            yield f"--fix_order {' '.join(self.order)}", replace(self, order=())
+        if self.micro_batching is not None:
+            sizes = self.micro_batching
+            text = f"--micro_batch {sizes.prefill} {sizes.decode}"
+            yield text, replace(self, micro_batching=None)
+
+    def _texts(self) -> Iterator[tuple[str, list[str]]]:
+        yield "memory", [f"--memory_gib {name}={size / GIB:g}" for name, size in self.memory]
+        yield "exclude", [f"--exclude {name}" for name in self.exclude]
+        yield "use", [f"--use {name}" for name in self.use]
+        yield "layers", [f"--fix_layers {name}={a}:{b}" for name, a, b in self.layers]
+        yield "layer_bits", [f"--fix_bits {a}:{b}={bits}" for a, b, bits in self.layer_bits]
+        yield "device_bits", [f"--fix_bits {name}={bits}" for name, bits in self.device_bits]
+
+
+NO_OVERRIDES = Overrides()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from llmpq.assigner.device_orders import (
+from llmpq.assigner.enumeration import (
     GroupTables,
     OrderMode,
     leading_orders,

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from llmpq.compiled import NotCompiledError, library_path
 from llmpq.errors import SolverError
+from llmpq.native_build import NotCompiledError, library_path
 
 FLAGS = ("-std=c11", "-D_POSIX_C_SOURCE=200809L", "-O3", "-ffp-contract=off", "-fPIC", "-shared")
 """Without contraction, so that a plan does not depend on a machine's fused operations."""
@@ -54,7 +54,7 @@ def core_path(here: Path | None = None, limit_s: float = math.inf) -> Path:
         raise NotCoveredError(f"the core of the exact search: {error}") from error
 
 
-class Problem(Structure):
+class PairProblem(Structure):
     """One micro-batch pair (``exact.h``)."""
 
     _fields_ = (
@@ -93,7 +93,7 @@ class Ascent(Structure):
     )
 
 
-class Search(Structure):
+class LabelSearch(Structure):
     """Limits and results of one label search (``exact.h``)."""
 
     _fields_ = (
@@ -120,7 +120,7 @@ def fill(target: Structure, **values: object) -> list[AnyArray]:
 
 
 def lattice_bound(
-    problem: Problem,
+    problem: PairProblem,
     lattice: Lattice,
     multipliers: npt.NDArray[np.float64],
     schedules: Sequence[Ascent],
@@ -138,7 +138,7 @@ def lattice_bound(
 
 
 def noncontiguous_bound(
-    problem: Problem,
+    problem: PairProblem,
     lattice: Lattice,
     floor: tuple[npt.NDArray[np.int32], npt.NDArray[np.float64], int],
     multipliers: npt.NDArray[np.float64],
@@ -154,7 +154,7 @@ def noncontiguous_bound(
 
 
 def relaxed_plan(
-    problem: Problem, lattice: Lattice, multipliers: npt.NDArray[np.float64]
+    problem: PairProblem, lattice: Lattice, multipliers: npt.NDArray[np.float64]
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
     """Return the stages ``[n, 3]`` (node, first, end) and widths ``[L]`` that attain a bound."""
     stages = np.zeros((lattice.nodes, 3), dtype=np.int32)
@@ -164,7 +164,10 @@ def relaxed_plan(
 
 
 def search(
-    problem: Problem, lattice: Lattice, multipliers: npt.NDArray[np.float64], limits: Search
+    problem: PairProblem,
+    lattice: Lattice,
+    multipliers: npt.NDArray[np.float64],
+    limits: LabelSearch,
 ) -> tuple[int, npt.NDArray[np.int32], npt.NDArray[np.uint64]]:
     """Run the label search, with results in ``limits``.
 
@@ -190,7 +193,7 @@ def library() -> ctypes.CDLL:
     if loaded.exact_abi() != ABI:
         found = loaded.exact_abi()
         raise NotCoveredError(f"{path}: found version {found} of the core, expected {ABI}")
-    pair = POINTER(Problem), POINTER(Lattice)
+    pair = POINTER(PairProblem), POINTER(Lattice)
     doubles, ints, counts = (
         np.ctypeslib.ndpointer(dtype, flags="C") for dtype in (np.float64, np.int32, np.uint64)
     )
@@ -200,5 +203,5 @@ def library() -> ctypes.CDLL:
     bound.argtypes = (*pair, doubles, ascent, c_int32, c_double, c_double)
     relaxed.argtypes = (*pair, ints, doubles, c_double, doubles, ascent)
     loaded.exact_relaxed_plan.argtypes = (*pair, doubles, ints, ints)
-    loaded.exact_search.argtypes = (*pair, doubles, POINTER(Search), ints, counts)
+    loaded.exact_search.argtypes = (*pair, doubles, POINTER(LabelSearch), ints, counts)
     return loaded

@@ -5,6 +5,15 @@ lattice's, by a short and then a long ascent; then to levels above it, by enumer
 below a level as labels over stage columns (``csrc/labels.c``). When the least bound passes the
 incumbent, the incumbent is the best plan. At the time limit, or when columns or labels exceed their
 limit, the incumbent is returned with the bound proven so far.
+
+Bounds are Lagrangian: relaxing "no stage or link is slower than the maximum" and "a stage fits in
+its device" leaves a shortest path over the order lattice (``csrc/lagrangian.c``); without
+contiguity every layer chooses its group and bitwidth alone (``csrc/dual.c``), and those multipliers
+start the lattice's. All multipliers within their totals prove a bound. A plan near the relaxation
+is the first incumbent.
+
+Array legend: ``T`` groups of equal devices, ``K`` layer kinds, ``B`` bitwidths, ``L`` layers.
+A device *class* is a group, or (``T`` further on) the same group as the first device: the master.
 """
 
 from __future__ import annotations
@@ -12,31 +21,285 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
 
-from llmpq.assigner.bit_assignment import assignment_of_counts
-from llmpq.assigner.constraints.deadline import NEVER, Deadline
-from llmpq.assigner.constraints.limits import obeys
+import numpy as np
+
+from llmpq.assigner.constraints.resolve import NEVER, Deadline, obeys
+from llmpq.assigner.enumeration import layers_that_fit
 from llmpq.assigner.exact import native
 from llmpq.assigner.exact.lattice import OrderLattice, Orders, build_lattice
-from llmpq.assigner.exact.relaxation import (
-    LONG,
-    NONCONTIGUOUS,
-    NONCONTIGUOUS_OUT_OF_TIME,
-    SHORT,
-    Incumbent,
-    lattice_multipliers,
-    noncontiguous_bound,
-    repaired_plan,
-    start_multipliers,
+from llmpq.assigner.exact.native import NotCoveredError
+from llmpq.assigner.explain.infeasible import explain_budget, memory_error
+from llmpq.assigner.heuristics.proportional import find_proportional
+from llmpq.assigner.milp.search import find_plan
+from llmpq.assigner.objective import (
+    QUALITY_SLACK,
+    Evaluation,
+    assignment_of_counts,
+    evaluate,
+    is_feasible,
+    relative_gap,
 )
-from llmpq.assigner.exact.space import NativePair, counts_of_key, key_radices
-from llmpq.assigner.objective import Evaluation, evaluate, is_feasible, relative_gap
-from llmpq.assigner.problem import Assignment, AssignmentProblem, FloatArray, SearchSpace
-from llmpq.assigner.request import OutOfTimeError, Progress, silent
+from llmpq.assigner.problem import Assignment, AssignmentProblem, FloatArray, PairCosts, SearchSpace
+from llmpq.assigner.request import (
+    DEFAULT_GAP,
+    GAP_ROUNDING,
+    OutOfTimeError,
+    PlanningTask,
+    Progress,
+    Solution,
+    silent,
+)
 from llmpq.errors import InfeasibleError, SolverError
-from llmpq.spec.plan import MicroBatching, OrderSet
+from llmpq.spec.plan import Formula, MicroBatching, OrderSet
+
+MAX_BITS = 64
+KEY_BITS = 63
+
+
+def key_radices(space: SearchSpace) -> tuple[int, ...]:
+    """Return ``[K, B]`` flat: the part of one layer of a kind and width in a stage's key of counts.
+
+    0 for the last width, whose count follows from the stage's length.
+
+    Raises:
+        NotCoveredError: the keys do not fit in 63 bits.
+    """
+    place, found = 1, []
+    kinds, num_kinds = space.kinds.tolist(), space.pairs[0].prefill_s.shape[1]
+    for kind in range(num_kinds):
+        for width in range(len(space.bits)):
+            last = width + 1 == len(space.bits)
+            found.append(0 if last else place)
+            place *= 1 if last else kinds.count(kind) + 1
+    if place.bit_length() > KEY_BITS or len(space.bits) > MAX_BITS:
+        raise NotCoveredError(
+            f"{num_kinds} kinds of layers at {len(space.bits)} bitwidths: found {place} ways to "
+            f"count a stage, expected at most 2^{KEY_BITS}"
+        )
+    return tuple(found)
+
+
+def counts_of_key(space: SearchSpace, key: int, first: int, end: int) -> FloatArray:
+    """Return ``[K, B]`` layers per kind and width of the stage ``[first, end)``, from its key."""
+    found = np.zeros((space.pairs[0].prefill_s.shape[1], len(space.bits)))
+    places = [(place, index) for index, place in enumerate(key_radices(space)) if place]
+    for place, index in reversed(places):
+        found.flat[index], key = divmod(key, place)
+    for kind, row in enumerate(found):
+        row[-1] = (space.kinds[first:end] == kind).sum() - row[:-1].sum()
+    return found
+
+
+class NativePair:
+    """One pair as the core's structure, which points into arrays of this object.
+
+    ``floor`` is that of ``native.noncontiguous_bound``; ``fits`` whether the smallest layers fit in
+    all devices together: necessary, and with one kind of layers sufficient.
+    """
+
+    def __init__(self, space: SearchSpace, costs: PairCosts) -> None:
+        self.costs = costs
+        self.problem = native.PairProblem()
+        no_master = np.zeros(space.num_groups)
+        self._held = native.fill(
+            self.problem,
+            groups=space.num_groups,
+            kinds=costs.prefill_s.shape[1],
+            bits=len(space.bits),
+            layers=space.num_layers,
+            kind=space.kinds,
+            prefill=costs.prefill_s,
+            decode=costs.decode_s,
+            bytes=costs.layer_bytes,
+            capacity=np.concatenate([costs.capacity_bytes, costs.first_capacity_bytes]),
+            master_prefill=np.concatenate([no_master, costs.master_prefill_s]),
+            master_decode=np.concatenate([no_master, costs.master_decode_s]),
+            send_prefill=np.stack([costs.send_prefill_s, costs.return_prefill_s]),
+            send_decode=np.stack([costs.send_decode_s, costs.return_decode_s]),
+            omega=space.omega,
+            **({} if space.limits is None else {"allowed": space.allowed}),
+            theta=space.theta_s,
+            budget=_budget(space),
+            **_weights(costs, space.formula),
+        )
+        counts = np.array(space.group_counts)
+        self.fits = bool(layers_that_fit(costs, counts).max() >= space.num_layers)
+        smallest = np.maximum(1, costs.layer_bytes[:, np.unique(space.kinds)].min(axis=(1, 2)))
+        held = np.maximum(0, costs.capacity_bytes) // smallest
+        most = np.sort(np.repeat(held, counts))[::-1].cumsum()
+        fewest = 1 + int((most < space.num_layers).sum())
+        alone = np.diag(counts == 1)  # a group of one device has no link to itself
+        sends = [
+            float(np.where(alone, np.inf, send).min()) if counts.sum() > 1 else 0.0
+            for send in (costs.send_prefill_s, costs.send_decode_s)
+        ]
+        self.floor = (held > 0).astype(np.int32), np.array(sends), fewest
+
+
+def _budget(space: SearchSpace) -> float:
+    """Return the largest degradation that ``objective.within_budget`` accepts."""
+    if space.quality_budget is None:
+        return math.inf
+    return space.quality_budget * (1 + QUALITY_SLACK) + 1e-15
+
+
+def _weights(costs: PairCosts, formula: Formula) -> dict[str, object]:
+    """Return the weights of maxima and sums in the latency formula (``objective``)."""
+    rounds = costs.new_tokens - 1
+    steady = formula == "steady"
+    batches = costs.decode_batches if steady else costs.decode_batches - 1
+    sums = (0.0, float(rounds)) if steady else (1.0, 1.0)
+    return {
+        "peak_prefill": float(costs.prefill_batches - 1),
+        "peak_decode": float(rounds * batches),
+        "sum_weight": sums,
+        "rounds": float(costs.decode_batches),
+        "steady": int(steady and rounds > 0),
+        "links_in_sums": int(steady),
+    }
+
+
+class Incumbent(NamedTuple):
+    """An evaluated plan of one pair and order."""
+
+    problem: AssignmentProblem
+    assignment: Assignment
+    evaluation: Evaluation
+
+
+def _schedule(
+    iterations: int, patience: int, step: float, shrink: float, momentum: float
+) -> native.Ascent:
+    return native.Ascent(
+        iterations=iterations,
+        patience=patience,
+        restart=1,
+        step=step,
+        shrink=shrink,
+        momentum=momentum,
+        smallest_step=1e-5,
+    )
+
+
+NONCONTIGUOUS = _schedule(200, 25, 0.1, 0.6, 0.85)
+NONCONTIGUOUS_OUT_OF_TIME = _schedule(15, 25, 0.1, 0.6, 0.85)
+"""A few per cent below ``NONCONTIGUOUS`` for a fifth of its work."""
+SHORT = (_schedule(150, 25, 0.03, 0.7, 0.9),)
+LONG = (
+    _schedule(1200, 50, 0.05, 0.7, 0.9),
+    _schedule(1200, 50, 0.03, 0.7, 0.0),
+    _schedule(1200, 40, 0.03, 0.7, 0.9),
+)
+"""Deflected and plain subgradient steps in turn: each continues where the other stalls."""
+
+
+def start_multipliers(space: SearchSpace, pair: NativePair) -> FloatArray:
+    """Return multipliers that share the weight of each maximum evenly over all devices."""
+    size = space.num_groups
+    found = np.zeros(6 * size + 3)
+    devices = sum(space.group_counts)
+    found[:size] = pair.problem.peak_prefill / devices
+    found[2 * size : 3 * size] = pair.problem.peak_decode / devices
+    return found
+
+
+def noncontiguous_bound(
+    space: SearchSpace,
+    pair: NativePair,
+    lattice: OrderLattice,
+    warm: tuple[NativePair, FloatArray],
+    steps: native.Ascent = NONCONTIGUOUS,
+) -> tuple[float, FloatArray]:
+    """Return the bound without contiguity, and its multipliers.
+
+    ``warm`` is another pair and its multipliers to start from, scaled to this pair's totals.
+    """
+    size = space.num_groups
+    other, multipliers = warm
+    found = multipliers.copy()
+    parts = slice(0, 2 * size), slice(2 * size, 4 * size + 1)
+    for part, name in zip(parts, ("peak_prefill", "peak_decode"), strict=True):
+        total, old_total = getattr(pair.problem, name), getattr(other.problem, name)
+        if old_total > 0:
+            found[part] *= total / old_total
+        else:
+            found[part] = start_multipliers(space, pair)[part]
+    bound = native.noncontiguous_bound(pair.problem, lattice.graph, pair.floor, found, steps)
+    return bound, found
+
+
+def lattice_multipliers(space: SearchSpace, multipliers: FloatArray) -> FloatArray:
+    """Return the lattice's first multipliers, with the master's memory as that of its group."""
+    size = space.num_groups
+    found = multipliers.copy()
+    found[size : 2 * size] = found[3 * size : 4 * size] = 0.0
+    found[5 * size + 1 : 6 * size + 1] = found[4 * size + 1 : 5 * size + 1]
+    return found
+
+
+def repaired_plan(
+    space: SearchSpace, pair: NativePair, lattice: OrderLattice, multipliers: FloatArray
+) -> Incumbent | None:
+    """Return a feasible plan near the one that attains the bound, ``None`` without one.
+
+    Layers over memory are narrowed where that costs least a byte, and free memory is used.
+    """
+    stages, choice = native.relaxed_plan(pair.problem, lattice.graph, multipliers)
+    if not len(stages):
+        return None
+    order = tuple(lattice.node_group[node] for node, _, _ in stages.tolist())
+    problem = space.problem(pair.costs, order)
+    widths = choice.astype(np.int64)
+    positions = np.zeros(space.num_layers, dtype=np.int64)
+    for position, (_, first, end) in enumerate(stages.tolist()):
+        positions[first:end] = position
+        prices = _prices(space, pair, order[position], multipliers)[first:end]
+        sizes = pair.costs.layer_bytes[order[position], space.kinds[first:end]]
+        capacity = problem.capacity_bytes(position)
+        widths[first:end] = _fitted(widths[first:end], prices, sizes, capacity)
+    assignment = Assignment(tuple(positions.tolist()), tuple(widths.tolist()))
+    if not obeys(space.limits, order, assignment.positions, assignment.widths):
+        return None
+    evaluation = evaluate(problem, assignment)
+    if not is_feasible(problem, evaluation):
+        return None
+    return Incumbent(problem, assignment, evaluation)
+
+
+def _prices(
+    space: SearchSpace, pair: NativePair, group: int, multipliers: FloatArray
+) -> FloatArray:
+    """Return ``[L, B]`` the Lagrangian cost of a layer on a group, without memory."""
+    size = space.num_groups
+    sums = pair.problem.sum_weight[0] + multipliers[4 * size]
+    base = (1 + multipliers[group]) * pair.costs.prefill_s[group]
+    base = base + (sums + multipliers[2 * size + group]) * pair.costs.decode_s[group]
+    prices: FloatArray = (
+        base[space.kinds] + (space.theta_s + multipliers[6 * size + 1]) * space.omega
+    )
+    return np.where(space.allowed[group], prices, np.inf)
+
+
+def _fitted(widths: np.ndarray, prices: FloatArray, sizes: np.ndarray, capacity: int) -> np.ndarray:
+    """Return widths ``[M]`` near ``widths`` that fit in ``capacity``; tables are ``[M, B]``."""
+    widths, rows = widths.copy(), np.arange(len(widths))
+    while True:
+        room = capacity - int(sizes[rows, widths].sum())
+        dearer = prices - prices[rows, widths][:, None]
+        freed = sizes[rows, widths][:, None] - sizes
+        if room < 0:
+            rate = np.where(freed > 0, dearer / np.maximum(freed, 1), np.inf)
+        else:
+            gains = (dearer < 0) & (-freed <= room)
+            rate = np.where(gains, dearer / np.maximum(-freed, 1), np.inf)
+        if not rate.size or np.isinf(rate.min()):
+            return widths
+        layer, width = np.unravel_index(int(rate.argmin()), rate.shape)
+        widths[layer] = width
+
 
 MAX_COLUMNS = 2_000_000
 MAX_LABELS = 4_000_000
@@ -293,7 +556,7 @@ class _Search:
 
     def _search_labels(self, candidate: _Candidate, limit_s: float) -> bool:
         """Enumerate below a limit; keep the plan and the bound; return whether it was complete."""
-        limits = native.Search(
+        limits = native.LabelSearch(
             limit=limit_s,
             seconds=min(1e9, max(0.0, self.deadline.left_s)),
             beam_limit=min(limit_s + 3 * (limit_s - candidate.base_s), self.best_s),
@@ -355,4 +618,64 @@ def _proof(candidate: _Candidate) -> PairProof:
         bound_s=candidate.bound_s,
         reason=candidate.reason,
         multipliers=tuple(candidate.multipliers.tolist()) if by_multipliers else (),
+    )
+
+
+def find_exact(task: PlanningTask, progress: Progress, *, explains: bool = True) -> Solution:
+    """Find the best plan; by integer programs where the exact search does not support a task.
+
+    Without ``explains``, the error does not say why there is no plan, which takes programs.
+    """
+    request = task.request
+    try:
+        result = solve_exact(
+            task.space,
+            orders=task.fixed_order or request.orders,
+            gap=request.gap,
+            deadline=request.deadline,
+            progress=progress,
+        )
+    except NotCoveredError:
+        # Programs cannot close the last thousandth in reasonable time.
+        programs = replace(request, gap=max(request.gap, DEFAULT_GAP))
+        return find_plan(replace(task, request=programs), progress)
+    except OutOfTimeError:
+        fallback = find_proportional(task)
+        if fallback is None:
+            raise
+        return fallback
+    except InfeasibleError as error:
+        if not explains:
+            raise
+        if request.quality_budget is None:
+            raise memory_error(request) from error
+        raise InfeasibleError(explain_budget(task)) from error
+    searched = result.stats.searched
+    solution = Solution(
+        problem=result.problem,
+        assignment=result.assignment,
+        evaluation=result.evaluation,
+        solver="exact",
+        status="optimal" if result.gap <= request.gap + GAP_ROUNDING else "feasible",
+        bound_s=result.bound_s,
+        orders=result.num_orders,
+        order_set=result.orders,
+        pairs_searched=searched,
+        pairs_pruned=task.num_pairs - searched,
+    )
+    late = solution.status != "optimal" and request.deadline.has_passed
+    return _with_fallback(solution, find_proportional(task)) if late else solution
+
+
+def _with_fallback(found: Solution, fallback: Solution | None) -> Solution:
+    """Return the search's solution, with the fallback's plan where that is cheaper."""
+    if fallback is None or fallback.evaluation.objective_s >= found.evaluation.objective_s:
+        return found
+    assert found.bound_s is not None
+    return replace(
+        found,
+        problem=fallback.problem,
+        assignment=fallback.assignment,
+        evaluation=fallback.evaluation,
+        bound_s=min(found.bound_s, fallback.evaluation.objective_s),
     )

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from llmpq.assigner.constraints.overrides import Overrides
-from llmpq.assigner.constraints.resolve import device_names
-from llmpq.assigner.explain.binding import PlanBinding, plan_binding
-from llmpq.assigner.explain.infeasible import dropped_reasons, larger_cluster
-from llmpq.assigner.fleet.partition import Pools
+from llmpq.assigner.constraints.resolve import Overrides, device_names
+from llmpq.assigner.explain.infeasible import (
+    PlanBinding,
+    dropped_reasons,
+    larger_cluster,
+    plan_binding,
+)
+from llmpq.assigner.fleet.partition import DevicePools
 from llmpq.assigner.planner import plan_task
 from llmpq.assigner.request import (
     OutOfTimeError,
@@ -152,7 +155,7 @@ def _kinds(cluster: Cluster, overrides: Overrides) -> tuple[str, ...]:
     One more device of either then makes the same cluster.
     Decisions of the user name nodes and devices, so no groups are alike where there are any.
     """
-    pools = Pools.of(cluster)
+    pools = DevicePools.of(cluster)
     places = range(len(pools.counts))
     if overrides:
         return tuple(map(str, places))
@@ -173,7 +176,7 @@ def one_more(
     alike: dict[str, list[int]] = {}
     for place, kind in enumerate(_kinds(request.cluster, request.overrides)):
         alike.setdefault(kind, []).append(place)
-    names = Pools.of(request.cluster).names()
+    names = DevicePools.of(request.cluster).names()
     questions = [
         (
             tuple(names[place] for place in places),

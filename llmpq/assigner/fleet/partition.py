@@ -15,8 +15,7 @@ import numpy as np
 
 from llmpq.assigner.problem import FloatArray
 from llmpq.spec.cluster import Cluster
-from llmpq.spec.codec import to_json
-from llmpq.spec.fields import digest_of
+from llmpq.spec.fields import digest_of, to_json
 
 MAX_PARTS = 1024
 """Parts that are considered; of clusters with more, some."""
@@ -25,12 +24,12 @@ MAX_OF_TYPES = 256
 MAX_TYPES = 5
 """Device types of which each combination is considered by itself."""
 
-Counts = tuple[int, ...]
+DeviceCounts = tuple[int, ...]
 """Devices of a part, by pool."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pools:
+class DevicePools:
     """Counts of the equal devices of every node of a cluster.
 
     Attributes:
@@ -40,11 +39,11 @@ class Pools:
     """
 
     cluster: Cluster
-    counts: Counts
+    counts: DeviceCounts
     nodes: tuple[int, ...]
 
     @classmethod
-    def of(cls, cluster: Cluster) -> Pools:
+    def of(cls, cluster: Cluster) -> DevicePools:
         """Return the pools of a cluster, in file order."""
         found = [
             (group.count, place)
@@ -53,7 +52,7 @@ class Pools:
         ]
         return cls(cluster, tuple(count for count, _ in found), tuple(place for _, place in found))
 
-    def parts(self) -> tuple[tuple[Counts, ...], bool]:
+    def parts(self) -> tuple[tuple[DeviceCounts, ...], bool]:
         """Return the parts with at least one device, and whether these are all.
 
         Of large clusters: whole pools and all their combinations, halves and quarters, all parts
@@ -64,7 +63,7 @@ class Pools:
         if every <= MAX_PARTS:
             found = product(*(range(count + 1) for count in self.counts))
             return tuple(counts for counts in found if any(counts)), True
-        kept: dict[Counts, None] = {self.counts: None}
+        kept: dict[DeviceCounts, None] = {self.counts: None}
         for shares in (1, 2, 4):
             sizes = [sorted({count * n // shares for n in range(shares + 1)})
                      for count in self.counts]  # fmt: skip
@@ -86,7 +85,7 @@ class Pools:
             kept |= dict.fromkeys(own)
         return tuple(kept), False
 
-    def cluster_of(self, counts: Counts) -> Cluster:
+    def cluster_of(self, counts: DeviceCounts) -> Cluster:
         """Return the part as a cluster of its own."""
         nodes = []
         pool = 0
@@ -104,18 +103,18 @@ class Pools:
         links = tuple(link for link in self.cluster.links if set(link.between) <= names)
         return replace(self.cluster, nodes=tuple(nodes), links=links)
 
-    def key(self, counts: Counts) -> str:
+    def key(self, counts: DeviceCounts) -> str:
         """Return a digest that is the same for parts that are equal up to symmetry."""
         return symmetric_key(self.cluster_of(counts))
 
-    def in_order(self, counts: Counts) -> list[int]:
+    def in_order(self, counts: DeviceCounts) -> list[int]:
         """Return the pools of a part; those of equal parts match one by one."""
         texts = _texts(self.cluster_of(counts))
         names = [self.cluster.nodes[place].name for place in self.nodes]
         pools = [pool for pool, count in enumerate(counts) if count]
         return sorted(pools, key=lambda pool: (texts[names[pool]], self.nodes[pool], pool))
 
-    def core_shares(self, parts: Sequence[Counts]) -> FloatArray:
+    def core_shares(self, parts: Sequence[DeviceCounts]) -> FloatArray:
         """Return ``[P, H]`` the part of the cores of each host that parts take.
 
         Hosts are those with a number of cores. A part with more threads than cores takes all.
@@ -137,15 +136,15 @@ class Pools:
             f"{node.name}/{group.type}" for node in self.cluster.nodes for group in node.devices
         ]
 
-    def of_nodes(self) -> list[Counts]:
+    def of_nodes(self) -> list[DeviceCounts]:
         """Return one part for each node."""
         return self._by([str(place) for place in self.nodes])
 
-    def of_types(self) -> list[Counts]:
+    def of_types(self) -> list[DeviceCounts]:
         """Return one part for each device type."""
         return self._by([group.type for node in self.cluster.nodes for group in node.devices])
 
-    def of_devices(self) -> list[Counts]:
+    def of_devices(self) -> list[DeviceCounts]:
         """Return one part for each device."""
         return [
             tuple(int(place == pool) for place in range(len(self.counts)))
@@ -153,7 +152,7 @@ class Pools:
             for _ in range(count)
         ]
 
-    def without_types(self) -> list[Counts]:
+    def without_types(self) -> list[DeviceCounts]:
         """Return the clusters that are left without some device types, the largest first."""
         types = [group.type for node in self.cluster.nodes for group in node.devices]
         names = list(dict.fromkeys(types))
@@ -176,7 +175,7 @@ class Pools:
             first += count
         return found
 
-    def _by(self, labels: Sequence[str]) -> list[Counts]:
+    def _by(self, labels: Sequence[str]) -> list[DeviceCounts]:
         return [
             tuple(
                 count if own == label else 0 for count, own in zip(self.counts, labels, strict=True)
@@ -203,7 +202,7 @@ def _texts(part: Cluster) -> dict[str, str]:
     }
 
 
-def _of_size(counts: Counts, size: int) -> Iterator[Counts]:
+def _of_size(counts: DeviceCounts, size: int) -> Iterator[DeviceCounts]:
     """Yield the parts with ``size`` devices."""
     if not counts:
         if not size:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from llmpq.assigner.constraints.overrides import Overrides
-from llmpq.assigner.device_orders import OrderMode
+from llmpq.assigner.constraints.resolve import Overrides
+from llmpq.assigner.enumeration import OrderMode
 from llmpq.assigner.exact.lattice import has_few_orders
 from llmpq.assigner.fleet.rate_search import RateSearch
 from llmpq.assigner.fleet.search import FleetLimits, FleetPlan, FleetSearch

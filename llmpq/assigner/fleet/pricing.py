@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from llmpq.assigner.constraints.deadline import NEVER
-from llmpq.assigner.exact.method import find_exact
+from llmpq.assigner.constraints.resolve import NEVER
+from llmpq.assigner.exact.search import find_exact
 from llmpq.assigner.explain.infeasible import SMALLEST
-from llmpq.assigner.fleet.partition import Counts, Pools
+from llmpq.assigner.fleet.partition import DeviceCounts, DevicePools
 from llmpq.assigner.milp.search import find_plan
 from llmpq.assigner.objective import evaluate, relative_gap
 from llmpq.assigner.planner import FIRST_PLAN_GAP, plan_of, solve_task
@@ -35,12 +35,12 @@ from llmpq.spec.plan import Plan
 PRICES = 64
 """Prices of degradation tried for the bound."""
 
-Key = tuple[Counts, int]
+Key = tuple[DeviceCounts, int]
 """A part and its batch."""
 
 
 @dataclass(frozen=True, slots=True)
-class Price:
+class ReplicaValue:
     """What a part makes with a batch.
 
     Attributes:
@@ -52,7 +52,7 @@ class Price:
     """
 
     requests_per_s: float
-    used: Counts
+    used: DeviceCounts
     bound: float
     is_final: bool = True
     share: float = 1.0
@@ -72,12 +72,12 @@ class _Placed:
         pools: of the devices in use, in order.
     """
 
-    counts: Counts
+    counts: DeviceCounts
     pools: tuple[int, ...]
     solution: Solution
 
 
-class Pricer:
+class ReplicaEvaluator:
     """Prices the parts of a request's cluster.
 
     Args:
@@ -88,10 +88,10 @@ class Pricer:
         searches: how many exact searches were made.
     """
 
-    def __init__(self, request: PlanRequest, pools: Pools) -> None:
+    def __init__(self, request: PlanRequest, pools: DevicePools) -> None:
         self._request = request
         self._pools = pools
-        self._known: dict[tuple[str, int], Price] = {}
+        self._known: dict[tuple[str, int], ReplicaValue] = {}
         self._placed: dict[tuple[str, int], _Placed] = {}
         self._plans: dict[tuple[Key, str], Plan] = {}
         self._rates = {
@@ -118,7 +118,7 @@ class Pricer:
                 seconds.append(float(layer_s) / pair.micro_batching.prefill)
         return min(seconds, default=0.0)
 
-    def price(self, counts: Counts, batch: int, share: float = 1.0) -> Price:
+    def price(self, counts: DeviceCounts, batch: int, share: float = 1.0) -> ReplicaValue:
         """Return the price of a part and a batch, by the exact search.
 
         Args:
@@ -142,7 +142,7 @@ class Pricer:
         self._known[key] = found
         return found
 
-    def plan(self, counts: Counts, batch: int, command: str) -> Plan:
+    def plan(self, counts: DeviceCounts, batch: int, command: str) -> Plan:
         """Return the best plan that was found for a part."""
         key = counts, batch
         if (key, command) not in self._plans:
@@ -155,26 +155,26 @@ class Pricer:
             )
         return self._plans[key, command]
 
-    def _of(self, counts: Counts, batch: int) -> PlanRequest:
+    def _of(self, counts: DeviceCounts, batch: int) -> PlanRequest:
         return replace(
             self._request,
             cluster=self._pools.cluster_of(counts),
             workload=replace(self._request.workload, batch=batch),
         )
 
-    def _search(self, counts: Counts, batch: int, share: float) -> Price:
+    def _search(self, counts: DeviceCounts, batch: int, share: float) -> ReplicaValue:
         request = self._of(counts, batch)
         if request.time_limit_s is not None:
             deadline = request.deadline.within(request.time_limit_s * share)
             request = replace(request, deadline=deadline)
         task = build_task(request)
         if not holds_model(task) or not _has_plan(task):
-            return Price(0.0, counts, 0.0)
+            return ReplicaValue(0.0, counts, 0.0)
         self.searches += 1
         found = _solution(task)
         if found is None:
             late = request.deadline.has_passed
-            return Price(0.0, counts, math.inf if late else 0.0, is_final=not late)
+            return ReplicaValue(0.0, counts, math.inf if late else 0.0, is_final=not late)
         pools = [pool for pool, count in enumerate(counts) if count]
         order = [found.problem.order[place] for place in found.assignment.used_positions()]
         used = tuple(pools[group] for group in order)
@@ -185,7 +185,7 @@ class Pricer:
         bound = batch / found.bound_s if is_bound and found.bound_s else math.inf
         self._keep(_Placed(counts, used, found), batch, rate)
         self._keep(_Placed(counted, used, found), batch, rate)
-        return Price(rate, counted, bound, is_final=not request.deadline.has_passed)
+        return ReplicaValue(rate, counted, bound, is_final=not request.deadline.has_passed)
 
     def _keep(self, placed: _Placed, batch: int, rate: float) -> None:
         """Keep the best solution of a part."""

@@ -9,24 +9,135 @@ fleet is optimal. The obvious ways to cut the cluster are priced first, and boun
 Where time is short, the clusters without some device types are searched by themselves, so that
 devices of little use do not take the time of the others. Of very large clusters not all parts are
 considered; the bound then is the sum of the devices' own bounds.
+
+The set packing program is given as arrays: thousands of columns, a row for each pool.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from llmpq.assigner.constraints.limits import BoolArray
-from llmpq.assigner.fleet.packing import Packed, Packing
-from llmpq.assigner.fleet.partition import Counts, Pools
-from llmpq.assigner.fleet.pricing import Key, Pricer, batches
+from llmpq.assigner.constraints.resolve import BoolArray
+from llmpq.assigner.fleet.partition import DeviceCounts, DevicePools
+from llmpq.assigner.fleet.pricing import Key, ReplicaEvaluator, batches
 from llmpq.assigner.objective import relative_gap
 from llmpq.assigner.problem import FloatArray, IntArray
 from llmpq.assigner.request import GAP_ROUNDING, PlanRequest, Progress
-from llmpq.spec.fleet import OtherCut
-from llmpq.spec.plan import Plan, Status
+from llmpq.errors import SolverError
+from llmpq.spec.plan import OtherCut, Plan, Status
+
+ROUNDED_TO = 1e-6
+"""Values up to here count as 0: the solver's tolerance."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Packed:
+    """The best packing.
+
+    Attributes:
+        taken: ``[C]`` how often each column is taken, also in part unless whole ones are wanted.
+        bound: of the sum of values.
+        costs: ``[C]`` by how much the bound falls where a column is taken once, of packings in
+            part; else 0.
+    """
+
+    taken: FloatArray
+    bound: float
+    costs: FloatArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Packing:
+    """What columns take of the cluster; ``C`` columns, ``T`` pools, ``H`` hosts with shared cores.
+
+    Attributes:
+        counts: ``[C, T]`` devices of a column.
+        sizes: ``[C]`` its sequences.
+        core_shares: ``[C, H]`` the part of a host's cores that it takes.
+        devices: ``[T]`` devices there are.
+        sequences: sequences there are.
+        number: of columns to take, ``None`` for any.
+    """
+
+    counts: IntArray
+    sizes: IntArray
+    core_shares: FloatArray
+    devices: IntArray
+    sequences: int
+    number: int | None
+
+    def best(self, values: FloatArray, *, is_whole: bool, time_limit_s: float) -> Packed:
+        """Return the best packing.
+
+        Args:
+            values: ``[C]``, all positive.
+            is_whole: whether columns are taken a whole number of times.
+            time_limit_s: of the solver. No column is taken where it finds nothing in time.
+        """
+        import highspy
+
+        largest = float(values.max())  # for the solver's tolerances
+        solver = highspy.Highs()  # type: ignore[no-untyped-call]
+        for name, value in (("output_flag", False), ("threads", 1), ("mip_rel_gap", 0.0),
+                            ("mip_abs_gap", 0.0)):  # fmt: skip
+            solver.setOptionValue(name, value)
+        if math.isfinite(time_limit_s):
+            solver.setOptionValue("time_limit", max(0.0, time_limit_s))
+        solver.passModel(self._model(values / largest, is_whole=is_whole))
+        solver.run()
+        outcome, states = solver.getModelStatus(), highspy.HighsModelStatus
+        nothing = np.zeros(len(values))
+        if outcome in (states.kInfeasible, states.kUnboundedOrInfeasible):
+            return Packed(taken=nothing, bound=0.0, costs=nothing)
+        if outcome not in (states.kOptimal, states.kTimeLimit):
+            text = solver.modelStatusToString(outcome)
+            raise SolverError(f"solver 'highs' stopped with '{text}'")
+        info, found = solver.getInfo(), solver.getSolution()
+        if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
+            return Packed(taken=nothing, bound=math.inf, costs=nothing)
+        taken = np.array(found.col_value)
+        is_optimal = outcome == states.kOptimal
+        least = info.mip_dual_bound if is_whole else info.objective_function_value
+        return Packed(
+            taken=np.where(taken > ROUNDED_TO, taken, 0.0),
+            bound=-float(least) * largest if is_whole or is_optimal else math.inf,
+            costs=nothing if is_whole else np.maximum(0.0, np.array(found.col_dual)) * largest,
+        )
+
+    def _model(self, values: FloatArray, *, is_whole: bool) -> Any:
+        """Return the program in the solver's form."""
+        import highspy
+
+        numbers = [] if self.number is None else [np.ones(len(values))]
+        shares = self.core_shares.T
+        rows = np.vstack([self.counts.T, shares, self.sizes, *numbers]).astype(np.float64)  # [R, C]
+        upper = np.array(
+            [*self.devices, *np.ones(len(shares)), self.sequences, *([self.number] * len(numbers))],
+            dtype=np.float64,
+        )
+        lower = np.zeros(len(upper))
+        if numbers:
+            lower[-1] = upper[-1]
+        columns, places = np.nonzero(rows.T)
+        model = highspy.HighsLp()
+        model.num_col_, model.num_row_ = len(values), len(rows)
+        model.col_cost_ = -values
+        model.col_lower_ = np.zeros(len(values))
+        model.col_upper_ = np.full(len(values), float(self.sequences))
+        model.row_lower_, model.row_upper_ = lower, upper
+        model.a_matrix_.format_ = highspy.MatrixFormat.kColwise
+        model.a_matrix_.start_ = np.searchsorted(columns, np.arange(len(values) + 1))
+        model.a_matrix_.index_ = places
+        model.a_matrix_.value_ = rows.T[columns, places]
+        if is_whole:
+            model.integrality_ = [highspy.HighsVarType.kInteger] * len(values)
+        return model
+
 
 LEAST_PACKING_S = 0.2
 """Seconds of an integer program where the time is up."""
@@ -134,15 +245,15 @@ class FleetSearch:
         self._request = request
         self._number = number
         self._progress = progress
-        self._pools = Pools.of(request.cluster)
+        self._pools = DevicePools.of(request.cluster)
         parts, self._is_complete = self._pools.parts()
-        self._pricer = Pricer(request, self._pools)
+        self._pricer = ReplicaEvaluator(request, self._pools)
         self._batches = tuple(batches(request.workload.batch))
         self._has_shared_cores = any(node.cores is not None for node in request.cluster.nodes)
         self._columns: list[Key] = []
         self._index: dict[Key, int] = {}
-        self._keys: dict[Counts, str] = {}
-        self._equal_parts: dict[str, list[Counts]] = {}
+        self._keys: dict[DeviceCounts, str] = {}
+        self._equal_parts: dict[str, list[DeviceCounts]] = {}
         self._counts: IntArray = np.zeros((0, len(self._pools.counts)), dtype=np.int64)
         self._sizes: IntArray = np.zeros(0, dtype=np.int64)
         self._core_shares: FloatArray = self._pools.core_shares([])
@@ -188,7 +299,7 @@ class FleetSearch:
             self._price(place)
         self._keep()
 
-    def _near_share(self, parts: Sequence[Counts]) -> list[int]:
+    def _near_share(self, parts: Sequence[DeviceCounts]) -> list[int]:
         """Return the columns of parts with batches near their share of all devices' speed."""
         rates = self._pricer.bounds(np.array(parts), self._batches[0])
         shares = self._batches[0] * rates / self.bound if self.bound else rates
@@ -262,11 +373,11 @@ class FleetSearch:
         limit_s = self._request.time_limit_s or 0.0
         return self._request.deadline.left_s <= (1 - share) * limit_s
 
-    def _is_of(self, parts: Sequence[Counts]) -> BoolArray:
+    def _is_of(self, parts: Sequence[DeviceCounts]) -> BoolArray:
         """Return ``[C]`` which columns are of these parts."""
         return np.array([part in parts for part, _ in self._columns])
 
-    def _add(self, parts: Sequence[Counts]) -> None:
+    def _add(self, parts: Sequence[DeviceCounts]) -> None:
         """Add the columns of parts, with every batch."""
         if not parts:
             return
@@ -329,7 +440,7 @@ class FleetSearch:
         found: BoolArray = self._upper <= self._lower * (1 + GAP_ROUNDING)
         return found
 
-    def _is_inside(self, counts: Counts) -> BoolArray:
+    def _is_inside(self, counts: DeviceCounts) -> BoolArray:
         """Return ``[C]`` which columns have no other devices."""
         found: BoolArray = np.all(self._counts <= np.array(counts), axis=1)
         return found
@@ -386,7 +497,7 @@ class FleetSearch:
         left_s = max(LEAST_PACKING_S, self._request.deadline.left_s)
         return packing.best(values[places], is_whole=is_whole, time_limit_s=left_s)
 
-    def _cuts(self) -> dict[str, list[Counts]]:
+    def _cuts(self) -> dict[str, list[DeviceCounts]]:
         """Return other ways to cut the cluster."""
         pools = self._pools
         return {
@@ -438,7 +549,7 @@ class FleetSearch:
         """Return parts and batches of the fleet, the fastest first."""
         return sorted(self.fleet, key=self._rate, reverse=True)
 
-    def _without(self, part: Counts, size: int) -> tuple[tuple[str, float], ...]:
+    def _without(self, part: DeviceCounts, size: int) -> tuple[tuple[str, float], ...]:
         if sum(part) == 1 or self._request.deadline.has_passed:
             return ()
         found = []
@@ -453,7 +564,7 @@ class FleetSearch:
     def _rate(self, key: Key) -> float:
         return float(self._lower[self._index[key]])
 
-    def _other(self, name: str, parts: list[Counts]) -> OtherCut:
+    def _other(self, name: str, parts: list[DeviceCounts]) -> OtherCut:
         inside = self._is_of(parts)
         chosen, _ = self._pack(self._lower, inside, has_number=False)
         # A bound that is left says that nothing was proven.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmpq.assigner.device_orders import leading_orders
+from llmpq.assigner.enumeration import leading_orders
 from llmpq.assigner.heuristics.additive import AdditiveProblem, additive_problem, least_cost
 from llmpq.assigner.heuristics.pair_table import (
     Choice,

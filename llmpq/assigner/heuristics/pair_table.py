@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmpq.assigner.device_orders import device_orders, leading_orders, num_orders
+from llmpq.assigner.enumeration import device_orders, leading_orders, num_orders
 from llmpq.assigner.objective import evaluate, is_feasible, within_budget
 from llmpq.assigner.problem import Assignment, FloatArray, IntArray
 from llmpq.assigner.request import PlanningTask, Solution

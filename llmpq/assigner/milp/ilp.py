@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from llmpq.assigner.bit_assignment import assignment_of_counts
-from llmpq.assigner.constraints.limits import obeys
+from llmpq.assigner.constraints.resolve import obeys
 from llmpq.assigner.milp.solvers import SolverName, SolverResult, SolverStatus, solve
-from llmpq.assigner.objective import Evaluation, evaluate, is_feasible
+from llmpq.assigner.objective import Evaluation, assignment_of_counts, evaluate, is_feasible
 from llmpq.assigner.problem import Assignment, AssignmentProblem
 from llmpq.errors import SolverError
 

@@ -32,7 +32,7 @@ TRANSFER_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Candidate:
+class _PairAndOrder:
     bound_s: float
     pair: PairCosts
     order: tuple[int, ...]
@@ -41,7 +41,7 @@ class _Candidate:
 def find_plan(task: PlanningTask, progress: Progress) -> Solution:
     """Minimise the objective over orders, pairs, placements and bitwidths; some pair fits."""
     request, (order_set, orders) = task.request, task.orders()
-    search = _Search(task, progress, _candidates(task, orders))
+    search = _ProgramSearch(task, progress, _candidates(task, orders))
     search.run()
     if search.best is None:
         if search.out_of_time:
@@ -70,21 +70,21 @@ def find_plan(task: PlanningTask, progress: Progress) -> Solution:
     )
 
 
-def _candidates(task: PlanningTask, orders: tuple[tuple[int, ...], ...]) -> list[_Candidate]:
+def _candidates(task: PlanningTask, orders: tuple[tuple[int, ...], ...]) -> list[_PairAndOrder]:
     found = []
     for pair, row in zip(task.pairs, task.bounds(task.theta_s).tolist(), strict=True):
         fits = layers_that_fit(pair, task.group_counts) >= len(task.kinds)
         found += [
-            _Candidate(bound_s=row[order[0]], pair=pair, order=order)
+            _PairAndOrder(bound_s=row[order[0]], pair=pair, order=order)
             for order in orders
             if fits[order[0]]
         ]
     return sorted(found, key=lambda item: item.bound_s)
 
 
-class _Search:
+class _ProgramSearch:
     def __init__(
-        self, task: PlanningTask, progress: Progress, candidates: list[_Candidate]
+        self, task: PlanningTask, progress: Progress, candidates: list[_PairAndOrder]
     ) -> None:
         self.task = task
         self.progress = progress

@@ -9,17 +9,16 @@ from typing import Any
 
 from llmpq.assigner.schedules.monotone import GridOptimum, Point, Value, branch_and_bound
 from llmpq.assigner.schedules.steady_state import (
+    FlowShop,
     Performance,
     SteadyBatch,
     encode_s,
     rra_performance,
 )
-from llmpq.assigner.timeline import FlowShop
 from llmpq.errors import InfeasibleError
 from llmpq.sim import StepCosts
-from llmpq.spec.lengths import LengthDistribution
-from llmpq.spec.plan import MicroBatching, Plan
-from llmpq.spec.schedule import Schedule, ScheduleEstimate
+from llmpq.spec.plan import MicroBatching, Plan, Schedule, ScheduleEstimate
+from llmpq.spec.workload import LengthDistribution
 
 THROUGHPUT_TOLERANCE = 0.1
 LATENCY_TOLERANCE = 0.02

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Literal, get_args
 
-from llmpq.assigner.plan_estimate import empty_estimate, stage_memory
+from llmpq.assigner.forecast import empty_estimate, stage_memory
 from llmpq.assigner.schedules.monotone import Point, Value
 from llmpq.assigner.schedules.rra import ChosenSchedule, ScheduleTask
 from llmpq.assigner.schedules.steady_state import (
@@ -32,9 +32,8 @@ from llmpq.assigner.schedules.steady_state import (
 from llmpq.costmodel import ClusterCosts
 from llmpq.errors import InfeasibleError
 from llmpq.sim import BatchShape, Hop, StepCosts
-from llmpq.spec.plan import MicroBatching, Plan, StageAssignment
+from llmpq.spec.plan import MicroBatching, Plan, StageAssignment, default_schedule
 from llmpq.spec.precision import Phase
-from llmpq.spec.schedule import default_schedule
 
 Fits = Callable[[MicroBatching], bool]
 

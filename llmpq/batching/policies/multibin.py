@@ -79,13 +79,6 @@ class MultiBinFormer:
         return tuple(chosen)
 
 
-def uniform_boundaries(shortest: float, longest: float, bins: int) -> tuple[float, ...]:
-    """Return the boundaries of k bins of equal width, optimal for uniform lengths (Lemma 4.1)."""
-    _check_bins(bins)
-    width = (longest - shortest) / bins
-    return tuple(shortest + index * width for index in range(1, bins))
-
-
 def quantile_boundaries(lengths: Sequence[float], bins: int) -> tuple[float, ...]:
     """Return boundaries that put the same number of the given lengths into each bin.
 

@@ -13,9 +13,13 @@ from llmpq.errors import SpecError
 from llmpq.multillm.candidates import resolve_models
 from llmpq.multillm.graph import Application, load_application
 from llmpq.multillm.planner import METHODS, PlanOptions, plan_application
-from llmpq.multillm.planner.application import PlannedApplication, workload_of
+from llmpq.multillm.planner.application import (
+    PlannedApplication,
+    candidate_finder,
+    replay,
+    workload_of,
+)
 from llmpq.multillm.planner.search import TIME_LIMIT_S
-from llmpq.multillm.replay import candidate_finder, replay
 from llmpq.multillm.requests import load_items
 from llmpq.multillm.schedule import ApplicationSchedule, load_schedule, write_schedule
 from llmpq.spec.cluster import Cluster, load_cluster

@@ -27,19 +27,17 @@ from llmpq.errors import SpecError
 from llmpq.multillm.dynamic import DynamicScheduler
 from llmpq.multillm.graph import Application, load_application
 from llmpq.multillm.requests import load_items
-from llmpq.multillm.running.batch_files import write_batch_files
 from llmpq.multillm.running.coordinator import Coordinator
 from llmpq.multillm.running.dataflow import Dataflow
 from llmpq.multillm.running.engines import LocalEngines, StartEngine
-from llmpq.multillm.running.journal import Journal, identity_of
+from llmpq.multillm.running.journal import AnswerJournal, identity_of, write_batch_files
 from llmpq.multillm.running.prepare import check_prompts, prepare_models
-from llmpq.multillm.running.report import build_report, time_left_s
-from llmpq.multillm.running.timeline import Timeline
+from llmpq.multillm.running.timeline import Timeline, build_report, time_left_s
 from llmpq.multillm.schedule import ApplicationSchedule, load_schedule, write_schedule
 from llmpq.options.declare import add_options, read_options
 from llmpq.options.run import LauncherOptions, LaunchOptions
 from llmpq.spec.cluster import Cluster, load_cluster
-from llmpq.spec.codec import to_json
+from llmpq.spec.fields import to_json
 from llmpq.units import format_seconds
 
 RESTARTS = {
@@ -114,7 +112,7 @@ def _run(options: argparse.Namespace) -> int:
     output = Path(options.output)
     schedule = _schedule_of(options, app, cluster)
     require(*PACKAGES)
-    from llmpq.server.tokenizer import load_server_tokenizer
+    from llmpq.server.text.tokenizer import load_server_tokenizer
 
     models, plans = prepare_models(
         app, schedule, cluster, _folders(options.model), cache(load_server_tokenizer)
@@ -124,7 +122,7 @@ def _run(options: argparse.Namespace) -> int:
     identity = identity_of(app, items, to_json(sampling))
     with (
         _engines(options, cluster) as engines,
-        Journal(output, identity, resume=options.resume) as journal,
+        AnswerJournal(output, identity, resume=options.resume) as journal,
         progress_bar("run") as show,
     ):
         flow, timeline = Dataflow(app, items), Timeline()

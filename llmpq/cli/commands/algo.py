@@ -10,18 +10,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from llmpq.assigner import METHODS, PlanRequest, make_plan
-from llmpq.assigner.constraints.deadline import Deadline
+from llmpq.assigner.constraints.resolve import Deadline
 from llmpq.assigner.draft_placement import (
     DraftPlace,
     DraftRequest,
     draft_places,
     place_draft,
 )
-from llmpq.assigner.explain.compare import compare_methods
+from llmpq.assigner.explain.compare import compare_methods, pareto_plans
 from llmpq.assigner.explain.explanation import explain_plan
-from llmpq.assigner.explain.pareto import pareto_plans
-from llmpq.assigner.export.export import ENGINES, PLAN_FILE, write_export
-from llmpq.assigner.export.pipeline import Command
+from llmpq.assigner.export.export import ENGINES, PLAN_FILE, Command, write_export
 from llmpq.assigner.planner import check_method
 from llmpq.assigner.request import Progress, costs_of
 from llmpq.cli import render
@@ -41,9 +39,8 @@ from llmpq.costmodel import build_costs
 from llmpq.errors import SpecError
 from llmpq.spec.catalog import resolve_model
 from llmpq.spec.fields import dump_json, write_text
-from llmpq.spec.plan import Plan, write_plan
+from llmpq.spec.plan import ACCEPTANCE_RATE, DRAFT_HEAD_BITS, Plan, write_plan
 from llmpq.spec.precision import BITS, DTYPE_BYTES
-from llmpq.spec.schedule import ACCEPTANCE_RATE, DRAFT_HEAD_BITS
 
 NAME = "llmpq-algo"
 V = TypeVar("V")

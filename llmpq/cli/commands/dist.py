@@ -43,9 +43,8 @@ from llmpq.options.engine import EngineOptions
 from llmpq.options.run import HostsRunOptions, RunOptions
 from llmpq.spec.fields import dump_json, write_text
 from llmpq.spec.huggingface.families import load_model_dir
-from llmpq.spec.plan import Plan, PlanForecast, read_plan
-from llmpq.spec.schedule import Schedule
-from llmpq.spec.trace import TraceRequest
+from llmpq.spec.plan import Plan, PlanForecast, Schedule, read_plan
+from llmpq.spec.workload import TraceRequest
 
 logger = get_logger(__name__)
 
@@ -288,8 +287,7 @@ def forecast_of(plan: Plan, measurement: Measurement, job: Job) -> PlanForecast 
     """Return a forecast of the requests that ran, ``None`` where nothing can be said of them."""
     if measurement.draft_tokens or not measurement.records:
         return None  # the cost models know no draft tokens
-    from llmpq.assigner.forecast import forecast_run
-    from llmpq.assigner.plan_estimate import costs_of_plan
+    from llmpq.assigner.forecast import costs_of_plan, forecast_run
 
     assert job.schedule is not None  # ``_job`` says which
     records = sorted(measurement.records, key=lambda record: (record.arrival_s, record.request))

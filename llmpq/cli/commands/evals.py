@@ -34,7 +34,7 @@ from llmpq.spec.precision import BITS, DTYPE_BYTES
 from llmpq.units import GIB
 
 if TYPE_CHECKING:
-    from llmpq.evals.evaluate import Compared, Variant
+    from llmpq.evals.evaluate import Compared, ComparedModel
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,12 +95,12 @@ def _run(options: argparse.Namespace) -> int:
     os.environ.update(cpu_environment(threads))
     import torch
 
-    from llmpq.evals.evaluate import EvalTask, Variant, compare, evaluate
+    from llmpq.evals.evaluate import ComparedModel, EvalTask, compare, evaluate
 
     torch.set_num_threads(threads)
     task = EvalTask(**arguments)
     if variants is not None:
-        asked = [Variant(**fields) for fields in variants]
+        asked = [ComparedModel(**fields) for fields in variants]
         rows = _rows(task.model_dir, asked, compare(task, asked, progress_bar))
         print_json({"compared": rows}) if options.json else print(_table(rows))
         return 0
@@ -140,7 +140,7 @@ def _variant(what: str, num_layers: int) -> dict[str, Any]:
 
 
 def _rows(
-    model_dir: Path, variants: Sequence[Variant], compared: Iterable[Compared]
+    model_dir: Path, variants: Sequence[ComparedModel], compared: Iterable[Compared]
 ) -> list[dict[str, Any]]:
     """Return bits, size and quality of the model at 16 bits and of every variant."""
     model = load_model_dir(model_dir)

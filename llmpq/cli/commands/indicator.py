@@ -23,10 +23,10 @@ from llmpq.errors import SpecError
 from llmpq.logging import get_logger
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.precision import BITS, DTYPE_BYTES
-from llmpq.spec.sensitivity import SensitivityTable, write_sensitivity
+from llmpq.spec.tables import SensitivityTable, write_sensitivity
 
 if TYPE_CHECKING:
-    from llmpq.indicator import Divergence, Indicator, Subject
+    from llmpq.indicator import Divergence, Indicator, IndicatorInput
 
 logger = get_logger(__name__)
 
@@ -125,16 +125,16 @@ def _method(options: argparse.Namespace) -> str:
     return str(method)
 
 
-def _subject(options: argparse.Namespace) -> Subject:
+def _subject(options: argparse.Namespace) -> IndicatorInput:
     import torch
 
-    from llmpq.indicator import Subject
+    from llmpq.indicator import IndicatorInput
     from llmpq.models import Checkpoint
 
     model_dir = Path(options.model)
     is_auto = options.dtype == "auto"
     dtype = Checkpoint(model_dir).dtype if is_auto else getattr(torch, options.dtype)
-    return Subject(
+    return IndicatorInput(
         model_dir=model_dir,
         calibration=calibration_of(options),
         bits=tuple(width for width in options.bits if width != 16),
@@ -151,7 +151,7 @@ def _indicator(method: str, options: argparse.Namespace) -> Indicator:
     return Random(seed=options.seed) if method == "random" else INDICATORS[method]
 
 
-def _head_scores(indicator: Divergence, subject: Subject) -> Mapping[int, float] | None:
+def _head_scores(indicator: Divergence, subject: IndicatorInput) -> Mapping[int, float] | None:
     """Return the scores of the head, ``None`` with a warning for one that cannot be quantized."""
     try:
         with progress_bar("head") as show:

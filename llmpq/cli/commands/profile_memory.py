@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from llmpq.assigner.even_plan import even_plan
+from llmpq.assigner.planner import even_plan
 from llmpq.cli.common import print_json, require
 from llmpq.cli.run_options import run_progress
 from llmpq.dist.metrics.report import memory_parts

@@ -9,8 +9,7 @@ from typing import Any
 
 from llmpq.cli.common import print_json, print_points, require
 from llmpq.cli.render import outlier_lines, table_summary
-from llmpq.costmodel.comm import fit_links
-from llmpq.costmodel.importers.imported import (
+from llmpq.costmodel.importers.import_table import (
     DEVICE_TYPES,
     LAYOUTS,
     ImportRequest,
@@ -18,6 +17,7 @@ from llmpq.costmodel.importers.imported import (
     import_table,
 )
 from llmpq.costmodel.tables.fidelity import fidelity
+from llmpq.costmodel.tables.profiles import fit_links
 from llmpq.costmodel.tables.recalibrate import recalibrated_table
 from llmpq.errors import SpecError
 from llmpq.spec.catalog import resolve_model

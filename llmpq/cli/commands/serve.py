@@ -29,13 +29,12 @@ from llmpq.errors import SpecError
 from llmpq.options.declare import add_options, read_options, values_of
 from llmpq.options.server import AdmissionOptions, RoutingOptions
 from llmpq.routing import load_balancer
-from llmpq.spec.fleet import read_fleet
-from llmpq.spec.plan import Plan, read_plan
+from llmpq.spec.plan import Plan, read_fleet, read_plan
 
 if TYPE_CHECKING:
     from llmpq.dist.async_engine import AsyncEngine
     from llmpq.server.admission import AdmissionLimits
-    from llmpq.server.tokenizer import ServerTokenizer
+    from llmpq.server.text.tokenizer import ServerTokenizer
 
 SERVER_PACKAGES = ("fastapi", "uvicorn", "httptools", "prometheus_client", "jinja2", "tokenizers")
 FLEET_PACKAGES = ("torch", "transformers", "aiohttp", "fastapi", "uvicorn", "httptools")
@@ -125,8 +124,8 @@ def _run_engine(
     start: StartLog,
 ) -> None:
     """Serve an engine whose ranks load while the packages of the server are imported."""
-    from llmpq.server.lifecycle import ServerOptions, run_server
-    from llmpq.server.tokenizer import load_server_tokenizer
+    from llmpq.server.app import ServerOptions, run_server
+    from llmpq.server.text.tokenizer import load_server_tokenizer
 
     start.mark("packages")
     server = ServerOptions(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmpq.assigner.plan_estimate import costs_of_plan
+from llmpq.assigner.forecast import costs_of_plan
 from llmpq.batching import PipelineShape, make_policy
 from llmpq.batching.length import make_predictor
 from llmpq.batching.workload_shift import (
@@ -39,10 +39,16 @@ from llmpq.sim.plan_costs import PlanCosts
 from llmpq.sim.report import chrome_trace
 from llmpq.spec import catalog
 from llmpq.spec.fields import write_text
-from llmpq.spec.lengths import constant, load_lengths
 from llmpq.spec.plan import Plan, read_plan
-from llmpq.spec.trace import TraceRequest, draw_trace, fit_trace, load_trace
-from llmpq.spec.workload import load_workload
+from llmpq.spec.workload import (
+    TraceRequest,
+    constant,
+    draw_trace,
+    fit_trace,
+    load_lengths,
+    load_trace,
+    load_workload,
+)
 from llmpq.units import format_number, format_seconds
 
 NAME = "llmpq-sim"

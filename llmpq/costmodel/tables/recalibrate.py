@@ -22,8 +22,7 @@ from llmpq.costmodel.costs import ClusterCosts, build_costs
 from llmpq.errors import SpecError
 from llmpq.spec.catalog import resolve_model
 from llmpq.spec.cluster import DeviceGroup, Node
-from llmpq.spec.codec import Rule, from_json
-from llmpq.spec.fields import Fields, read_json
+from llmpq.spec.fields import Fields, Rule, from_json, read_json
 from llmpq.spec.plan import Plan, read_plan
 from llmpq.spec.precision import Phase
 from llmpq.spec.tables import MASTER_BITS, LatencySample, LatencyTable, read_latency_table
@@ -50,7 +49,7 @@ class Observation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Work:
+class _MeasuredWork:
     """Micro-batches of one kind on one stage; ``seconds`` exclude the master's own work."""
 
     phase: Phase
@@ -193,7 +192,7 @@ def _observations(
             continue
         if not stage.has("work"):
             raise SpecError(f"{report}: field 'stages[{rank}].work': found none")
-        work = [from_json(_Work, one) for one in stage.children("work")]
+        work = [from_json(_MeasuredWork, one) for one in stage.children("work")]
         scheduler_s = 0.0 if rank else _scheduler_s(fields, stage)
         count = sum(one.count for one in work)
         for one in work:
@@ -212,7 +211,7 @@ def _scheduler_s(report: Fields, master: Fields) -> float:
 
 
 def _observed(
-    plan: Plan, costs: ClusterCosts, rank: int, work: _Work, scheduler_s: float
+    plan: Plan, costs: ClusterCosts, rank: int, work: _MeasuredWork, scheduler_s: float
 ) -> list[Observation]:
     """Return what one kind of work states of the layers and of the master and its scheduler."""
     stage = plan.stages[rank]

@@ -28,12 +28,10 @@ from llmpq.kernels.cpu.paged_attention import PagedTokens
 from llmpq.kernels.cpu.step import StepProgram, StepScores, UnsupportedStepError
 from llmpq.logging import get_logger
 from llmpq.models import DecoderStage, PackedBatch, kv_shapes
-from llmpq.models.attention import ScoreOptions
-from llmpq.models.packed_attention import Attention, LayerAttention
+from llmpq.models.attention import Attention, LayerAttention, ScoreOptions
 from llmpq.quant.modules.linear import QuantExperts
 from llmpq.quant.modules.steps.append import LayerStep, append_layer
-from llmpq.quant.modules.steps.parts import LayerForm, LayerParts, forms_of, parts_of
-from llmpq.quant.modules.steps.rotary import RotaryRows
+from llmpq.quant.modules.steps.parts import LayerForm, LayerParts, RotaryRows, forms_of, parts_of
 from llmpq.spec.precision import Precision
 
 logger = get_logger(__name__)

@@ -31,7 +31,7 @@ from llmpq.dist.transport.communicator import (
 from llmpq.dist.transport.frames import Frame, FrameKind, Row
 from llmpq.errors import LlmpqError, StageError
 from llmpq.logging import get_logger
-from llmpq.spec.codec import to_json
+from llmpq.spec.fields import to_json
 from llmpq.spec.precision import Phase
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
 

@@ -11,8 +11,7 @@ from llmpq.batching import BatchingPolicy, PipelineShape, make_policy
 from llmpq.batching.length import Prediction, make_predictor
 from llmpq.dist.io.prompts import Request
 from llmpq.errors import SpecError
-from llmpq.spec.plan import Plan
-from llmpq.spec.schedule import Schedule
+from llmpq.spec.plan import Plan, Schedule
 
 
 def schedule_of(plan: Plan, asked: Schedule | None) -> Schedule:

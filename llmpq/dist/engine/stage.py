@@ -21,7 +21,7 @@ from llmpq.dist.transport.communicator import Communicator, error_from_frame
 from llmpq.dist.transport.frames import Frame, FrameKind, Row
 from llmpq.errors import StageError
 from llmpq.models import DecoderStage, PackedBatch
-from llmpq.spec.codec import to_json
+from llmpq.spec.fields import to_json
 from llmpq.spec.precision import Phase
 from llmpq.spec.runtime_constants import PROMPT_CHUNK_TOKENS
 

@@ -21,8 +21,7 @@ from llmpq.dist.io.sampling_params import (
     logprobs_to_json,
 )
 from llmpq.errors import LlmpqError, SpecError
-from llmpq.spec.codec import from_json, to_json
-from llmpq.spec.fields import Fields
+from llmpq.spec.fields import Fields, from_json, to_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,12 +13,18 @@ from llmpq.logging import get_logger
 from llmpq.options.engine import EngineOptions
 from llmpq.options.run import HostsRunOptions
 from llmpq.spec.catalog import resolve_model
-from llmpq.spec.codec import from_json, to_json
-from llmpq.spec.fields import Fields, digest_of, dump_json, read_json, write_text
+from llmpq.spec.fields import (
+    Fields,
+    digest_of,
+    dump_json,
+    from_json,
+    read_json,
+    to_json,
+    write_text,
+)
 from llmpq.spec.model import ModelSpec
-from llmpq.spec.plan import Plan
+from llmpq.spec.plan import Plan, Schedule
 from llmpq.spec.precision import DTYPE_BYTES
-from llmpq.spec.schedule import Schedule
 
 _log = get_logger(__name__)
 Task = Literal["generate", "serve", "online", "hidden", "doctor"]

@@ -17,8 +17,7 @@ from typing import Any, BinaryIO, Protocol
 from llmpq.dist.io.sampling_params import GREEDY, SamplingParams
 from llmpq.dist.io.structured_outputs import grammar_of
 from llmpq.errors import SpecError
-from llmpq.spec.codec import from_json, to_json
-from llmpq.spec.fields import Fields, decode_text, encoding_of
+from llmpq.spec.fields import Fields, decode_text, encoding_of, from_json, to_json
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import Plan
 

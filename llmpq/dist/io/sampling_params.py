@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from llmpq.errors import SpecError
 from llmpq.options.declare import Option
-from llmpq.spec.codec import Rule
+from llmpq.spec.fields import Rule
 
 MAX_LOGIT_BIAS = 100.0
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1

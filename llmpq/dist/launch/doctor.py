@@ -31,8 +31,7 @@ from llmpq.dist.transport.errors import stage_name
 from llmpq.dist.transport.frames import Frame, FrameKind, FrameLimits, Row
 from llmpq.errors import LlmpqError, StageError
 from llmpq.models import Checkpoint
-from llmpq.spec.plan import Plan
-from llmpq.spec.schedule import draft_bytes
+from llmpq.spec.plan import Plan, draft_bytes
 from llmpq.units import format_bytes
 
 SMALL_FRAMES = 9

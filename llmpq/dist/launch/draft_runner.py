@@ -26,9 +26,8 @@ from llmpq.quant.loading.loader import load_master, load_stage
 from llmpq.quant.loading.weight_cache import WeightCache
 from llmpq.quant.modules.layer import stored_bytes
 from llmpq.spec.huggingface.families import load_model_dir
-from llmpq.spec.plan import Plan
+from llmpq.spec.plan import DRAFT_HEAD_BITS, Plan
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
-from llmpq.spec.schedule import DRAFT_HEAD_BITS
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 WARM_UP = (FEW_TOKENS + 2, 2)

@@ -38,8 +38,7 @@ from llmpq.dist.transport.errors import (
 from llmpq.errors import LlmpqError, SpecError, StageError
 from llmpq.logging import get_logger
 from llmpq.spec.catalog import device as device_spec
-from llmpq.spec.codec import from_json, to_json
-from llmpq.spec.fields import Fields, dump_json, read_json, write_text
+from llmpq.spec.fields import Fields, dump_json, from_json, read_json, to_json, write_text
 from llmpq.spec.plan import Plan
 
 T = TypeVar("T")

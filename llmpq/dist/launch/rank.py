@@ -67,8 +67,8 @@ from llmpq.errors import CapacityError, SpecError, StageError
 from llmpq.kernels.gpu.device import open_device
 from llmpq.models import Master, kv_shapes, load_config
 from llmpq.models.config import kv_sources, largest_window
+from llmpq.models.master import message_features
 from llmpq.models.rotary import length_scaling
-from llmpq.models.token_layout import message_features
 from llmpq.options.engine import EngineOptions
 from llmpq.options.limits import (
     engine_limits,
@@ -82,9 +82,8 @@ from llmpq.spec.catalog import device as device_spec
 from llmpq.spec.devices.figures import DeviceKind
 from llmpq.spec.gguf.config import config_bytes
 from llmpq.spec.huggingface.families import load_model_dir
-from llmpq.spec.plan import Plan, plan_text
+from llmpq.spec.plan import Plan, draft_bytes, plan_text
 from llmpq.spec.precision import Phase
-from llmpq.spec.schedule import draft_bytes
 from llmpq.units import format_bytes
 
 

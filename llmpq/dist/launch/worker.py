@@ -25,8 +25,7 @@ from llmpq.dist.metrics.progress import EventPipe, Heartbeat
 from llmpq.dist.transport.errors import PeerLostError
 from llmpq.errors import LlmpqError
 from llmpq.logging import configure_logging
-from llmpq.spec.codec import to_json
-from llmpq.spec.fields import dump_json, write_text
+from llmpq.spec.fields import dump_json, to_json, write_text
 
 _PR_SET_NAME = 15
 NAME = "llmpq-rank-"

@@ -21,8 +21,7 @@ from llmpq.dist.limited.limited_process import (
     serve_jobs,
 )
 from llmpq.errors import SpecError
-from llmpq.spec.codec import from_json, to_json
-from llmpq.spec.fields import Fields
+from llmpq.spec.fields import Fields, from_json, to_json
 
 MAX_CHECKED = 4096
 """Forms whose result is kept, as a digest."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from llmpq.batching import RequestRecord
-from llmpq.spec.codec import Rule
+from llmpq.spec.fields import Rule
 from llmpq.spec.precision import Phase
 
 

@@ -29,13 +29,11 @@ from llmpq.dist.io.job import DriftHandling
 from llmpq.dist.metrics.core_time import busy_text, is_busy
 from llmpq.dist.metrics.measurement import Measurement, StageStats, seconds_of
 from llmpq.logging import get_logger
-from llmpq.spec.codec import to_json
-from llmpq.spec.fields import dump_json, write_text
+from llmpq.spec.fields import dump_json, to_json, write_text
 from llmpq.spec.huggingface.gptq import find_config
-from llmpq.spec.lengths import empirical
-from llmpq.spec.plan import Plan, PlanForecast, StageForecast
+from llmpq.spec.plan import Plan, PlanForecast, Schedule, StageForecast, draft_bytes
 from llmpq.spec.precision import Phase
-from llmpq.spec.schedule import Schedule, draft_bytes
+from llmpq.spec.workload import empirical
 from llmpq.units import format_bytes, format_number, format_seconds
 
 logger = get_logger(__name__)

@@ -19,8 +19,7 @@ from llmpq.dist.metrics.measurement import StageStats
 from llmpq.dist.transport.errors import error_from_status
 from llmpq.dist.transport.frames import Frame, FrameKind
 from llmpq.errors import CapacityError, LlmpqError, SpecError, StageError
-from llmpq.spec.codec import from_json
-from llmpq.spec.fields import Fields
+from llmpq.spec.fields import Fields, from_json
 
 MAX_MESSAGE_LENGTH = 2000
 

@@ -42,8 +42,7 @@ from llmpq.dist.transport.topology import Link, Topology, check_transport, one_r
 from llmpq.dist.transport.torch_communicator import TorchCommunicator, open_store
 from llmpq.errors import SpecError, StageError
 from llmpq.options.run import Transport
-from llmpq.spec.codec import Rule, from_json, to_json
-from llmpq.spec.fields import Fields
+from llmpq.spec.fields import Fields, Rule, from_json, to_json
 
 LINK_TIMEOUT_S = 30.0
 """Time limit for the links between neighbours, once the table of ranks is known."""

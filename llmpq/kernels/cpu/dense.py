@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from llmpq.kernels.base import PreparedWeight
+from llmpq.kernels.cpu.kernel_choice import MANY_ROWS, break_even_rows, fastest, kept_limit
 from llmpq.kernels.cpu.native import has_bf16_products, instruction_set, library
-from llmpq.kernels.cpu.switch import MANY_ROWS, crossing, fastest, kept_limit
 from llmpq.kernels.cpu.tiles import dense_product, float_product, to_panels
 from llmpq.spec.precision import default_precision
 from llmpq.spec.runtime_constants import PANEL_COLUMNS, PANEL_ROWS
@@ -125,4 +125,4 @@ def _measure() -> int:
         return fastest(pairs), fastest(wide)
 
     pairs, wide = timed(MANY_ROWS)
-    return 0 if pairs <= wide else crossing(timed)
+    return 0 if pairs <= wide else break_even_rows(timed)

@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from llmpq.compiled import NotCompiledError, library_path
+from llmpq.native_build import NotCompiledError, library_path
 
 ABI = 20
 DONE = 0
@@ -76,7 +76,7 @@ class Product(Structure):
     )
 
 
-class Attention(Structure):
+class AttentionCall(Structure):
     """One call of attention on blocks (``csrc/step.h``)."""
 
     _fields_ = (
@@ -245,7 +245,7 @@ def load(name: str) -> ctypes.CDLL:
     loaded.kernels_norm.argtypes = (POINTER(Norm),)
     for function in (loaded.kernels_attend, loaded.kernels_store):
         function.restype = None
-        function.argtypes = (POINTER(Attention),)
+        function.argtypes = (POINTER(AttentionCall),)
     if has_steps(name):
         loaded.kernels_step.restype = None
         loaded.kernels_step.argtypes = (c_void_p,)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmpq.kernels.cpu.native import TYPES, Attention, library
+from llmpq.kernels.cpu.native import TYPES, AttentionCall, library
 from llmpq.spec.runtime_constants import HEAD_LANES, MAX_PAGED_HEAD_DIM
 
 IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
@@ -121,7 +121,7 @@ class PagedTokens:
 
     @property
     def fields(self) -> dict[str, int | None]:
-        """Fields of :class:`Attention`, with addresses of these arrays."""
+        """Fields of :class:`AttentionCall`, with addresses of these arrays."""
         found: dict[str, int | None] = {
             "tables": self.blocks.ctypes.data,
             "starts": self.offsets.ctypes.data,
@@ -160,7 +160,7 @@ class PagedCall:
         self._tokens = PagedTokens(block_tables, starts, counts)
         fields = self._tokens.fields
         self._chosen = fields.get("chosen")
-        self._call = Attention(**fields, threads=torch.get_num_threads())
+        self._call = AttentionCall(**fields, threads=torch.get_num_threads())
         self._call.run_count = self._tokens.run_count
 
     def attend(

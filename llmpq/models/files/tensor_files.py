@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from llmpq.errors import SpecError
-from llmpq.models.files.decoded import DecodedSource, decode_blocks
 from llmpq.models.files.sources import (
     TORCH_DTYPES,
     Allocate,
@@ -30,8 +29,9 @@ from llmpq.models.files.sources import (
     read_source,
     will_need,
 )
+from llmpq.models.files.tensor_formats import DecodedSource, decode_blocks
 from llmpq.spec.safetensors.files import find_weights, weights_dtype
-from llmpq.spec.safetensors.headers import Header, read_header
+from llmpq.spec.safetensors.headers import SafetensorsHeader, read_header
 
 FLOATING = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Dtypes of weights that are not codes."""
@@ -53,7 +53,7 @@ class TensorFiles:
 
     def __init__(self, model_dir: Path | str) -> None:
         self.directory = Path(model_dir)
-        self.headers: dict[str, Header] = {}
+        self.headers: dict[str, SafetensorsHeader] = {}
         self._stamps: dict[str, FileStamp] = {}
         files = find_weights(self.directory)
         for name in files.names:

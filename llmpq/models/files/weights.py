@@ -3,14 +3,29 @@
 Maps transformers' module names to the names in a checkpoint: with or without the prefix of the
 head's model, experts fused or one by one, tied tensors once. Shapes and dtypes are checked before
 reading.
+
+``GgufFiles`` are the tensors of a GGUF model under the names of transformers. llama.cpp stores
+matrices by rows, in a number format of its own for each tensor, experts of a layer as one tensor,
+and the queries and keys of Llama with the halves of every head interleaved. The ``gguf`` package
+(extra ``gguf``) decodes the number formats.
+
+``QuantizedFiles`` are safetensors of codes and scales under the names of the weights they stand
+for: FP8 with block, channel or tensor scales (DeepSeek's layout and compressed-tensors'), the
+integer formats of compressed-tensors, AWQ's GEMM layout and MXFP4 experts. Layouts are recognised
+by the names, dtypes and shapes of tensors; the configuration gives bits and block sizes.
+
+Shape legend: E experts, N output features, K input features, D features of a head.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +36,465 @@ from llmpq.errors import SpecError
 from llmpq.logging import get_logger
 from llmpq.models.adapter import TransposedLinear
 from llmpq.models.config import kv_sources, load_skeleton
-from llmpq.models.experts import find_stored, fused_source, is_expert_part
-from llmpq.models.files.gguf_files import GgufFiles
-from llmpq.models.files.quantized_files import QuantizedFiles
-from llmpq.models.files.sources import TensorSource
+from llmpq.models.files.experts import find_stored, fused_source, is_expert_part
+from llmpq.models.files.sources import ByteRange, FileStamp, TensorSource, opened
 from llmpq.models.files.tensor_files import FLOATING, TensorFiles
+from llmpq.models.files.tensor_formats import (
+    Awq,
+    Decode,
+    DecodedSource,
+    Encoded,
+    Mxfp4Expert,
+    PlainRows,
+    Read,
+    RowSlice,
+    ScaledCodes,
+    StoredRows,
+    WrappedRows,
+)
 from llmpq.models.master import Master
-from llmpq.spec.gguf.config import config_bytes
-from llmpq.spec.gguf.header import find_gguf
+from llmpq.spec.gguf.config import config_bytes, config_of
+from llmpq.spec.gguf.header import GgufHeader, GgufTensor, find_gguf, read_header
 from llmpq.spec.huggingface.gptq import find_config
-from llmpq.spec.huggingface.quantization import codes_config
+from llmpq.spec.huggingface.quantization import CodesConfig, codes_config
+from llmpq.spec.safetensors.headers import SafetensorsHeader
+
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+_LAYER = {
+    "attn_norm.weight": "input_layernorm.weight",
+    "attn_q.weight": "self_attn.q_proj.weight",
+    "attn_k.weight": "self_attn.k_proj.weight",
+    "attn_v.weight": "self_attn.v_proj.weight",
+    "attn_qkv.weight": "self_attn.qkv_proj.weight",
+    "attn_output.weight": "self_attn.o_proj.weight",
+    "attn_q.bias": "self_attn.q_proj.bias",
+    "attn_k.bias": "self_attn.k_proj.bias",
+    "attn_v.bias": "self_attn.v_proj.bias",
+    "attn_output.bias": "self_attn.o_proj.bias",
+    "attn_q_norm.weight": "self_attn.q_norm.weight",
+    "attn_k_norm.weight": "self_attn.k_norm.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "ffn_gate.weight": "mlp.gate_proj.weight",
+    "ffn_up.weight": "mlp.up_proj.weight",
+    "ffn_down.weight": "mlp.down_proj.weight",
+    "ffn_gate.bias": "mlp.gate_proj.bias",
+    "ffn_up.bias": "mlp.up_proj.bias",
+    "ffn_down.bias": "mlp.down_proj.bias",
+    "ffn_gate_inp.weight": "mlp.gate.weight",
+}
+_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+_FOUR_NORMS = {
+    "post_attention_norm.weight": "post_attention_layernorm.weight",
+    "ffn_norm.weight": "pre_feedforward_layernorm.weight",
+    "post_ffw_norm.weight": "post_feedforward_layernorm.weight",
+}
+_OF_FAMILY = {
+    "gemma2": _FOUR_NORMS,
+    "gemma3_text": _FOUR_NORMS,
+    "phi3": {"ffn_up.weight": "mlp.gate_up_proj.weight"},
+}
+_OTHER = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_IN_CONFIG = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
+_INTERLEAVED = {"llama", "mixtral"}  # models whose queries and keys the converter reorders
+_SHIFTED_NORMS = {"gemma", "gemma2", "gemma3_text"}  # norms that multiply by 1 + weight
+
+
+class GgufFiles(TensorFiles):
+    """The tensors of a GGUF model, decoded to float32 when they are read.
+
+    Args:
+        path: of the model's only or first file.
+
+    Raises:
+        SpecError: the file is damaged, of an unknown architecture, or holds a tensor without a
+            place in the model.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.directory = path.parent
+        self._header = read_header(path)
+        config = config_of(self._header)
+        self.headers: dict[str, SafetensorsHeader] = {}
+        self._stamps = {}
+        for file in self._header.files:
+            with opened(file) as descriptor:
+                self._stamps[file.name] = FileStamp.of(descriptor)
+            self.headers[file.name] = SafetensorsHeader(
+                raw=_header_bytes(self._header, file), entries={}
+            )
+        self._parts = _parts(self._header, config)
+        self._dtype: torch.dtype = getattr(torch, config["dtype"])
+
+    @property
+    def names(self) -> Iterable[str]:
+        """Every tensor, by its name in transformers."""
+        return self._parts.keys()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype to run in: that of plain weights, bfloat16 for quantized ones."""
+        return self._dtype
+
+    @property
+    def decodes(self) -> bool:
+        """Whether tensors are decoded to float32."""
+        return True
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._parts
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Dimensions of a tensor."""
+        return self._parts[name].shape
+
+    def where(self, name: str) -> str:
+        """File and tensor, for messages."""
+        part = self._parts.get(name)
+        stored = name if part is None else part.name
+        file = part.ranges[0].file if part is not None else self._header.path.name
+        return f"{self.directory / file}: tensor '{stored}'"
+
+    def source(self, name: str) -> TensorSource:
+        """Return the location of a tensor, without reading it.
+
+        Raises:
+            SpecError: a tensor that does not exist.
+        """
+        if name not in self._parts:
+            raise SpecError(f"{self._header.path}: found no tensor for '{name}'")
+        part = self._parts[name]
+        return DecodedSource.of((part,), part.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgmlRows(StoredRows):
+    """A matrix in a quantized format of ggml; ``source`` is uint8 ``[N, bytes of a row]``.
+
+    Attributes:
+        columns: K.
+        type: name of the number format.
+    """
+
+    columns: int
+    type: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape once decoded."""
+        return (self.source.shape[0], self.columns)
+
+    def open(self, read: Read) -> Decode:
+        """Return a function that decodes rows with the ``gguf`` package."""
+        package = _gguf()
+        kind = package.GGMLQuantizationType[self.type]
+
+        def decode(first: int, end: int) -> Tensor:
+            stored = read(self.source.block(first, end)).numpy()
+            return torch.from_numpy(package.dequantize(stored, kind))
+
+        return decode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InterleavedRows(WrappedRows):
+    """Queries or keys of Llama, whose heads llama.cpp stores with interleaved halves.
+
+    Attributes:
+        heads: of the matrix or vector.
+    """
+
+    heads: int
+
+    def open(self, read: Read) -> Decode:
+        """Return a function that decodes whole heads and returns rows in transformers' order."""
+        decode, size = self.stored.open(read), self.shape[0] // self.heads  # size is D
+
+        def rows(first: int, end: int) -> Tensor:
+            begin, last = first // size * size, -(-end // size) * size
+            found = decode(begin, last)
+            halves = found.view(-1, size // 2, 2, *found.shape[1:]).transpose(1, 2)
+            return halves.reshape(found.shape)[first - begin : end - begin]
+
+        return rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShiftedRows(WrappedRows):
+    """A norm whose stored weights are larger by one."""
+
+    def open(self, read: Read) -> Decode:
+        """Return a function that reads and subtracts one."""
+        decode = self.stored.open(read)
+        return lambda first, end: decode(first, end) - 1
+
+
+def _header_bytes(header: GgufHeader, file: Path) -> bytes:
+    """Return the bytes of a file up to its first tensor, for digests."""
+    begins = [tensor.begin for tensor in header.tensors.values() if tensor.file == file]
+    with file.open("rb") as stream:
+        return stream.read(min(begins, default=0))
+
+
+def _parts(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, Encoded]:
+    """Return every tensor by its name in transformers.
+
+    Raises:
+        SpecError: a tensor has no place.
+    """
+    family = str(config["model_type"])
+    layer_names = _LAYER | _OF_FAMILY.get(family, {})
+    found: dict[str, Encoded] = {}
+    for stored, tensor in header.tensors.items():
+        block, _, rest = stored.removeprefix("blk.").partition(".")
+        expert = _EXPERTS.get(rest.removesuffix(".weight"))
+        if stored in _OTHER:
+            found[_OTHER[stored]] = _encoded(stored, tensor)
+        elif stored.startswith("blk.") and rest in layer_names:
+            found[f"model.layers.{block}.{layer_names[rest]}"] = _encoded(stored, tensor)
+        elif stored.startswith("blk.") and expert and len(tensor.shape) == 3:
+            prefix = f"model.layers.{block}.mlp.experts"
+            count, rows = tensor.shape[:2]
+            whole = _encoded(stored, tensor)
+            for index in range(count):
+                part = RowSlice(stored=whole, first=index * rows, end=(index + 1) * rows)
+                found[f"{prefix}.{index}.{expert}.weight"] = part
+        elif stored not in _IN_CONFIG:
+            raise SpecError(f"{tensor.file}: tensor '{stored}': has no place in a {family} model")
+    return {name: _adapted(name, part, family, config) for name, part in found.items()}
+
+
+def _adapted(name: str, part: Encoded, family: str, config: Mapping[str, Any]) -> Encoded:
+    """Undo what llama.cpp's converter does to some tensors of a family."""
+    module = name.rpartition(".")[0]
+    if family in _INTERLEAVED and module.endswith(("self_attn.q_proj", "self_attn.k_proj")):
+        is_query = module.endswith("q_proj")
+        heads = config["num_attention_heads" if is_query else "num_key_value_heads"]
+        if part.shape[0] % (2 * heads):
+            raise SpecError(
+                f"tensor '{part.name}': found {part.shape[0]} rows, expected {heads} heads"
+            )
+        return InterleavedRows(stored=part, heads=heads)
+    if family in _SHIFTED_NORMS and module.endswith("norm"):
+        return ShiftedRows(stored=part)
+    return part
+
+
+def _encoded(name: str, tensor: GgufTensor) -> Encoded:
+    """Return a tensor as a matrix of rows (experts one after the other) or a vector."""
+    ranges = (ByteRange(file=tensor.file.name, begin=tensor.begin, nbytes=tensor.nbytes),)
+    columns = tensor.shape[-1]
+    shape = tensor.shape
+    if len(shape) > 1:
+        count = tensor.nbytes * tensor.type.weights // (columns * tensor.type.nbytes)
+        shape = (count, columns)
+    if tensor.type.name in _PLAIN:
+        dtype = _PLAIN[tensor.type.name]
+        return PlainRows(source=TensorSource(name=name, dtype=dtype, shape=shape, ranges=ranges))
+    if len(shape) == 1:
+        raise SpecError(f"{tensor.file}: tensor '{name}': expected a vector of plain numbers")
+    stored = (shape[0], tensor.nbytes // shape[0])
+    source = TensorSource(name=name, dtype=torch.uint8, shape=stored, ranges=ranges)
+    return GgmlRows(source=source, columns=columns, type=tensor.type.name)
+
+
+def _gguf() -> Any:
+    try:
+        return importlib.import_module("gguf")
+    except ImportError:
+        raise SpecError(
+            "GGUF: reading quantized tensors needs the 'gguf' package; install it with "
+            "pip install 'llmpq[gguf]'"
+        ) from None
+
+
+_CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
+_SCALES = ("weight_scale_inv", "weight_scale")
+_PARTS = (
+    *(f".{scale}" for scale in _SCALES),
+    ".weight_packed",
+    ".weight_shape",
+    ".weight_zero_point",
+    ".weight_g_idx",
+    ".qweight",
+    ".qzeros",
+    ".scales",
+    ".input_scale",
+    ".input_zero_point",
+    ".activation_scale",
+    ".k_scale",
+    ".v_scale",
+    ".q_scale",
+    "_blocks",
+    "_scales",
+)
+"""Endings of tensors that belong to others, or that only 8-bit products would use."""
+
+
+class QuantizedFiles(TensorFiles):
+    """The tensors of a quantized model directory, decoded to float32 when they are read.
+
+    Args:
+        model_dir: directory with safetensors.
+        quantization: from its ``config.json``.
+
+    Raises:
+        SpecError: as ``TensorFiles``, or codes without scales or in an unknown layout.
+    """
+
+    def __init__(self, model_dir: Path | str, quantization: CodesConfig) -> None:
+        super().__init__(model_dir)
+        self._quantization = quantization
+        self._decoded: dict[str, tuple[tuple[Encoded, ...], tuple[int, ...]]] = {}
+        for name in super().names:
+            self._recognise(name)
+        plain = [name for name in super().names if not name.endswith(_PARTS)]
+        self._visible = list(dict.fromkeys([*plain, *self._decoded]))
+
+    @property
+    def names(self) -> Iterable[str]:
+        """Every tensor of the model, codes under the name of their weight."""
+        return self._visible
+
+    @property
+    def decodes(self) -> bool:
+        """Whether matrices are decoded to float32 when they are read."""
+        return True
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._decoded or super().__contains__(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Dimensions of a tensor once decoded."""
+        return self._decoded[name][1] if name in self._decoded else super().shape(name)
+
+    def where(self, name: str) -> str:
+        """File and tensor, for messages."""
+        return super().where(self._decoded[name][0][0].name if name in self._decoded else name)
+
+    def source(self, name: str) -> TensorSource:
+        """Return the location of a tensor, without reading it; errors as ``TensorFiles``."""
+        if name not in self._decoded:
+            return super().source(name)
+        return DecodedSource.of(*self._decoded[name])
+
+    def _recognise(self, name: str) -> None:
+        module, _, part = name.rpartition(".")
+        if part == "weight" and super().source(name).dtype in _CODES:
+            codes = super().source(name)
+            scaled = self._scaled(module, codes, columns=codes.shape[-1], bits=None)
+            self._decoded[name] = ((scaled,), scaled.shape)
+        elif part == "weight_packed":
+            self._recognise_packed(module, super().source(name))
+        elif part == "qweight":
+            codes, zeros, scales = (
+                super(QuantizedFiles, self).source(f"{module}.{one}")
+                for one in ("qweight", "qzeros", "scales")
+            )
+            self._check_awq(codes, zeros, scales)
+            awq = Awq(codes=codes, zeros=zeros, scales=scales)
+            self._decoded[f"{module}.weight"] = ((awq,), awq.shape)
+        elif name.endswith("_blocks"):
+            self._recognise_mxfp4(name.removesuffix("_blocks"))
+
+    def _recognise_packed(self, module: str, codes: TensorSource) -> None:
+        bits = self._quantization.bits(module)
+        name = f"{module}.weight_packed"
+        if codes.dtype != torch.int32 or len(codes.shape) != 2 or bits is None:
+            raise SpecError(
+                f"{super().where(name)}: found {codes.dtype} {list(codes.shape)}, expected int32 "
+                "words of integers whose bits config.json states"
+            )
+        shape = self.load(super().source(f"{module}.weight_shape")).tolist()
+        rows, columns = codes.shape[0], int(shape[-1])
+        packed = {-(-columns * bits // 32), -(-columns // (32 // bits))}
+        if len(shape) != 2 or shape[0] != rows or codes.shape[1] not in packed:
+            raise SpecError(
+                f"{super().where(name)}: found shape {list(codes.shape)} for a weight {shape} of "
+                f"{bits} bits"
+            )
+        scaled = self._scaled(module, codes, columns=columns, bits=bits)
+        self._decoded[f"{module}.weight"] = ((scaled,), (rows, columns))
+
+    def _scaled(
+        self, module: str, codes: TensorSource, *, columns: int, bits: int | None
+    ) -> ScaledCodes:
+        where = super().where(codes.name)
+        found = [
+            name for name in _SCALES if super(QuantizedFiles, self).__contains__(f"{module}.{name}")
+        ]
+        if len(codes.shape) != 2 or not found:
+            raise SpecError(f"{where}: found codes without a scale, expected a matrix with one")
+        scales = super().source(f"{module}.{found[0]}")
+        grid = (*scales.shape, 1, 1)[:2]
+        rows = codes.shape[0]
+        block = _block(grid, (rows, columns), self._quantization.block)
+        if block is None:
+            raise SpecError(
+                f"{super().where(scales.name)}: found shape {list(scales.shape)}, expected scales "
+                f"of blocks {self._quantization.block} of a weight {[rows, columns]}"
+            )
+        return ScaledCodes(
+            codes=codes,
+            scales=scales,
+            columns=columns,
+            block=block,
+            bits=bits,
+            zeros=self._optional(f"{module}.weight_zero_point"),
+            groups=self._optional(f"{module}.weight_g_idx"),
+        )
+
+    def _optional(self, name: str) -> TensorSource | None:
+        return super().source(name) if super().__contains__(name) else None
+
+    def _check_awq(self, codes: TensorSource, zeros: TensorSource, scales: TensorSource) -> None:
+        shapes = [len(one.shape) == 2 for one in (codes, zeros, scales)]
+        fits = all(shapes) and (
+            zeros.shape == (scales.shape[0], codes.shape[1])
+            and scales.shape[1] == codes.shape[1] * 8
+            and codes.shape[0] % scales.shape[0] == 0
+        )
+        if not fits or codes.dtype != torch.int32 or zeros.dtype != torch.int32:
+            raise SpecError(
+                f"{super().where(codes.name)}: found shapes {list(codes.shape)}, "
+                f"{list(zeros.shape)} and {list(scales.shape)}, expected AWQ's layout of 4 bits"
+            )
+
+    def _recognise_mxfp4(self, name: str) -> None:
+        blocks, scales = super().source(f"{name}_blocks"), super().source(f"{name}_scales")
+        shape = blocks.shape
+        dtypes = (blocks.dtype, scales.dtype)
+        if (
+            len(shape) != 4
+            or scales.shape != shape[:3]
+            or shape[3] != 16
+            or set(dtypes) != {torch.uint8}
+        ):
+            raise SpecError(
+                f"{super().where(blocks.name)}: found shape {list(shape)} with scales "
+                f"{list(scales.shape)}, expected blocks of 16 bytes with a scale each"
+            )
+        pairs = zip(blocks.rows(), scales.rows(), strict=True)
+        experts = tuple(Mxfp4Expert(blocks=block, scales=scale) for block, scale in pairs)
+        self._decoded[name] = (experts, (shape[0], shape[1], shape[2] * 32))
+
+
+def _block(
+    grid: tuple[int, ...], shape: tuple[int, int], stated: tuple[int, int] | None
+) -> tuple[int, int] | None:
+    """Return the rows and columns that share a scale, 0 for all rows; ``None`` if none fit."""
+    rows, columns = shape
+    is_stated = stated is not None and grid == (-(-rows // stated[0]), -(-columns // stated[1]))
+    if is_stated and grid[0] != rows:
+        return stated
+    if columns % grid[1] or grid[0] not in (1, rows):
+        return None
+    return (1 if grid[0] == rows else 0), columns // grid[1]
+
 
 _logger = get_logger(__name__)
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from llmpq.compiled import NotCompiledError, library_path
 from llmpq.errors import CapacityError, SolverError
+from llmpq.native_build import NotCompiledError, library_path
 
 FLAGS = ("-std=c11", "-O3", "-ffp-contract=off", "-fPIC", "-shared")
 ABI = 1
@@ -30,7 +30,7 @@ _Doubles, _Longs = POINTER(c_double), POINTER(c_int64)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class EngineLaw:
+class EngineModel:
     """Limits and seconds of one engine.
 
     Attributes:
@@ -134,7 +134,7 @@ class _Requests(Structure):
 
 
 def play(  # noqa: PLR0913  the columns of the requests
-    law: EngineLaw,
+    law: EngineModel,
     *,
     ready_s: Array,
     prompt: Ints,

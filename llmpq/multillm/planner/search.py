@@ -1,4 +1,9 @@
-"""Methods of planning: SamuLLM's, its rivals', and ours, the best of these improved."""
+"""Methods of planning: SamuLLM's, its rivals', and ours, the best of these improved.
+
+Small applications get an exact search over all sequences of stages: depth first over every set of
+models and plans that fits, cut by a lower bound of what is left. A stage ends when its first model
+finishes, as SamuLLM defines it.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +13,109 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal, get_args
 
+import numpy as np
+
 from llmpq.errors import SpecError
 from llmpq.multillm.candidates import Candidate
-from llmpq.multillm.planner.bound import device_seconds, lower_bound
-from llmpq.multillm.planner.critical import critical_stage
-from llmpq.multillm.planner.exact import ExactSearch
-from llmpq.multillm.planner.greedy import greedy_stage
-from llmpq.multillm.planner.heuristics import max_stage, min_stage
-from llmpq.multillm.planner.problem import Choose, Problem, Solution, complete, stage_of
+from llmpq.multillm.estimate import Progress
+from llmpq.multillm.planner.problem import (
+    AppProblem,
+    AppSolution,
+    Choose,
+    complete,
+    device_seconds,
+    lower_bound,
+    stage_of,
+)
+from llmpq.multillm.planner.rules import critical_stage, greedy_stage, max_stage, min_stage
+
+
+class ExactSearch:
+    """Branch and bound.
+
+    Args:
+        problem: the application.
+        best: a plan to improve.
+        limit_s: seconds after which the best plan so far is returned.
+
+    Attributes:
+        best: best plan so far.
+        is_complete: whether every other plan was tried or cut.
+    """
+
+    def __init__(self, problem: AppProblem, best: AppSolution, limit_s: float) -> None:
+        self._problem = problem
+        self._until_s = time.monotonic() + limit_s
+        self.best = best
+        self.is_complete = True
+
+    def run(self) -> AppSolution:
+        """Search and return the best plan."""
+        start = self._problem.simulator.begin()
+        self._extend(AppSolution((), (start,)))
+        return self.best
+
+    def _extend(self, so_far: AppSolution) -> None:
+        simulator, progress = self._problem.simulator, so_far.before[-1]
+        if not simulator.unfinished(progress):
+            if so_far.makespan_s < self.best.makespan_s:
+                self.best = so_far
+            return
+        if progress.time_s + self._left_s(progress) >= self.best.makespan_s:
+            return
+        runs = []
+        for stage in self._stages(progress):
+            if time.monotonic() >= self._until_s:
+                self.is_complete = False
+                return
+            run = simulator.run(progress, stage)
+            if run is not None:
+                runs.append(run)
+        # The stages that do most come first: a good plan early cuts more.
+        runs.sort(key=lambda run: -sum(run.work.values()) / run.seconds)
+        for run in runs:
+            after = simulator.after(progress, run)
+            self._extend(AppSolution((*so_far.stages, run), (*so_far.before, after)))
+            if time.monotonic() >= self._until_s:
+                self.is_complete = False
+                return
+
+    def _left_s(self, progress: Progress) -> float:
+        """Return a lower bound of the seconds to come: work of the requests that have not begun.
+
+        A model that runs may need no loading; requests that have tokens count nothing.
+        """
+        simulator = self._problem.simulator
+        work = simulator.workload
+        running = np.isin(work.model, list(progress.processes))
+        left = np.isinf(progress.finish_s) & (progress.made == 0) & ~running
+        if not left.any():
+            return 0.0
+        total = sum(device_seconds(work.where(left), self._problem.candidates))
+        return total / self._problem.devices
+
+    def _stages(self, progress: Progress) -> Iterator[dict[int, Candidate]]:
+        """Yield every set of models with plans that has devices."""
+        simulator = self._problem.simulator
+        fixed = self._problem.fixed(progress)
+        models = [model for model in simulator.unfinished(progress) if model not in fixed]
+
+        def widen(stage: dict[int, Candidate], left: list[int]) -> Iterator[dict[int, Candidate]]:
+            if not left:
+                if stage and self._is_allowed(progress, stage):
+                    yield stage
+                return
+            yield from widen(stage, left[1:])
+            for candidate in self._problem.candidates[left[0]]:
+                wider = {**stage, left[0]: candidate}
+                if self._problem.fits(wider.values()):
+                    yield from widen(wider, left[1:])
+
+        yield from widen(dict(fixed), models)
+
+    def _is_allowed(self, progress: Progress, stage: dict[int, Candidate]) -> bool:
+        return set(stage) <= set(self._problem.ready(progress, stage))
+
 
 Method = Literal["greedy", "samullm", "max", "min", "exact"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -28,7 +128,7 @@ SMALL_STAGES = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Found:
+class SearchResult:
     """A plan of an application and what is known about it.
 
     Attributes:
@@ -39,14 +139,16 @@ class Found:
         others: makespans of the other methods that were tried.
     """
 
-    solution: Solution
+    solution: AppSolution
     bound_s: float
     is_optimal: bool
     search_s: float
     others: dict[str, float]
 
 
-def find(problem: Problem, method: Method = "greedy", limit_s: float = TIME_LIMIT_S) -> Found:
+def find(
+    problem: AppProblem, method: Method = "greedy", limit_s: float = TIME_LIMIT_S
+) -> SearchResult:
     """Plan an application.
 
     Args:
@@ -76,7 +178,7 @@ def find(problem: Problem, method: Method = "greedy", limit_s: float = TIME_LIMI
             search = ExactSearch(problem, best, limit_s / 2)
             best, is_optimal = search.run(), search.is_complete
     bound = lower_bound(problem.simulator.workload, problem.candidates, problem.devices)
-    return Found(
+    return SearchResult(
         solution=best,
         bound_s=bound,
         is_optimal=is_optimal,
@@ -85,7 +187,7 @@ def find(problem: Problem, method: Method = "greedy", limit_s: float = TIME_LIMI
     )
 
 
-def _rules(problem: Problem) -> dict[str, Choose]:
+def _rules(problem: AppProblem) -> dict[str, Choose]:
     """Return the rules that choose a next stage, by name.
 
     ``balanced`` is Algorithm 1 with models weighted by the time that they take, ``staying`` this
@@ -102,7 +204,7 @@ def _rules(problem: Problem) -> dict[str, Choose]:
     }
 
 
-def _weights(problem: Problem) -> list[float]:
+def _weights(problem: AppProblem) -> list[float]:
     """Return least device-seconds an operation, by model.
 
     With these a model counts by the time that it takes and not by its operations, of which models
@@ -123,8 +225,8 @@ def _weights(problem: Problem) -> list[float]:
 
 
 def _improve(
-    problem: Problem, best: Solution, completing: Iterable[str], until_s: float
-) -> Solution:
+    problem: AppProblem, best: AppSolution, completing: Iterable[str], until_s: float
+) -> AppSolution:
     """Change one stage at a time, complete the rest by some rules, and keep what is shorter."""
     rules = _rules(problem)
     place = 0
@@ -139,7 +241,7 @@ def _improve(
             if run is None or run.end_s >= found.makespan_s:
                 continue
             after = problem.simulator.after(best.before[place], run)
-            start = Solution((*best.stages[:place], run), (*best.before[: place + 1], after))
+            start = AppSolution((*best.stages[:place], run), (*best.before[: place + 1], after))
             for rule in completing:
                 whole = complete(
                     problem, rules[rule], start=start, limit_s=found.makespan_s, until_s=until_s
@@ -152,7 +254,9 @@ def _improve(
     return best
 
 
-def _neighbours(problem: Problem, best: Solution, place: int) -> Iterator[dict[int, Candidate]]:
+def _neighbours(
+    problem: AppProblem, best: AppSolution, place: int
+) -> Iterator[dict[int, Candidate]]:
     """Yield stages that differ from one of a plan in one model, and those of the rivals."""
     progress = best.before[place]
     fixed = problem.fixed(progress)
@@ -165,7 +269,7 @@ def _neighbours(problem: Problem, best: Solution, place: int) -> Iterator[dict[i
 
 
 def _changes(
-    problem: Problem,
+    problem: AppProblem,
     own: dict[int, Candidate],
     model: int,
     fixed: Mapping[int, Candidate],

@@ -24,7 +24,7 @@ from llmpq.multillm.dynamic import Change, DynamicScheduler, Placed
 from llmpq.multillm.graph import Application
 from llmpq.multillm.running.dataflow import Dataflow, ReadyRequest
 from llmpq.multillm.running.engines import ReplicaEngine, StartEngine
-from llmpq.multillm.running.journal import Answer, Journal
+from llmpq.multillm.running.journal import AnswerJournal, RequestAnswer
 from llmpq.multillm.running.prepare import RunModel, misfit
 from llmpq.multillm.running.timeline import ReplicaRecord, Timeline
 from llmpq.multillm.schedule import ModelReplica
@@ -88,7 +88,7 @@ class Coordinator:
         models: Mapping[str, RunModel],
         plans: Mapping[str | Plan | int | None, Plan],
         start_engine: StartEngine,
-        journal: Journal,
+        journal: AnswerJournal,
         timeline: Timeline,
         sampling: SamplingParams = GREEDY,
         on_progress: Callable[[Coordinator], None] = lambda _: None,
@@ -328,7 +328,9 @@ class Coordinator:
         """Keep an answer, and queue the requests that it makes possible; without a pause."""
         key, tokens = work.ready.key, tuple(work.token_ids)
         text = self._models[replica.model].tokenizer.decode(tokens)
-        self._journal.write(Answer(key=key, token_ids=tokens, text=text, finish_reason=reason))
+        self._journal.write(
+            RequestAnswer(key=key, token_ids=tokens, text=text, finish_reason=reason)
+        )
         work.is_finished = True
         self.done[key.node] += 1
         self.timeline.finish_request(replica.record, key.node, len(tokens))

@@ -3,30 +3,47 @@
 It is the result of a run and what ``--resume`` goes on from. A line is ``{"node", "id", "part",
 "token_ids", "text", "finish_reason"}``. The folder also has ``run.json``, which says what the
 answers are of.
+
+Answers as files of OpenAI's Batch API: one file a node, one line an item.
+
+A line is ``{"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}``; its
+body is a completion with one choice for each of the node's requests of the item.
 """
 
 from __future__ import annotations
 
+import json
+import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
-from llmpq.dist.io.prompts import request_id, token_ids_of
+from llmpq.dist.io.prompts import RequestId, request_id, token_ids_of
 from llmpq.dist.io.results import LineWriter, read_lines
 from llmpq.errors import SpecError
 from llmpq.multillm.graph import Application
 from llmpq.multillm.requests import Item
 from llmpq.multillm.running.dataflow import RequestKey
 from llmpq.multillm.schedule import application_digest
-from llmpq.spec.codec import Rule, from_json, to_json
-from llmpq.spec.fields import SCHEMA, Fields, digest_of, dump_json, read_json, write_text
+from llmpq.spec.fields import (
+    SCHEMA,
+    Fields,
+    Rule,
+    digest_of,
+    dump_json,
+    from_json,
+    read_json,
+    to_json,
+    write_text,
+)
 
 ANSWERS, RUN = "answers.jsonl", "run.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class RequestAnswer:
     """Tokens and text of one finished request, a line of the journal.
 
     Attributes:
@@ -76,7 +93,7 @@ def identity_of(
     )
 
 
-class Journal(LineWriter):
+class AnswerJournal(LineWriter):
     """Appends answers to the file of a folder.
 
     Args:
@@ -102,7 +119,7 @@ class Journal(LineWriter):
         write_text(run, dump_json(to_json(identity)))
         super().__init__(path, self.answers)
 
-    def write(self, answer: Answer) -> None:
+    def write(self, answer: RequestAnswer) -> None:
         """Append one answer, as :meth:`LineWriter.write_line`."""
         value = asdict(answer)
         key = value.pop("key")
@@ -110,7 +127,7 @@ class Journal(LineWriter):
         self.write_line(answer.key, line)
 
 
-def read_answers(path: Path) -> list[Answer]:
+def read_answers(path: Path) -> list[RequestAnswer]:
     """Read the answers of a run; a last line that was cut short is left out."""
     return [_answer(fields) for fields in read_lines(path)]
 
@@ -131,9 +148,9 @@ def _check_resumed(run: Path, identity: RunIdentity, *, resume: bool) -> None:
             )
 
 
-def _answer(fields: Fields) -> Answer:
+def _answer(fields: Fields) -> RequestAnswer:
     key = RequestKey(fields.text("node"), request_id(fields), fields.integer("part"))
-    answer = Answer(
+    answer = RequestAnswer(
         key=key,
         token_ids=token_ids_of(fields, "token_ids"),
         text=str(fields.take("text")),
@@ -143,3 +160,70 @@ def _answer(fields: Fields) -> Answer:
     )
     fields.done()
     return answer
+
+
+def write_batch_files(
+    folder: Path, app: Application, errors: Mapping[RequestKey, str]
+) -> tuple[Path, ...]:
+    """Write ``NODE.batch.jsonl`` for every node from the answers of a run.
+
+    Args:
+        folder: of the run.
+        app: the application.
+        errors: requests that could not be asked, and why.
+
+    Returns:
+        The files.
+    """
+    found: dict[str, defaultdict[RequestId, list[RequestAnswer]]] = {
+        node.name: defaultdict(list) for node in app.nodes
+    }
+    for answer in read_answers(folder / ANSWERS):
+        found[answer.key.node][answer.key.item].append(answer)
+    failed: dict[tuple[str, RequestId], str] = {}
+    for key, text in errors.items():
+        failed.setdefault((key.node, key.item), text)
+        found[key.node][key.item]
+    paths = []
+    for node, items in found.items():
+        path = folder / f"{node}.batch.jsonl"
+        lines = [
+            _line(app, node, id, answers, failed.get((node, id))) for id, answers in items.items()
+        ]
+        write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
+        paths.append(path)
+    return tuple(paths)
+
+
+def _line(
+    app: Application, node: str, id: RequestId, answers: Sequence[RequestAnswer], error: str | None
+) -> dict[str, Any]:
+    name = digest_of([node, id])
+    if error is None:
+        body: dict[str, Any] = {
+            "id": f"cmpl-{name}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": app.node(node).model,
+            "choices": [
+                {
+                    "index": answer.key.part,
+                    "text": answer.text,
+                    "logprobs": None,
+                    "finish_reason": answer.finish_reason,
+                }
+                for answer in sorted(answers, key=lambda one: one.key.part)
+            ],
+        }
+    else:
+        body = {"error": {"message": error, "type": "invalid_request_error", "param": "prompt"}}
+    return {
+        "id": f"batch_req_{name}",
+        "custom_id": str(id),
+        "response": {
+            "status_code": 200 if error is None else 400,
+            "request_id": name,
+            "body": body,
+        },
+        "error": body.get("error"),
+    }

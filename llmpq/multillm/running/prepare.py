@@ -10,7 +10,7 @@ from pathlib import Path
 from llmpq.dist.io.job import check_model
 from llmpq.dist.io.prompts import RequestId, Tokenizer
 from llmpq.errors import CapacityError, SpecError
-from llmpq.multillm.graph import ANSWER, PROMPT, Application, Node, fixed_text, template_fields
+from llmpq.multillm.graph import ANSWER, PROMPT, Application, AppNode, fixed_text, template_fields
 from llmpq.multillm.requests import Item
 from llmpq.multillm.running.dataflow import JOINT
 from llmpq.multillm.schedule import ApplicationSchedule, plans_of
@@ -169,7 +169,7 @@ def check_prompts(
 
 
 def _check_first_prompts(
-    app: Application, node: Node, items: Sequence[Item], model: RunModel
+    app: Application, node: AppNode, items: Sequence[Item], model: RunModel
 ) -> None:
     """Check prompts that need no answer, exactly; those of later chunks without the answer."""
     for item in items:
@@ -185,7 +185,7 @@ def _check_first_prompts(
 
 def _check_answers(
     app: Application,
-    node: Node,
+    node: AppNode,
     items: Mapping[str, Sequence[Item]],
     models: Mapping[str, RunModel],
     reached: Mapping[str, set[RequestId]],

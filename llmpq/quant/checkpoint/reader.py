@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 from llmpq.errors import SpecError
 from llmpq.kernels.packed import PackedWeight
 from llmpq.models import Checkpoint
-from llmpq.models.experts import part_spellings, stored_spellings
+from llmpq.models.files.experts import part_spellings, stored_spellings
 from llmpq.quant.checkpoint.format import PARTS, concatenate_rows, to_packed
 from llmpq.quant.loading.assembly import Matrix, matrices_of
 from llmpq.spec.huggingface.gptq import GptqConfig, find_config, parse_config, stored_head

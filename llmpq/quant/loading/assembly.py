@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from llmpq.errors import SpecError
 from llmpq.kernels.base import KernelBackend
-from llmpq.kernels.cpu.compiled import TileBackend
+from llmpq.kernels.cpu.compiled_backends import TileBackend
 from llmpq.kernels.cpu.tiles import TiledWeight
 from llmpq.kernels.packed import PackedWeight
 from llmpq.kernels.registry import choose_backend

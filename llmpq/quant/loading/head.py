@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from llmpq.errors import SpecError
 from llmpq.kernels.base import KernelBackend
-from llmpq.kernels.cpu.compiled import TileBackend
+from llmpq.kernels.cpu.compiled_backends import TileBackend
 from llmpq.kernels.cpu.dense import can_prepack
 from llmpq.kernels.cpu.tiles import TiledWeight
 from llmpq.kernels.packed import PackedWeight
@@ -23,8 +23,8 @@ from llmpq.kernels.registry import choose_backend
 from llmpq.models import Checkpoint, Master
 from llmpq.models.files.sources import TensorSource, on_host
 from llmpq.quant.checkpoint.format import concatenate_rows
-from llmpq.quant.loading.as_stored import is_as_stored, read_as_stored
 from llmpq.quant.loading.assembly import Matrix
+from llmpq.quant.loading.layer_reader import is_as_stored, read_as_stored
 from llmpq.quant.loading.weight_cache import (
     BackgroundWriter,
     WeightCache,
@@ -32,8 +32,7 @@ from llmpq.quant.loading.weight_cache import (
     entry_layout,
     weight_of,
 )
-from llmpq.quant.modules.head import QuantHead, TiedEmbedding, is_lookup
-from llmpq.quant.modules.linear import DenseLinear, QuantLinear
+from llmpq.quant.modules.linear import DenseLinear, QuantHead, QuantLinear, TiedEmbedding, is_lookup
 from llmpq.quant.quantizers.rtn import quantize
 from llmpq.spec.precision import Precision, default_precision
 from llmpq.spec.runtime_constants import HEAD_ROW_MULTIPLE

@@ -1,29 +1,49 @@
-"""LayerReader: the tensors of decoder layers, in the order in which the loader wants them.
+"""Read ahead: the tensors of decoder layers, in the order in which the loader wants them.
 
-Reads from a plain checkpoint, a GPTQ checkpoint or the cache of quantized layers. Runs in the
-loader's reading thread and takes a slot before it reads a tensor.
+``LayerReader`` reads from a plain checkpoint, a GPTQ checkpoint or the cache of quantized layers.
+It runs in the reading thread of a ``Prefetcher`` and takes a slot before it reads a tensor: while
+the calling thread quantizes one matrix, the reading thread reads the next. An item holds a slot
+from before it is read until the caller has used it, so at most that many are in memory.
+
+AWQ and compressed-tensors store 3 and 4 bits in groups and 8 bits with one scale an output. Where
+bits and groups are those of the plan, the codes are kept instead of rounded again: they become a
+``PackedWeight`` of the same size; symmetric codes of 3 and 4 bits get zeros of 0.
+
+Shape legend: N output features, K input features, G groups, b bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import mmap
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from queue import SimpleQueue
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from llmpq.kernels.cpu.tiles import TILE_ROWS, TiledWeight
 from llmpq.kernels.gpu.device import open_device
-from llmpq.kernels.packed import PackedWeight
+from llmpq.kernels.packed import PackedWeight, pack_codes
 from llmpq.models import Checkpoint
 from llmpq.models.files.sources import TensorSource
+from llmpq.models.files.tensor_formats import (
+    Awq,
+    DecodedSource,
+    Encoded,
+    Read,
+    ScaledCodes,
+    unpack_awq,
+    unpack_words,
+)
+from llmpq.quant.checkpoint.format import concatenate_rows
 from llmpq.quant.checkpoint.reader import GptqCheckpoint
-from llmpq.quant.loading.as_stored import is_as_stored, read_as_stored
 from llmpq.quant.loading.assembly import LayerAssembly, Matrix, matrices_of
-from llmpq.quant.loading.prefetch import Prefetcher, Slot
 from llmpq.quant.loading.weight_cache import (
     EntryWriter,
     WeightCache,
@@ -32,6 +52,212 @@ from llmpq.quant.loading.weight_cache import (
     weight_of,
 )
 from llmpq.spec.precision import Precision
+
+T = TypeVar("T")
+
+_HUGE_PAGE_BYTES = 2 << 20
+
+
+class Cancelled(Exception):  # noqa: N818  not an error: the caller has stopped
+    """The caller does not want more items."""
+
+
+class Slot:
+    """The right to hold one item, with reusable host memory to read it into.
+
+    Reading into memory that was used before saves the page faults of fresh memory; it begins at a
+    page, so that a disk can write into it directly.
+
+    Args:
+        free: the queue that the slot returns to.
+        is_pinned: whether the memory is pinned, for copies to a CUDA device.
+    """
+
+    def __init__(self, free: SimpleQueue[Slot | None], *, is_pinned: bool) -> None:
+        self._free = free
+        self._is_pinned = is_pinned
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return a tensor in the slot's memory with undefined content, valid until release."""
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        if self._buffer.nbytes < nbytes:
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # freed before it is replaced
+            self._buffer = _pages(nbytes, is_pinned=self._is_pinned)
+        return self._buffer[:nbytes].view(dtype).view(shape)
+
+    def release(self) -> None:
+        """Allow the next item to be read."""
+        self._free.put(self)
+
+    def close(self) -> None:
+        """Give up the memory, which lives on in tensors that were made of it."""
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+
+def _pages(nbytes: int, *, is_pinned: bool) -> Tensor:
+    """Return memory that begins at a page, as direct reads need."""
+    if is_pinned:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    if nbytes > _HUGE_PAGE_BYTES:  # Linux aligns only maps of whole huge pages to them
+        nbytes = -(-nbytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # small pages make direct reads slow
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+class Prefetcher(Generic[T]):
+    """Iterates over a generator in a thread of its own.
+
+    Args:
+        num_slots: items that may be held at once.
+        is_pinned: whether the memory of the slots is pinned.
+    """
+
+    def __init__(self, num_slots: int, *, is_pinned: bool = False) -> None:
+        self._free: SimpleQueue[Slot | None] = SimpleQueue()
+        self._is_cancelled = False
+        self._slots = [Slot(self._free, is_pinned=is_pinned) for _ in range(num_slots)]
+        for slot in self._slots:
+            slot.release()
+
+    def acquire(self) -> Slot:
+        """Wait for a free slot; called by the generator before it reads an item.
+
+        Raises:
+            Cancelled: the caller has stopped.
+        """
+        slot = self._free.get()
+        if slot is None or self._is_cancelled:
+            raise Cancelled
+        return slot
+
+    def iterate(self, items: Iterator[T]) -> Generator[T, None, None]:
+        """Yield the items in order; close the generator to stop the thread.
+
+        Raises:
+            BaseException: what ``items`` raised.
+        """
+        ready: SimpleQueue[T | _End] = SimpleQueue()
+
+        def read() -> None:
+            error: BaseException | None = None
+            try:
+                for item in items:
+                    ready.put(item)
+                    del item
+            except Cancelled:
+                pass
+            except BaseException as raised:  # raised again by the caller's thread
+                error = raised
+            ready.put(_End(error))
+
+        thread = threading.Thread(target=read, name="load-read", daemon=True)
+        thread.start()
+        try:
+            while not isinstance(item := ready.get(), _End):
+                yield item
+                del item  # frees it before the next one is waited for
+            if item.error is not None:
+                raise item.error
+        finally:
+            self._is_cancelled = True
+            self._free.put(None)
+            thread.join()
+            # Slots and their queue refer to each other, and while a rank serves, Python's garbage
+            # collector seldom runs.
+            for slot in self._slots:
+                slot.close()
+
+
+@dataclass(frozen=True)
+class _End:
+    """Follows the last item."""
+
+    error: BaseException | None
+
+
+def is_as_stored(source: TensorSource, precision: Precision) -> bool:
+    """Return whether a matrix is stored in the bits and groups of a precision."""
+    if not isinstance(source, DecodedSource) or precision.bits == 16:
+        return False
+    return all(_fits(part, precision) for part in source.parts)
+
+
+def read_as_stored(
+    source: TensorSource, precision: Precision, dtype: torch.dtype, read: Read
+) -> PackedWeight | None:
+    """Read a matrix for which :func:`is_as_stored` is true.
+
+    Args:
+        source: of the matrix, in one part or several along its outputs.
+        precision: of the plan.
+        dtype: of the run, to which scales and zeros are rounded.
+        read: reads stored tensors.
+
+    Returns:
+        ``None`` if a scale is not finite and positive in ``dtype``.
+    """
+    assert isinstance(source, DecodedSource)
+    parts = []
+    for part in source.parts:
+        codes, scales, zero_points = _integers(part, precision, read)
+        half = 1 << (precision.bits - 1)
+        zeros = None if precision.symmetric else ((half - zero_points) * scales).to(dtype)
+        rounded = scales.to(dtype)
+        is_valid = torch.isfinite(rounded).all() and (rounded > 0).all()
+        if not is_valid or (zeros is not None and not torch.isfinite(zeros).all()):
+            return None
+        parts.append(
+            PackedWeight(
+                out_features=codes.shape[0],
+                in_features=codes.shape[1],
+                precision=precision,
+                codes=pack_codes(codes, precision.bits),
+                scales=rounded.contiguous(),
+                zeros=None if zeros is None else zeros.contiguous(),
+            )
+        )
+    return concatenate_rows(parts)
+
+
+def _fits(part: Encoded, precision: Precision) -> bool:
+    columns = part.shape[1]
+    group = precision.effective_group(columns)
+    if isinstance(part, Awq):
+        groups = part.scales.shape[0]
+        return precision.bits == 4 and not precision.symmetric and columns == groups * group
+    if not isinstance(part, ScaledCodes) or part.groups is not None or part.block != (1, group):
+        return False
+    is_symmetric = part.zeros is None
+    bits = 8 if part.codes.dtype == torch.int8 else part.bits
+    return bits == precision.bits and (is_symmetric or not precision.symmetric)
+
+
+def _integers(part: Encoded, precision: Precision, read: Read) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes uint8 ``[N, K]``, scales float32 and zero points int32 ``[N, G]``."""
+    half = 1 << (precision.bits - 1)
+    if isinstance(part, Awq):
+        codes = unpack_awq(read(part.codes)).T.contiguous()
+        zero_points = unpack_awq(read(part.zeros)).T.to(torch.int32)
+        return codes, read(part.scales).T.to(torch.float32), zero_points
+    assert isinstance(part, ScaledCodes)
+    rows, columns = part.shape
+    stored = read(part.codes)
+    if part.bits is None:
+        codes = stored.view(torch.uint8).bitwise_xor(0x80)  # adds 128
+    else:
+        codes = unpack_words(stored, part.bits, columns)
+    scales = read(part.scales).to(torch.float32).view(rows, -1)
+    if part.zeros is None:
+        return codes, scales, torch.full(scales.shape, half, dtype=torch.int32)
+    found = read(part.zeros)
+    if found.dtype == torch.int32:
+        zero_points = unpack_words(found.T.contiguous(), precision.bits, rows).T.to(torch.int32)
+    else:
+        zero_points = found.view(rows, -1).to(torch.int32) + half
+    return codes, scales, zero_points
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

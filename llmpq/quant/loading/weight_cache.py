@@ -45,7 +45,6 @@ FORMAT = 5
 
 _ALIGNMENT = 64  # of tiles in the file and so in memory: what a kernel loads is one cache line
 _PIECE_BYTES = 512 << 10
-_MADV_POPULATE_READ = 22  # <linux/mman.h>; the mmap module of Python 3.11 does not name it
 _ABANDONED_S = 24 * 3600.0
 _CHECKSUMS = "checksums"
 _DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
@@ -369,8 +368,6 @@ def _map_entry(path: Path, layout: EntryLayout) -> dict[str, Tensor]:
             raise SpecError(f"{path}: found another checksum than was written")
     finally:
         os.close(descriptor)
-    with contextlib.suppress(OSError):  # without it pages are mapped one by one when first used
-        memory.madvise(_MADV_POPULATE_READ)
     return {
         name: torch.frombuffer(
             memory, dtype=dtype, count=torch.Size(shape).numel(), offset=layout.places[name][0]

@@ -2,23 +2,73 @@
 
 Linear operators and the experts of mixtures are quantized; norms, biases and routers are not.
 Operators are found by the type of module, not by the model family.
+
+Norms are replaced by a compiled kernel that computes the same. Only classes whose ``forward`` has
+the same bytecode as Llama's are replaced: Gemma, for example, adds one to the weight, and Olmo
+rounds at another place.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from types import CodeType
 
 import torch
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from llmpq.errors import SpecError
 from llmpq.kernels.cpu.dense import can_prepack, is_whole
+from llmpq.kernels.cpu.norm import can_norm, rms_norm
 from llmpq.kernels.registry import choose_backend
 from llmpq.models.expert_layouts import BiasedExperts, DbrxMixture
 from llmpq.quant.modules.linear import DenseLinear, QuantExperts, QuantLinear, QuantStack, gate_of
 from llmpq.quant.quantizers.rtn import quantize
 from llmpq.spec.precision import Precision, default_precision
+
+
+class FusedNorm(nn.Module):
+    """Replaces a root mean square norm that computes what Llama's does.
+
+    Args:
+        norm: to replace; its weight is shared.
+    """
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.weight = norm.get_parameter("weight")
+        self.variance_epsilon = float(norm.variance_epsilon)  # type: ignore[arg-type]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Norm each row of ``[..., H]``."""
+        if hidden.dtype != self.weight.dtype:
+            return LlamaRMSNorm.forward(self, hidden)  # type: ignore[arg-type]
+        return rms_norm(hidden, self.weight, self.variance_epsilon)
+
+
+def fuse_norms_(module: nn.Module) -> None:
+    """Replace the norms below ``module`` that the kernel can compute."""
+    for name, part in list(module.named_modules()):
+        if name and _is_like_llama(part) and can_norm(part.get_parameter("weight")):
+            module.set_submodule(name, FusedNorm(part))
+
+
+def _is_like_llama(part: nn.Module) -> bool:
+    found, expected = _code_of(type(part)), _code_of(LlamaRMSNorm)
+    if found is None or expected is None or not hasattr(part, "variance_epsilon"):
+        return False
+    is_same = (found.co_code, found.co_names) == (expected.co_code, expected.co_names)
+    return is_same and _numbers(found) == _numbers(expected)
+
+
+def _code_of(kind: type[nn.Module]) -> CodeType | None:
+    return getattr(inspect.unwrap(kind.forward), "__code__", None)
+
+
+def _numbers(code: CodeType) -> list[object]:
+    return [constant for constant in code.co_consts if not isinstance(constant, str)]
+
 
 _ROUTER_NAMES = frozenset(
     {

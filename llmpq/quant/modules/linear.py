@@ -1,8 +1,9 @@
-"""Modules that replace a layer's linear operators and experts, with weights in a kernel's layout.
+"""Modules that replace linear operators, experts and the head, with weights in a kernel's layout.
 
 They are for inference and cannot be moved to another device or cast once built.
 
-Shape legend: T tokens, K inputs, N outputs, H hidden, F features of an expert, k experts a token.
+Shape legend: T tokens, K inputs, N outputs, H hidden, F features of an expert, k experts a token,
+R rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from llmpq.errors import SpecError
 from llmpq.kernels.base import KernelBackend, PreparedWeight
-from llmpq.kernels.cpu.compiled import TileBackend
+from llmpq.kernels.cpu.compiled_backends import TileBackend
 from llmpq.kernels.cpu.dense import prepack, prepacked_linear
 from llmpq.kernels.cpu.tiles import TiledWeight, rows_of_tiles
 from llmpq.kernels.packed import PackedWeight
@@ -169,7 +170,7 @@ class DenseLinear(nn.Module):
         )
 
 
-class Gate(nn.Module):
+class GatedActivation(nn.Module):
     """Multiplies the second half of the features by the activated first half.
 
     Args:
@@ -190,7 +191,7 @@ class Gate(nn.Module):
 def gate_of(experts: nn.Module) -> nn.Module:
     """Return what a stack of experts applies between its two matrices."""
     act_fn = experts.get_submodule("act_fn")
-    return act_fn if isinstance(act_fn, ClampedGate) else Gate(act_fn)
+    return act_fn if isinstance(act_fn, ClampedGate) else GatedActivation(act_fn)
 
 
 class QuantStack(nn.Module):
@@ -267,3 +268,60 @@ class QuantExperts(nn.Module):
         """Return what an expert makes of rows ``[T, H]``: the same shape."""
         made: Tensor = self.down[expert](self.gate(self.gate_up[expert](rows)))
         return made
+
+
+class QuantHead(nn.Module):
+    """An LM head whose weight is quantized and has rows filled up to a kernel's multiple.
+
+    Attributes:
+        linear: from H to V features or a few more.
+        vocab_size: V.
+    """
+
+    def __init__(self, linear: QuantLinear, vocab_size: int) -> None:
+        super().__init__()
+        self.linear = linear
+        self.vocab_size = vocab_size
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the scores ``[R, V]`` of ``hidden`` ``[R, H]``."""
+        scores: Tensor = self.linear(hidden)
+        return scores[..., : self.vocab_size]
+
+
+class TiedEmbedding(nn.Module):
+    """A token embedding that reads rows of the head, the only copy of the weight.
+
+    Attributes:
+        linear: of the head.
+        embed_scale: factor of the embeddings in the run's dtype, ``None`` for 1.
+    """
+
+    embed_scale: Tensor | None
+
+    def __init__(self, linear: QuantLinear | DenseLinear, replaced: nn.Module) -> None:
+        """Take the place of ``replaced``.
+
+        Raises:
+            SpecError: an embedding that computes more than rows times a factor.
+        """
+        super().__init__()
+        if not is_lookup(replaced):
+            raise SpecError(
+                f"{type(replaced).__name__}: found an embedding that is not rows of its weight, "
+                "expected a head of 16 bits with it"
+            )
+        scale = getattr(replaced, "embed_scale", None)
+        self.linear = linear
+        factor = None if scale is None else torch.as_tensor(scale).to(linear.dtype)
+        self.register_buffer("embed_scale", factor, persistent=False)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """Return the embeddings ``[..., N, H]`` of ``token_ids`` ``[..., N]``."""
+        rows = self.linear.rows(token_ids)
+        return rows if self.embed_scale is None else rows * self.embed_scale
+
+
+def is_lookup(embedding: nn.Module) -> bool:
+    """Return whether an embedding is rows of its weight, or these times a factor."""
+    return type(embedding) is nn.Embedding or getattr(embedding, "embed_scale", None) is not None

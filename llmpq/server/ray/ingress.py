@@ -20,21 +20,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from llmpq.logging import get_logger
 from llmpq.options.server import ListenOptions, TransportLimits
 from llmpq.routing import RoutedRequest
+from llmpq.server.app import read_api_keys
 from llmpq.server.errors import ApiError, json_response
-from llmpq.server.lifecycle import read_api_keys
 from llmpq.server.ray.options import FleetOptions
 from llmpq.server.ray.replica import NAME, RequestHead
 from llmpq.server.ray.replica_table import RoutingHint
 from llmpq.server.router.proxy import (
     BUSY,
     HOP_BY_HOP,
-    Answer,
+    ReplicaResponse,
     break_off,
     no_replica,
     read_body,
     routed_request,
 )
-from llmpq.server.transport import Gate, until_disconnected
+from llmpq.server.transport import RequestGuard, until_disconnected
 
 logger = get_logger(__name__)
 LOST_ATTEMPTS = 3
@@ -54,7 +54,7 @@ class Ingress:
         file = None if options.api_key_file is None else Path(options.api_key_file)
         # Where Ray's proxy listens is not known here; without a file no key is asked for.
         listen = ListenOptions(host="127.0.0.1", port=0, api_key_file=file)
-        self._gate = Gate(
+        self._gate = RequestGuard(
             self.route, TransportLimits(), lambda: None, read_api_keys(listen), checks_site=False
         )
 
@@ -93,7 +93,7 @@ class Ingress:
         refusal: list[Message] = []
         num_lost = 0
         while num_lost < LOST_ATTEMPTS:
-            attempt = _Attempt(send)
+            attempt = _RayAttempt(send)
             try:
                 await attempt.run(self._call(request, tried, head, body))
             except (RayError, RayServeException) as error:
@@ -122,7 +122,7 @@ class Ingress:
         return messages
 
 
-class _Attempt:
+class _RayAttempt:
     """One request at one replica.
 
     Attributes:
@@ -134,7 +134,7 @@ class _Attempt:
     def __init__(self, send: Send) -> None:
         self._send = send
         self.name = ""
-        self.answer: Answer | None = None
+        self.answer: ReplicaResponse | None = None
         self.refusal: list[Message] = []
 
     async def run(self, messages: AsyncIterator[Message]) -> None:
@@ -152,7 +152,7 @@ class _Attempt:
             else:
                 assert start is not None
                 if self.answer is None:
-                    self.answer = Answer(start["status"], list(start["headers"]))
+                    self.answer = ReplicaResponse(start["status"], list(start["headers"]))
                     await self._send(start)
                 await self._send(message)
 

@@ -16,12 +16,11 @@ from llmpq.dist import model_dir_of
 from llmpq.dist.async_engine import AsyncEngine
 from llmpq.errors import StageError
 from llmpq.server.admission import AdmissionLimits, prefill_tokens_per_s
-from llmpq.server.app import build_app
-from llmpq.server.lifecycle import make_service
+from llmpq.server.app import build_app, make_service
 from llmpq.server.ray.options import FleetOptions, strategy_for
 from llmpq.server.ray.replica_table import RECORDED_S, RoutingHint
 from llmpq.server.service import Service
-from llmpq.server.tokenizer import load_server_tokenizer
+from llmpq.server.text.tokenizer import load_server_tokenizer
 from llmpq.spec.plan import read_plan
 
 NAME = "llmpq.replica"

@@ -14,7 +14,7 @@ from llmpq.dist.launch.end_with_parent import ending_with_this_process
 from llmpq.errors import StageError
 from llmpq.options.server import ListenOptions
 from llmpq.routing import LoadBalancer
-from llmpq.server.lifecycle import Life, Served, run_app
+from llmpq.server.app import Life, Served, run_app
 from llmpq.server.router.lifecycle import connected, served
 
 END_TIMEOUT_S = 10.0

@@ -10,11 +10,11 @@ import aiohttp
 
 from llmpq.options.server import ListenOptions
 from llmpq.routing import LoadBalancer
-from llmpq.server.lifecycle import Life, Served, run_app
+from llmpq.server.app import Life, Served, run_app
 from llmpq.server.router.backend import Backend
 from llmpq.server.router.metrics import RouterMetrics
 from llmpq.server.router.proxy import Router
-from llmpq.server.transport import Gate
+from llmpq.server.transport import RequestGuard
 from llmpq.spec.runtime_constants import FIRST_BYTE_S
 
 CONNECT_TIMEOUT_S = 2.0
@@ -61,7 +61,7 @@ def served(
 ) -> Served:
     """Return the application of a router; ``error`` returns why it has ended for good."""
     return Served(
-        app=Gate(router, options.transport, router.check_open, life.keys),
+        app=RequestGuard(router, options.transport, router.check_open, life.keys),
         error=error,
         num_open=lambda: router.num_open,
         begin_drain=router.begin_drain,

@@ -54,7 +54,7 @@ Headers = list[tuple[bytes, bytes]]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ReplicaResponse:
     """Status and headers of an answer to a request."""
 
     status: int
@@ -159,7 +159,7 @@ class Router:
         request = routed_request(body)
         first_byte_s = self._first_byte_s * (1 if _IS_STREAM.search(body) else WHOLE_TIMES)
         tried: set[int] = set()
-        refusal: tuple[Answer, bytes] | None = None
+        refusal: tuple[ReplicaResponse, bytes] | None = None
         while (backend := self._choose(request, tried)) is not None:
             if tried:
                 self._metrics.retries.inc()
@@ -211,7 +211,7 @@ class _Attempt:
         self._scope = scope
         self._body = body
         self._send = send
-        self._answer: Answer | None = None
+        self._answer: ReplicaResponse | None = None
         self.has_begun = False
         self.outcome = "lost"
 
@@ -221,7 +221,9 @@ class _Attempt:
         is_error = self._answer is not None and self._answer.status >= FAILED
         return self.outcome == "lost" or is_error
 
-    async def run(self, request: RoutedRequest, first_byte_s: float) -> tuple[Answer, bytes] | None:
+    async def run(
+        self, request: RoutedRequest, first_byte_s: float
+    ) -> tuple[ReplicaResponse, bytes] | None:
         """Pass the answer on; return that of a replica which is busy.
 
         Raises:
@@ -240,7 +242,7 @@ class _Attempt:
                 await break_off(self._answer, self._send)
             return None
 
-    async def _pass_on(self, first_byte_s: float) -> tuple[Answer, bytes] | None:
+    async def _pass_on(self, first_byte_s: float) -> tuple[ReplicaResponse, bytes] | None:
         async with contextlib.AsyncExitStack() as stack:
             async with asyncio.timeout(first_byte_s):
                 found = await stack.enter_async_context(self._request())
@@ -249,7 +251,9 @@ class _Attempt:
             headers = [(name.lower(), value) for name, value in found.raw_headers]
             if any(_CONTROL.search(text) for pair in headers for text in pair):
                 raise aiohttp.ClientPayloadError("a control character in a header")
-            answer = Answer(found.status, [one for one in headers if one[0] not in _FROM_REPLICA])
+            answer = ReplicaResponse(
+                found.status, [one for one in headers if one[0] not in _FROM_REPLICA]
+            )
             if answer.status in BUSY:
                 self.outcome = "busy"
                 return answer, await found.content.read(MAX_REFUSAL_BYTES)
@@ -284,7 +288,7 @@ class _Attempt:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def break_off(answer: Answer, send: Send) -> None:
+async def break_off(answer: ReplicaResponse, send: Send) -> None:
     """End an answer whose replica was lost after its first byte.
 
     Raises:
@@ -340,5 +344,5 @@ def _to_replica(headers: Iterable[tuple[bytes, bytes]], request_id: str) -> list
     return [*kept, ("x-request-id", request_id), ("accept-encoding", "identity")]
 
 
-async def _start(send: Send, answer: Answer) -> None:
+async def _start(send: Send, answer: ReplicaResponse) -> None:
     await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})

@@ -11,8 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, ClassVar, Literal
 
 from llmpq.errors import SpecError, bad_field, missing_field
-from llmpq.spec.codec import Rule
-from llmpq.spec.fields import SCHEMA
+from llmpq.spec.fields import SCHEMA, Rule
 from llmpq.spec.precision import BITS, DTYPE_BYTES, Phase
 from llmpq.units import MIB
 

@@ -19,7 +19,7 @@ from llmpq.spec.fields import read_json
 from llmpq.spec.gguf.config import gguf_config
 from llmpq.spec.huggingface.language import language_fields
 from llmpq.spec.safetensors.files import find_weights, read_headers, weights_dtype
-from llmpq.spec.safetensors.headers import Header
+from llmpq.spec.safetensors.headers import SafetensorsHeader
 
 _logger = get_logger(__name__)
 
@@ -149,7 +149,9 @@ def _read_weights(folder: Path, stamps: tuple[tuple[int, ...], ...]) -> _StoredW
     return _StoredWeights(dtype=weights_dtype(headers, file_of), has_own_head=own)
 
 
-def _has_own_head(folder: Path, headers: Mapping[str, Header], file_of: Mapping[str, str]) -> bool:
+def _has_own_head(
+    folder: Path, headers: Mapping[str, SafetensorsHeader], file_of: Mapping[str, str]
+) -> bool:
     """Return whether a head and an embedding are stored, and differ."""
     heads = [name for name in file_of if _HEAD.fullmatch(name)]
     embeddings = [name for name in file_of if _EMBEDDING.fullmatch(name)]
@@ -173,7 +175,11 @@ class _Stored:
 
     @classmethod
     def of(
-        cls, folder: Path, headers: Mapping[str, Header], file_of: Mapping[str, str], name: str
+        cls,
+        folder: Path,
+        headers: Mapping[str, SafetensorsHeader],
+        file_of: Mapping[str, str],
+        name: str,
     ) -> _Stored:
         """Return the place of a tensor."""
         header = headers[file_of[name]]

@@ -10,12 +10,12 @@ from llmpq.spec.huggingface.config import HEADS, HIDDEN, Config
 from llmpq.spec.huggingface.feed_forward import Bias, has_bias, linear
 from llmpq.spec.model import LinearSpec
 
-Attentions = Callable[[Config], Sequence["Attention"]]
+Attentions = Callable[[Config], Sequence["AttentionSizes"]]
 """Reads the attention of every layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attention:
+class AttentionSizes:
     """Operators, other parameters, and the cached heads of one layer.
 
     The fields are those of ``LayerSpec``.
@@ -65,11 +65,11 @@ class SelfAttention:
     query_widths: int = 1
     gate: str | None = None
 
-    def __call__(self, fields: Config) -> Sequence[Attention]:
+    def __call__(self, fields: Config) -> Sequence[AttentionSizes]:
         """Return the attention of every layer."""
         return [self.one(fields)] * fields.layers()
 
-    def one(self, fields: Config) -> Attention:
+    def one(self, fields: Config) -> AttentionSizes:
         """Return the attention of one layer."""
         hidden, heads = fields.size(*HIDDEN), fields.size(*HEADS)
         kv_heads, head_dim = self.kv_heads(fields), self.head_dim(fields)
@@ -87,7 +87,7 @@ class SelfAttention:
         if self.gate is not None:
             linears.append(linear(f"{self.prefix}.{self.gate}", query, hidden, bias))
         linears.append(linear(f"{self.prefix}.{output}", hidden, query, out_bias))
-        return Attention(
+        return AttentionSizes(
             linears=tuple(linears),
             others=self._norms(fields, query, key, head_dim)
             + (heads if self.sinks else 0)
@@ -113,7 +113,7 @@ class LatentAttention:
 
     prefix: str = "self_attn"
 
-    def __call__(self, fields: Config) -> Sequence[Attention]:
+    def __call__(self, fields: Config) -> Sequence[AttentionSizes]:
         """Return the attention of every layer."""
         hidden, heads = fields.size(*HIDDEN), fields.size(*HEADS)
         latent, rotated = fields.size("kv_lora_rank"), fields.size("qk_rope_head_dim")
@@ -131,7 +131,7 @@ class LatentAttention:
             linear("kv_b_proj", heads * (plain + value), latent),
             linear("o_proj", hidden, heads * value, bias),
         ]
-        attention = Attention(
+        attention = AttentionSizes(
             linears=tuple(replace(op, name=f"{self.prefix}.{op.name}") for op in operators),
             others=latent + (rank or 0),
             num_heads=heads,

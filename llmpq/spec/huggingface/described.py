@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llmpq.spec.codec import from_json, to_json
-from llmpq.spec.fields import SCHEMA, Fields, dump_json, read_json, write_text
+from llmpq.spec.fields import SCHEMA, Fields, dump_json, from_json, read_json, to_json, write_text
 from llmpq.spec.model import ModelSpec
 
 MODEL_FILE = "model_sizes.json"

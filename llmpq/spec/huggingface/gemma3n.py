@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from llmpq.spec.huggingface import gemma4
-from llmpq.spec.huggingface.attention import Attention, SelfAttention
+from llmpq.spec.huggingface.attention import AttentionSizes, SelfAttention
 from llmpq.spec.huggingface.config import HIDDEN, Config
 from llmpq.spec.huggingface.feed_forward import FeedForward, Gated, linear
 from llmpq.spec.huggingface.windows import FULL, SLIDING
@@ -18,7 +18,7 @@ _PERIOD = 5
 _WIDTH = "intermediate_size"
 
 
-def attention(fields: Config) -> Sequence[Attention]:
+def attention(fields: Config) -> Sequence[AttentionSizes]:
     """Return the attention of every layer; one that reads another's cache has no keys or values."""
     own = SelfAttention(norm="heads")(fields)
     sources = gemma4.kv_sources(fields, _kinds(fields))
@@ -74,7 +74,7 @@ def sent_features(fields: Config) -> int | None:
     return gemma4.sent_beside(fields, attention(fields), streams)
 
 
-def _reading(layer: Attention, source: int) -> Attention:
+def _reading(layer: AttentionSizes, source: int) -> AttentionSizes:
     query, _, _, out = layer.linears
     return replace(
         layer, linears=(query, out), others=layer.others - layer.head_dim, kv_source=source

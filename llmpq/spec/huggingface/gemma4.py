@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from llmpq.spec.huggingface.attention import Attention
+from llmpq.spec.huggingface.attention import AttentionSizes
 from llmpq.spec.huggingface.config import HEADS, HIDDEN, Config
 from llmpq.spec.huggingface.feed_forward import FeedForward, Gated, has_bias, linear
 from llmpq.spec.huggingface.windows import FULL, SLIDING
@@ -19,7 +19,7 @@ _GLOBAL_HEAD_DIM = 512
 """Default size of a head in layers of full attention."""
 
 
-def attention(fields: Config) -> Sequence[Attention]:
+def attention(fields: Config) -> Sequence[AttentionSizes]:
     """Return the attention of every layer."""
     kinds = _kinds(fields)
     return [
@@ -57,7 +57,7 @@ def sent_features(fields: Config) -> int | None:
     return sent_beside(fields, attention(fields), fields.size(*HIDDEN))
 
 
-def sent_beside(fields: Config, layers: Sequence[Attention], hidden: int) -> int | None:
+def sent_beside(fields: Config, layers: Sequence[AttentionSizes], hidden: int) -> int | None:
     """Return the numbers that a stage sends for each token, ``hidden`` of them hidden states."""
     sources = {layer.kv_source for layer in layers if layer.kv_source is not None}
     read = sum(2 * layers[source].num_kv_heads * layers[source].head_dim for source in sources)
@@ -93,7 +93,7 @@ def embedding_parameters(fields: Config) -> int:
     return rows * fields.layers() * size + size
 
 
-def _attention(fields: Config, index: int, *, is_full: bool, source: int | None) -> Attention:
+def _attention(fields: Config, index: int, *, is_full: bool, source: int | None) -> AttentionSizes:
     hidden, heads, bias = (
         fields.size(*HIDDEN),
         fields.size(*HEADS),
@@ -102,7 +102,7 @@ def _attention(fields: Config, index: int, *, is_full: bool, source: int | None)
     head_dim, kv_heads = _heads(fields, index, is_full=is_full)
     joins = is_full and fields.flag_or("attention_k_eq_v", default=False)
     names = () if source is not None else ("k_proj",) if joins else ("k_proj", "v_proj")
-    return Attention(
+    return AttentionSizes(
         linears=(
             linear("self_attn.q_proj", heads * head_dim, hidden, bias),
             *(linear(f"self_attn.{name}", kv_heads * head_dim, hidden, bias) for name in names),

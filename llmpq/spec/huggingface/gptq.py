@@ -34,7 +34,7 @@ _CODES = ".qweight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rule:
+class ModuleRule:
     """One entry of ``dynamic``: a regular expression that a module's full name begins with.
 
     ``overrides`` are fields that differ from the file's own; ``None`` leaves the module
@@ -58,7 +58,7 @@ class GptqConfig:
 
     where: str
     fields: Mapping[str, Any]
-    rules: tuple[Rule, ...] = field(default=())
+    rules: tuple[ModuleRule, ...] = field(default=())
     zero_offset: int = 1
     has_head: bool = False
 
@@ -201,7 +201,7 @@ def _tensor_names(directory: Path) -> Iterable[str]:
     return files.file_of or files.assign(read_headers(files))
 
 
-def _rules(value: object, where: str) -> tuple[Rule, ...]:
+def _rules(value: object, where: str) -> tuple[ModuleRule, ...]:
     if value is None or value is False:
         return ()
     if not isinstance(value, Mapping):
@@ -218,5 +218,7 @@ def _rules(value: object, where: str) -> tuple[Rule, ...]:
             raise bad_field(
                 where, f"{FIELD}.dynamic", text, f"a regular expression ({error})"
             ) from None
-        rules.append(Rule(pattern=compiled, overrides=None if is_left_out else overrides or {}))
+        rules.append(
+            ModuleRule(pattern=compiled, overrides=None if is_left_out else overrides or {})
+        )
     return tuple(rules)

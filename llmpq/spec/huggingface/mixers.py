@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from llmpq.spec.huggingface.attention import Attention, SelfAttention
+from llmpq.spec.huggingface.attention import AttentionSizes, SelfAttention
 from llmpq.spec.huggingface.config import HIDDEN, Config
 from llmpq.spec.huggingface.feed_forward import FeedForward, Gated, has_bias, linear
 from llmpq.spec.huggingface.windows import FULL, LINEAR
 from llmpq.spec.model import LinearSpec
 
-Mixer = Callable[[Config], Attention]
+Mixer = Callable[[Config], AttentionSizes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class Hybrid:
     mixer: Mixer
     is_attention: Callable[[Config], Sequence[bool]]
 
-    def __call__(self, fields: Config) -> Sequence[Attention]:
+    def __call__(self, fields: Config) -> Sequence[AttentionSizes]:
         """Return the attention or mixer of every layer."""
         names = fields.words("layer_types", fields.layers(), (FULL, *LINEAR))
         chosen = self.is_attention(fields) if names is None else [name == FULL for name in names]
@@ -57,7 +57,7 @@ def gated_delta_net(inputs: Callable[[int, int, int], dict[str, int]]) -> Mixer:
             values and the number of value heads.
     """
 
-    def mixer(fields: Config) -> Attention:
+    def mixer(fields: Config) -> AttentionSizes:
         hidden = fields.size(*HIDDEN)
         keys, values = fields.size("linear_num_key_heads"), fields.size("linear_num_value_heads")
         key_dim, value_dim = (
@@ -95,7 +95,7 @@ def separate_inputs(key: int, value: int, heads: int) -> dict[str, int]:
     }  # fmt: skip
 
 
-def short_convolution(fields: Config) -> Attention:
+def short_convolution(fields: Config) -> AttentionSizes:
     """Return the gated convolution of LFM2."""
     hidden, kernel = fields.size(*HIDDEN), fields.size("conv_L_cache")
     bias = has_bias(fields, "conv_bias")
@@ -121,8 +121,8 @@ def adjusted_feed_forward(fields: Config) -> Sequence[FeedForward]:
     return [block.of_width(fields, width)] * fields.layers()
 
 
-def _mixer(linears: tuple[LinearSpec, ...], others: int, state_values: int) -> Attention:
-    return Attention(
+def _mixer(linears: tuple[LinearSpec, ...], others: int, state_values: int) -> AttentionSizes:
+    return AttentionSizes(
         linears=linears,
         others=others,
         num_heads=0,

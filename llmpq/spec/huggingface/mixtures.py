@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from llmpq.spec.huggingface.attention import Attention
+from llmpq.spec.huggingface.attention import AttentionSizes
 from llmpq.spec.huggingface.config import EXPERTS, EXPERTS_PER_TOKEN, HEADS, HIDDEN, Config
 from llmpq.spec.huggingface.feed_forward import FeedForward, linear
 from llmpq.spec.model import LinearSpec
 
 
-def dbrx_attention(fields: Config) -> Sequence[Attention]:
+def dbrx_attention(fields: Config) -> Sequence[AttentionSizes]:
     """Return the attention of DBRX; ``attn_config`` has the number of key-value heads."""
     hidden, heads, head_dim = fields.size(*HIDDEN), fields.size(*HEADS), fields.head_share()
     kv_heads = fields.inner("attn_config").size("kv_n_heads", default=1)
     if heads % kv_heads:
         raise fields.error("attn_config.kv_n_heads", kv_heads, f"a divisor of {heads} query heads")
     prefix = "norm_attn_norm.attn"
-    attention = Attention(
+    attention = AttentionSizes(
         linears=(
             linear(f"{prefix}.Wqkv", hidden + 2 * kv_heads * head_dim, hidden),
             linear(f"{prefix}.out_proj", hidden, hidden),
@@ -45,7 +45,7 @@ def dbrx_feed_forward(fields: Config) -> Sequence[FeedForward]:
     return [FeedForward(linears=linears)] * fields.layers()
 
 
-def jetmoe_attention(fields: Config) -> Sequence[Attention]:
+def jetmoe_attention(fields: Config) -> Sequence[AttentionSizes]:
     """Return the attention of JetMoE, whose queries and outputs are those of a token's experts.
 
     Shen et al., "JetMoE: Reaching Llama2 Performance with 0.1M Dollars", 2024, Sec. 2.2.
@@ -54,7 +54,7 @@ def jetmoe_attention(fields: Config) -> Sequence[Attention]:
     kv_heads = fields.size("num_key_value_heads")
     _, active = _experts(fields)
     width, prefix = kv_heads * head_dim, "self_attention"
-    attention = Attention(
+    attention = AttentionSizes(
         linears=(
             linear(f"{prefix}.kv_proj", 2 * width, hidden),
             *_parallel(fields, f"{prefix}.experts", (width, hidden), (hidden, width)),

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 
 from llmpq.errors import SpecError, bad_field
 from llmpq.spec.fields import check_downloaded
-from llmpq.spec.safetensors.headers import Header, read_header, unique_keys
+from llmpq.spec.safetensors.headers import SafetensorsHeader, read_header, unique_keys
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -48,7 +48,7 @@ class WeightFiles:
     index: Path | None
     file_of: Mapping[str, str]
 
-    def assign(self, headers: Mapping[str, Header]) -> dict[str, str]:
+    def assign(self, headers: Mapping[str, SafetensorsHeader]) -> dict[str, str]:
         """Return the file of every tensor.
 
         Args:
@@ -94,7 +94,7 @@ def find_weights(directory: Path) -> WeightFiles:
     return WeightFiles(directory=directory, names=names, index=None, file_of={})
 
 
-def read_headers(files: WeightFiles) -> dict[str, Header]:
+def read_headers(files: WeightFiles) -> dict[str, SafetensorsHeader]:
     """Read the headers of all files, by name.
 
     Raises:
@@ -103,7 +103,9 @@ def read_headers(files: WeightFiles) -> dict[str, Header]:
     return {name: _read(files.directory / name) for name in files.names}
 
 
-def weights_dtype(headers: Mapping[str, Header], file_of: Mapping[str, str]) -> str | None:
+def weights_dtype(
+    headers: Mapping[str, SafetensorsHeader], file_of: Mapping[str, str]
+) -> str | None:
     """Return torch's name of the dtype of most weights, by bytes, without scales of codes.
 
     Args:
@@ -121,7 +123,7 @@ def weights_dtype(headers: Mapping[str, Header], file_of: Mapping[str, str]) -> 
     return stored.most_common(1)[0][0] if stored else None
 
 
-def _read(path: Path) -> Header:
+def _read(path: Path) -> SafetensorsHeader:
     try:
         with path.open("rb") as stream:
             return read_header(stream, file_bytes=path.stat().st_size, where=str(path))

@@ -60,7 +60,7 @@ class TensorEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Header:
+class SafetensorsHeader:
     """A checked header of a safetensors file: its tensors, and where their bytes start.
 
     Attributes:
@@ -77,7 +77,7 @@ class Header:
         return _LENGTH_BYTES + len(self.raw)
 
 
-def read_header(stream: BinaryIO, *, file_bytes: int, where: str) -> Header:
+def read_header(stream: BinaryIO, *, file_bytes: int, where: str) -> SafetensorsHeader:
     """Read and check the header of an open file of ``file_bytes``.
 
     Raises:
@@ -99,7 +99,7 @@ def read_header(stream: BinaryIO, *, file_bytes: int, where: str) -> Header:
     return parse_header(raw, data_bytes=available - length, where=where)
 
 
-def parse_header(raw: bytes, *, data_bytes: int, where: str) -> Header:
+def parse_header(raw: bytes, *, data_bytes: int, where: str) -> SafetensorsHeader:
     """Check a header's JSON against the bytes that follow it.
 
     Args:
@@ -123,7 +123,7 @@ def parse_header(raw: bytes, *, data_bytes: int, where: str) -> Header:
         name: _entry(f"{where}: tensor '{_short(name)}'", value) for name, value in fields.items()
     }
     _check_layout(entries, data_bytes, where)
-    return Header(raw=raw, entries=entries)
+    return SafetensorsHeader(raw=raw, entries=entries)
 
 
 def unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -10,8 +10,7 @@ from helpers.builders import cluster_of, model_spec, plan_request, sensitivity
 
 from llmpq.assigner import make_plan, planner
 from llmpq.assigner import request as request_module
-from llmpq.assigner.constraints.deadline import NEVER, Deadline
-from llmpq.assigner.constraints.overrides import Overrides
+from llmpq.assigner.constraints.resolve import NEVER, Deadline, Overrides
 from llmpq.assigner.exact import native
 from llmpq.assigner.exact.native import NotCoveredError
 from llmpq.assigner.explain import explanation

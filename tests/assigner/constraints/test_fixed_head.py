@@ -10,10 +10,10 @@ from helpers.brute_force import brute_force
 from helpers.builders import plan_request, sensitivity
 
 from llmpq.assigner import make_plan
-from llmpq.assigner.constraints.overrides import Overrides
+from llmpq.assigner.constraints.resolve import Overrides
 from llmpq.assigner.request import build_task, omega_of
 from llmpq.cli.render import plan_table
-from llmpq.costmodel.stored import head_bytes, head_rows
+from llmpq.costmodel.exact_bytes import head_bytes, head_rows
 from llmpq.errors import SpecError
 from llmpq.spec.plan import plan_text, read_plan
 

@@ -11,8 +11,7 @@ from helpers.brute_force import brute_force
 from helpers.builders import cluster_of, model_spec, plan_request, random_problem, sensitivity
 
 from llmpq.assigner import make_plan
-from llmpq.assigner.constraints.limits import Limits, obeys
-from llmpq.assigner.constraints.overrides import Overrides
+from llmpq.assigner.constraints.resolve import Limits, Overrides, obeys
 from llmpq.assigner.milp.ilp import IlpOptions, solve_ilp
 from llmpq.assigner.request import build_task
 from llmpq.errors import InfeasibleError, SpecError

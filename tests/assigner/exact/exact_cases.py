@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from llmpq.assigner.device_orders import device_orders
+from llmpq.assigner.enumeration import device_orders
 from llmpq.assigner.problem import PairCosts, SearchSpace
 from llmpq.spec.plan import MicroBatching
 

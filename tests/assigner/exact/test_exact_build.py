@@ -14,7 +14,7 @@ import pytest
 from exact_cases import Shape, random_space
 from helpers.processes import is_running, wait_for
 
-from llmpq import compiled
+from llmpq import native_build
 from llmpq.assigner.exact import native
 from llmpq.assigner.exact.native import NotCoveredError
 from llmpq.assigner.exact.search import solve_exact
@@ -28,14 +28,14 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the sources, and a temporary folder of its own."""
     shutil.copytree(PACKAGE / "csrc", tmp_path / "exact" / "csrc")
     (tmp_path / "tmp").mkdir()
-    monkeypatch.setattr(compiled.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    monkeypatch.setattr(native_build.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
     return tmp_path / "exact"
 
 
 def test_the_core_is_compiled_once_and_kept(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = native.core_path(package)
     assert first.parent == package / "__pycache__"
-    monkeypatch.setattr(compiled.shutil, "which", lambda _: None)
+    monkeypatch.setattr(native_build.shutil, "which", lambda _: None)
     assert native.core_path(package) == first
 
 
@@ -48,7 +48,7 @@ def test_concurrent_starts_compile_once(
         'while [ "$1" != -o ]; do shift; done\ntouch "$2"\n'
     )
     slow.chmod(0o700)
-    monkeypatch.setattr(compiled.shutil, "which", lambda _: str(slow))
+    monkeypatch.setattr(native_build.shutil, "which", lambda _: str(slow))
     with ThreadPoolExecutor(max_workers=4) as together:
         found = set(together.map(native.core_path, [package] * 4))
     assert len(found) == 1
@@ -65,7 +65,7 @@ def test_a_short_time_limit_does_not_wait_for_another_compiler(
         f"#!/bin/sh\ntouch {begun}\nwhile [ ! -e {ends} ]; do sleep 0.05; done\nexit 1\n"
     )
     slow.chmod(0o700)
-    monkeypatch.setattr(compiled.shutil, "which", lambda _: str(slow))
+    monkeypatch.setattr(native_build.shutil, "which", lambda _: str(slow))
     with ThreadPoolExecutor(max_workers=1) as other:
         first = other.submit(native.core_path, package)
         wait_for(begun.exists, bool)
@@ -99,7 +99,7 @@ def test_a_folder_that_others_can_write_to_is_not_used(package: Path) -> None:
 def test_without_a_compiler_the_search_is_not_covered(
     package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiled.shutil, "which", lambda _: None)
+    monkeypatch.setattr(native_build.shutil, "which", lambda _: None)
     with pytest.raises(NotCoveredError, match="no C compiler"):
         native.core_path(package)
 
@@ -143,7 +143,7 @@ def test_a_budget_that_nothing_meets_is_infeasible() -> None:
 def test_without_time_left_no_compiler_is_started(
     package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiled.subprocess, "Popen", None)
+    monkeypatch.setattr(native_build.subprocess, "Popen", None)
     with pytest.raises(NotCoveredError, match="no time to compile"):
         native.core_path(package, limit_s=0.0)
 
@@ -162,10 +162,10 @@ def test_a_compiler_that_takes_too_long_ends_with_all_its_parts(
         f"echo $! > {pid}.part\nmv {pid}.part {pid}\nwait\n"
     )
     slow.chmod(0o755)
-    monkeypatch.setattr(compiled.shutil, "which", lambda _: str(slow))
+    monkeypatch.setattr(native_build.shutil, "which", lambda _: str(slow))
     # Time passes once the compiler has started a process of its own.
     clock = SimpleNamespace(monotonic=lambda: float(pid.exists()), sleep=time.sleep)
-    monkeypatch.setattr(compiled, "time", clock)
+    monkeypatch.setattr(native_build, "time", clock)
     with pytest.raises(NotCoveredError, match=r"took over 0\.5 s"):
         native.core_path(package, limit_s=0.5)
     part = int(pid.read_text())

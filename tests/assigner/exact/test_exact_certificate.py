@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from exact_cases import Shape, best_value, random_space
 
-from llmpq.assigner.constraints.deadline import Deadline
+from llmpq.assigner.constraints.resolve import Deadline
 from llmpq.assigner.exact import search
 from llmpq.assigner.exact.search import PairProof, solve_exact
 from llmpq.assigner.problem import PairCosts, SearchSpace

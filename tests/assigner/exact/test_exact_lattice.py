@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from exact_cases import Shape, random_space
 
-from llmpq.assigner.device_orders import device_orders
+from llmpq.assigner.enumeration import device_orders
 from llmpq.assigner.exact import lattice
 from llmpq.assigner.exact.native import NotCoveredError
 from llmpq.assigner.exact.search import solve_exact

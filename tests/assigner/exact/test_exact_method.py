@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llmpq.assigner.exact import method
+from llmpq.assigner.exact import search
 from llmpq.assigner.exact.native import NotCoveredError
 from llmpq.assigner.milp.search import find_plan
 from llmpq.assigner.objective import evaluate
@@ -35,7 +35,7 @@ def task_of(model: str, cluster: int, *, batch: int = 8, **fields: object) -> Pl
 
 def test_exact_method_equals_the_integer_programs() -> None:
     task = task_of("facebook/opt-30b", 3, batch=2)
-    exact = method.find_exact(task, silent)
+    exact = search.find_exact(task, silent)
     program = find_plan(task, silent)
     assert exact.evaluation.objective_s == pytest.approx(program.evaluation.objective_s, rel=1e-6)
     assert exact.status == "optimal"
@@ -45,8 +45,8 @@ def test_exact_method_equals_the_integer_programs() -> None:
 @pytest.mark.parametrize("cluster", [3, 5, 7])
 def test_exact_method_is_certified_for_all_interleavings(cluster: int) -> None:
     model = {3: "facebook/opt-30b", 5: "facebook/opt-66b", 7: "bigscience/bloom"}[cluster]
-    blocks = method.find_exact(task_of(model, cluster), silent)
-    free = method.find_exact(task_of(model, cluster, orders="all"), silent)
+    blocks = search.find_exact(task_of(model, cluster), silent)
+    free = search.find_exact(task_of(model, cluster, orders="all"), silent)
     assert free.bound_s is not None
     assert free.bound_s >= free.evaluation.objective_s * (1 - 1e-6)
     assert free.evaluation.objective_s <= blocks.evaluation.objective_s * (1 + 1e-9)
@@ -59,9 +59,9 @@ def test_integer_programs_replace_an_unsupported_exact_search(
         raise NotCoveredError("on purpose")
 
     task = task_of("facebook/opt-13b", 1, batch=2)
-    want = method.find_exact(task, silent)
-    monkeypatch.setattr(method, "solve_exact", refuse)
-    got = method.find_exact(task, silent)
+    want = search.find_exact(task, silent)
+    monkeypatch.setattr(search, "solve_exact", refuse)
+    got = search.find_exact(task, silent)
     assert (want.solver, got.solver) == ("exact", "highs")
     assert got.evaluation.objective_s == pytest.approx(want.evaluation.objective_s, rel=1e-6)
 

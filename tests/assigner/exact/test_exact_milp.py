@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from exact_cases import Shape, random_space
 
-from llmpq.assigner.constraints.limits import Limits
+from llmpq.assigner.constraints.resolve import Limits
 from llmpq.assigner.exact.search import solve_exact
 from llmpq.assigner.milp.ilp import IlpOptions, solve_ilp
 from llmpq.assigner.problem import SearchSpace

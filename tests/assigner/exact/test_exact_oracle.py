@@ -10,8 +10,8 @@ import pytest
 from exact_cases import Shape, best_value, random_space
 from helpers.brute_force import brute_force
 
-from llmpq.assigner.constraints.limits import Limits
-from llmpq.assigner.device_orders import device_orders
+from llmpq.assigner.constraints.resolve import Limits
+from llmpq.assigner.enumeration import device_orders
 from llmpq.assigner.exact import search
 from llmpq.assigner.exact.search import solve_exact
 from llmpq.assigner.problem import SearchSpace

@@ -8,9 +8,9 @@ import pytest
 from helpers.builders import cluster_of, model_spec, plan_request
 
 from llmpq.assigner import make_plan
-from llmpq.assigner.constraints.overrides import Overrides
-from llmpq.assigner.explain.binding import allowed_bits, binding_text, plan_binding
+from llmpq.assigner.constraints.resolve import Overrides
 from llmpq.assigner.explain.explanation import forced_use, one_more
+from llmpq.assigner.explain.infeasible import allowed_bits, binding_text, plan_binding
 from llmpq.assigner.request import costs_of
 from llmpq.cli.render import more_record, more_text
 from llmpq.spec.cluster import LinkSpec

@@ -10,7 +10,7 @@ from helpers.certificate import certify
 from helpers.small_clusters import small_request
 
 from llmpq.assigner import METHODS, make_plan
-from llmpq.assigner.constraints.overrides import Overrides
+from llmpq.assigner.constraints.resolve import Overrides
 from llmpq.assigner.explain.compare import Outcome, best_with_bound, compare_methods
 from llmpq.assigner.request import costs_of, omega_of
 from llmpq.errors import InfeasibleError, SpecError

@@ -10,7 +10,7 @@ import pytest
 from helpers.builders import cluster_of, model_spec, plan_request
 
 from llmpq.assigner import make_plan
-from llmpq.assigner.constraints.overrides import Overrides
+from llmpq.assigner.constraints.resolve import Overrides
 from llmpq.assigner.explain.infeasible import dropped_reasons, held_layers
 from llmpq.assigner.milp import ilp
 from llmpq.assigner.milp.solvers import SolverResult

@@ -10,8 +10,8 @@ from helpers.brute_force import all_assignments
 from helpers.builders import cluster_of, model_spec, plan_request, sensitivity
 
 from llmpq.assigner import make_plan
-from llmpq.assigner.constraints.overrides import Overrides
-from llmpq.assigner.explain.pareto import pareto_plans
+from llmpq.assigner.constraints.resolve import Overrides
+from llmpq.assigner.explain.compare import pareto_plans
 from llmpq.assigner.objective import evaluate, is_feasible
 from llmpq.assigner.request import build_task
 from llmpq.errors import InfeasibleError, SpecError

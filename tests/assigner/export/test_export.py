@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmpq.assigner.export.export import export_plan, write_export
-from llmpq.assigner.export.llama_cpp import tensor_split
+from llmpq.assigner.export.export import export_plan, tensor_split, write_export
 from llmpq.errors import SpecError
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 from llmpq.spec.plan import (

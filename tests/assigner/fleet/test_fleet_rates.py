@@ -12,10 +12,10 @@ from helpers.clocks import CountingClock
 from helpers.fleets import partitions, plans_of
 
 from llmpq.assigner import PlanRequest, make_plan
-from llmpq.assigner.constraints.deadline import Deadline
+from llmpq.assigner.constraints.resolve import Deadline
 from llmpq.assigner.fleet import plan_fleet
 from llmpq.assigner.fleet.pricing import batches
-from llmpq.assigner.fleet.response_time import (
+from llmpq.assigner.fleet.rate_search import (
     ReplicaSpeed,
     mean_ttft_s,
     split_arrivals,
@@ -30,8 +30,7 @@ from llmpq.sim.engine_costs import PlanEngineCosts
 from llmpq.sim.fleet import FleetReplica, simulate_fleet
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec.precision import Phase
-from llmpq.spec.trace import draw_trace
-from llmpq.spec.workload import Workload
+from llmpq.spec.workload import Workload, draw_trace
 
 
 def random_speeds(rng: np.random.Generator) -> list[ReplicaSpeed]:

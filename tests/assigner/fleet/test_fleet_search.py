@@ -13,12 +13,11 @@ from helpers.clocks import CountingClock
 from helpers.fleets import partitions, plans_of
 
 from llmpq.assigner import PlanRequest, make_plan
-from llmpq.assigner.constraints.deadline import Deadline
-from llmpq.assigner.constraints.overrides import Overrides
+from llmpq.assigner.constraints.resolve import Deadline, Overrides
 from llmpq.assigner.fleet import plan_fleet
-from llmpq.assigner.fleet.partition import MAX_PARTS, Pools
+from llmpq.assigner.fleet.partition import MAX_PARTS, DevicePools
 from llmpq.assigner.fleet.planner import default_budget
-from llmpq.assigner.fleet.pricing import Pricer, batches
+from llmpq.assigner.fleet.pricing import ReplicaEvaluator, batches
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec.cluster import Cluster, Device, DeviceGroup, LinkSpec, Node
 from llmpq.spec.workload import Workload
@@ -214,11 +213,11 @@ def test_requests_that_no_fleet_is_for_are_refused(options, number, message):
 
 
 def test_parts_on_equal_nodes_are_priced_once():
-    pools = Pools.of(cluster_of(("T4-16G", 2, 100), ("T4-16G", 2, 100)))
+    pools = DevicePools.of(cluster_of(("T4-16G", 2, 100), ("T4-16G", 2, 100)))
     assert pools.key((1, 0)) == pools.key((0, 1))
     assert pools.key((2, 0)) != pools.key((1, 1))
     slow = LinkSpec(between=("node0", "node1"), bytes_per_s=1e8, latency_s=1e-4)
-    linked = Pools.of(cluster_of(("T4-16G", 2, 100), ("T4-16G", 2, 90), links=(slow,)))
+    linked = DevicePools.of(cluster_of(("T4-16G", 2, 100), ("T4-16G", 2, 90), links=(slow,)))
     assert linked.key((1, 0)) != linked.key((0, 1))
 
 
@@ -266,8 +265,8 @@ def test_a_part_has_the_plan_of_an_equal_part_that_was_searched():
     """Equal parts list their pools in other orders, as the cluster file does."""
     cluster = cluster_of(("T4-16G", 2, 90), ("V100-32G", 1, 120), ("T4-16G", 2, 90))
     request = plan_request(cluster=cluster, quality_budget=1.0, theta_s=0.0)
-    pools = Pools.of(cluster)
-    pricer = Pricer(request, pools)
+    pools = DevicePools.of(cluster)
+    pricer = ReplicaEvaluator(request, pools)
     one, other = (2, 1, 0), (0, 1, 2)
     assert pools.key(one) == pools.key(other)
     assert pools.in_order(one) != pools.in_order(other)
@@ -282,7 +281,7 @@ def test_a_part_has_the_plan_of_a_larger_one_that_leaves_devices_out():
     slow = LinkSpec(between=("node0", "node1"), bytes_per_s=1e5, latency_s=0.1)
     cluster = cluster_of(("A100-40G", 1, 900), ("P100-12G", 2, 900), links=(slow,))
     request = plan_request(cluster=cluster, quality_budget=1.0, theta_s=0.0)
-    pricer = Pricer(request, Pools.of(cluster))
+    pricer = ReplicaEvaluator(request, DevicePools.of(cluster))
     price = pricer.price((1, 2), 4)
     assert price.used == (1, 0)
     plan = pricer.plan((1, 0), 4, command="")
@@ -293,8 +292,8 @@ def test_a_part_has_the_plan_of_a_larger_one_that_leaves_devices_out():
 
 def test_a_search_that_was_ended_bounds_the_part_and_is_made_again():
     request = hurried(replace(two_types(quality_budget=1.0), theta_s=0.0), 1e6)
-    pools = Pools.of(request.cluster)
-    pricer = Pricer(request, pools)
+    pools = DevicePools.of(request.cluster)
+    pricer = ReplicaEvaluator(request, pools)
     first = pricer.price(pools.counts, 8, share=1e-6)
     assert not first.is_final
     assert pricer.price(pools.counts, 8, share=1e-6) == replace(first, used=pools.counts)
@@ -305,7 +304,7 @@ def test_a_search_that_was_ended_bounds_the_part_and_is_made_again():
 
 def test_parts_of_large_clusters_are_whole_pools_first():
     counts = (16, 16, 16)
-    parts, is_complete = Pools.of(
+    parts, is_complete = DevicePools.of(
         cluster_of(*((name, 16, 200) for name in ("A100-40G", "T4-16G", "L4")))
     ).parts()
     assert not is_complete

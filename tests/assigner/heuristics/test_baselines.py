@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmpq.assigner import METHODS, make_plan
-from llmpq.assigner.constraints.overrides import Overrides
+from llmpq.assigner.constraints.resolve import Overrides
 from llmpq.assigner.heuristics import fastest, pipeedge, proportional
 from llmpq.assigner.milp.search import find_plan
 from llmpq.assigner.objective import evaluate, within_budget

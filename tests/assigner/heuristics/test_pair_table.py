@@ -7,7 +7,7 @@ import pytest
 from helpers.builders import cluster_of, plan_request
 from helpers.small_clusters import TYPES, small_request
 
-from llmpq.assigner.device_orders import device_orders, leading_orders
+from llmpq.assigner.enumeration import device_orders, leading_orders
 from llmpq.assigner.heuristics.pair_table import (
     MAX_FULL_ORDERS,
     PairTable,

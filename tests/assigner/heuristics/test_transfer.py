@@ -11,11 +11,10 @@ from helpers.small_clusters import optimum_s, small_request, tiny_request
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from llmpq.assigner.constraints.deadline import Deadline
+from llmpq.assigner.constraints.resolve import Deadline
 from llmpq.assigner.heuristics import transfer
 from llmpq.assigner.heuristics.adabits import find_adabits
-from llmpq.assigner.heuristics.exchange import Exchange, Layout, Stages, changes
-from llmpq.assigner.heuristics.transfer import find_transfer
+from llmpq.assigner.heuristics.transfer import Exchange, Layout, Stages, changes, find_transfer
 from llmpq.assigner.objective import evaluate, is_feasible, within_budget
 from llmpq.assigner.planner import solve_task
 from llmpq.assigner.request import PlanningTask, build_task, silent

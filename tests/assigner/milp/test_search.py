@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from llmpq.assigner.exact.method import find_exact
+from llmpq.assigner.exact.search import find_exact
 from llmpq.assigner.heuristics.transfer import find_transfer
 from llmpq.assigner.milp import search
 from llmpq.assigner.milp.ilp import IlpOptions, IlpResult, solve_ilp

@@ -12,22 +12,22 @@ from hypothesis import strategies as st
 
 from llmpq.assigner import PlanRequest, make_plan
 from llmpq.assigner.request import costs_of
-from llmpq.assigner.schedules.local_search import (
+from llmpq.assigner.schedules.plan import (
     ALWAYS_REFILL,
     BATCH_MOVES,
     CYCLE_MOVES,
     MAX_EVALUATIONS,
+    ScheduleRequest,
     local_search,
+    simulated,
+    with_schedule,
 )
-from llmpq.assigner.schedules.plan import ScheduleRequest, simulated, with_schedule
 from llmpq.assigner.schedules.steady_state import SteadyBatch, rra_performance
 from llmpq.batching import percentile
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
-from llmpq.spec.lengths import truncated_normal
-from llmpq.spec.plan import MicroBatching
-from llmpq.spec.schedule import Schedule
-from llmpq.spec.workload import Workload
+from llmpq.spec.plan import MicroBatching, Schedule
+from llmpq.spec.workload import Workload, truncated_normal
 
 PROMPTS, ANSWERS = truncated_normal(20, 8, 32), truncated_normal(40, 16, 80)
 LAW = ScheduleRequest(prompt_tokens=PROMPTS, new_tokens=ANSWERS)

@@ -16,11 +16,9 @@ from llmpq.assigner.schedules.steady_state import SteadyBatch, rra_performance
 from llmpq.batching import PipelineShape, make_policy
 from llmpq.errors import InfeasibleError
 from llmpq.sim import BatchShape, Hop, PipelineLayout, linear_layout, simulate
-from llmpq.spec.lengths import LengthDistribution, truncated_normal
-from llmpq.spec.plan import MicroBatching
+from llmpq.spec.plan import MicroBatching, Schedule
 from llmpq.spec.precision import Phase
-from llmpq.spec.schedule import Schedule
-from llmpq.spec.trace import draw_trace
+from llmpq.spec.workload import LengthDistribution, draw_trace, truncated_normal
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,9 @@ from llmpq.assigner.schedules.plan import (
 from llmpq.batching import percentile
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
-from llmpq.spec.lengths import truncated_normal
 from llmpq.spec.precision import Phase
 from llmpq.spec.tables import LatencySample, LatencyTable, write_latency_table
-from llmpq.spec.workload import Workload
+from llmpq.spec.workload import Workload, truncated_normal
 
 Z95 = 1.6449
 LAW = ScheduleRequest(

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from llmpq.assigner.schedules.steady_state import SteadyBatch, expected_longest, prefill_shape
 from llmpq.errors import SpecError
 from llmpq.sim.costs import batch_shape
-from llmpq.spec.lengths import LengthDistribution, constant, empirical, truncated_normal
 from llmpq.spec.precision import Phase
+from llmpq.spec.workload import LengthDistribution, constant, empirical, truncated_normal
 from scripts.reproduce.exegpt_formulas import paper_encode_batch, paper_ending
 
 TASKS = {  # ExeGPT, Table 3: output mean, std, longest

@@ -16,9 +16,8 @@ from llmpq.assigner.schedules.waa import WaaSpace, best_waa
 from llmpq.batching import PipelineShape, make_policy
 from llmpq.errors import InfeasibleError
 from llmpq.sim import BatchShape, Hop, PipelineLayout, linear_layout, simulate
-from llmpq.spec.lengths import LengthDistribution, truncated_normal
 from llmpq.spec.precision import Phase
-from llmpq.spec.trace import draw_trace
+from llmpq.spec.workload import LengthDistribution, draw_trace, truncated_normal
 from scripts.reproduce.exegpt_formulas import non_monotone_shares
 
 

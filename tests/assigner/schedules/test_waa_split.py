@@ -14,18 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmpq.assigner import PlanRequest, make_plan
-from llmpq.assigner.plan_estimate import evaluate_plan, excess_bytes, stage_memory
+from llmpq.assigner.forecast import evaluate_plan, excess_bytes, stage_memory
 from llmpq.assigner.request import costs_of
 from llmpq.assigner.schedules.plan import ScheduleRequest, best_of_policies, with_schedule
 from llmpq.assigner.schedules.waa import balanced_cuts, split_plans
 from llmpq.errors import InfeasibleError
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
-from llmpq.spec.codec import from_json
-from llmpq.spec.fields import Fields
-from llmpq.spec.lengths import truncated_normal
+from llmpq.spec.fields import Fields, from_json
 from llmpq.spec.plan import Plan, plan_text
 from llmpq.spec.precision import BITS, Phase
-from llmpq.spec.workload import Workload
+from llmpq.spec.workload import Workload, truncated_normal
 
 LAW = ScheduleRequest(
     prompt_tokens=truncated_normal(20, 8, 32), new_tokens=truncated_normal(10, 4, 16)

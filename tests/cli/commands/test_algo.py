@@ -15,7 +15,7 @@ from llmpq.cli.commands.algo import main
 from llmpq.cli.commands.check import main as check
 from llmpq.spec import catalog
 from llmpq.spec.plan import read_plan
-from llmpq.spec.sensitivity import write_sensitivity
+from llmpq.spec.tables import write_sensitivity
 
 SMALL = ["--model", "facebook/opt-1.3b", "--global_bz", "4", "--s", "128", "--n", "20"]
 ONE = ["--device_names", "T4-16G", "--device_numbers", "1"]

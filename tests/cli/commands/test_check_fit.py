@@ -8,13 +8,14 @@ import re
 import pytest
 
 from llmpq.assigner import PlanRequest
-from llmpq.assigner.explain.fit import fit_answers, most_bits
+from llmpq.assigner.explain.compare import fit_answers
 from llmpq.cli.commands.check import main
 from llmpq.costmodel import build_costs
 from llmpq.spec import catalog
 from llmpq.spec.cluster import cluster_of_types
 from llmpq.spec.precision import DTYPE_BYTES
 from llmpq.spec.workload import Workload
+from scripts.docs_site.fit_table import most_bits
 
 WORK = Workload(batch=1, prompt_tokens=256, new_tokens=32)
 ARGV = ["--s", "256", "--n", "32"]

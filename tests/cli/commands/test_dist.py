@@ -16,9 +16,8 @@ from llmpq.cli.commands.dist import forecast_of, main
 from llmpq.dist.io.job import Job
 from llmpq.dist.metrics.measurement import Measurement, StageStats
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
-from llmpq.spec.lengths import constant, load_lengths
-from llmpq.spec.plan import write_plan
-from llmpq.spec.schedule import Schedule
+from llmpq.spec.plan import Schedule, write_plan
+from llmpq.spec.workload import constant, load_lengths
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import torch
 from helpers.tiny_models import save_tiny_model
 
 from llmpq.cli.commands import algo, indicator
-from llmpq.spec.sensitivity import read_sensitivity
+from llmpq.spec.tables import read_sensitivity
 
 torch.set_num_threads(1)
 

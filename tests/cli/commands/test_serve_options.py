@@ -18,11 +18,10 @@ from llmpq.cli.engine_options import check_context_memory
 from llmpq.costmodel.memory import context_bytes
 from llmpq.errors import SpecError
 from llmpq.server.admission import prefill_tokens_per_s, queued_tokens_for, token_budget_for
-from llmpq.server.lifecycle import ServerOptions
+from llmpq.server.app import ServerOptions
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
-from llmpq.spec.fleet import Fleet, FleetMember, write_fleet
-from llmpq.spec.plan import read_plan, write_plan
+from llmpq.spec.plan import Fleet, FleetMember, read_plan, write_fleet, write_plan
 
 ROOT = Path(__file__).resolve().parents[3]
 DEMO = ROOT / "models" / "demo"
@@ -47,7 +46,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         found.update(options=options, start=start)
         on_ready("http://127.0.0.1:8000")
 
-    monkeypatch.setattr("llmpq.server.lifecycle.run_server", run_server)
+    monkeypatch.setattr("llmpq.server.app.run_server", run_server)
     monkeypatch.setattr(serve, "launch_engine", lambda *_: Engine())
     return found
 

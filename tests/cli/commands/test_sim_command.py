@@ -12,9 +12,8 @@ from helpers.builders import uniform, write_trace
 
 from llmpq.cli.commands.algo import main as algo
 from llmpq.cli.commands.sim import main as sim
-from llmpq.spec.plan import read_plan, write_plan
-from llmpq.spec.schedule import PlannedDraft
-from llmpq.spec.trace import draw_trace
+from llmpq.spec.plan import PlannedDraft, read_plan, write_plan
+from llmpq.spec.workload import draw_trace
 
 
 @pytest.fixture(scope="module")

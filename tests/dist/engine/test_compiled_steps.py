@@ -18,8 +18,7 @@ from helpers.decode_steps import (
 from helpers.instruction_sets import OWN, RUNNABLE, those, using
 from helpers.tiny_models import generate_alone, load_reference
 
-from llmpq.costmodel.forward_step import Step
-from llmpq.costmodel.memory import compiled_bytes
+from llmpq.costmodel.memory import ForwardShape, compiled_bytes
 from llmpq.dist.engine import compiled_steps
 from llmpq.dist.engine.compiled_steps import (
     LIMITS,
@@ -306,7 +305,9 @@ def test_memory_of_buffers_is_forecast(tiny_model, family, bits):
     model = load_model_dir(path)
     tokens = program.most_rows  # and no outliers: their buffers are reserved, not touched
     buffers = {key: one.nbytes for key, one in program._buffers.items() if "outlier" not in key[0]}
-    step = Step(model=model, dtype="bfloat16", kv_bits=16, batch=1, tokens=tokens, context=tokens)
+    step = ForwardShape(
+        model=model, dtype="bfloat16", kv_bits=16, batch=1, tokens=tokens, context=tokens
+    )
     # Two bytes a code are counted, for processors that multiply 8 bits without VNNI; codes of
     # fewer bits have a byte, and 5 in 32 for scales and sums.
     codes = sum(size for key, size in buffers.items() if key[0] == "codes" and key[3].itemsize == 1)

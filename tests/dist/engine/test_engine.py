@@ -32,7 +32,7 @@ from llmpq.errors import StageError
 from llmpq.models import Master
 from llmpq.quant.loading.loader import load_master
 from llmpq.quant.modules.layer import quantize_layer_
-from llmpq.spec.schedule import default_schedule
+from llmpq.spec.plan import default_schedule
 
 torch.set_num_threads(1)
 

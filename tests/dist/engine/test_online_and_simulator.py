@@ -15,7 +15,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from llmpq.assigner.even_plan import even_plan
+from llmpq.assigner.planner import even_plan
 from llmpq.batching.block_scheduler import BlockScheduler
 from llmpq.batching.drafts import DraftLimits, DraftWork
 from llmpq.batching.engine_step import EngineLimits, EngineStep
@@ -38,7 +38,7 @@ from llmpq.sim.engine import SimulatedEngine
 from llmpq.sim.engine_costs import StepShape
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.runtime_constants import PROMPT_CHUNK_TOKENS, kept_blocks
-from llmpq.spec.trace import TraceRequest
+from llmpq.spec.workload import TraceRequest
 
 VOCAB = 5000
 

@@ -13,7 +13,7 @@ from helpers.tiny_models import load_reference, save_tiny_model
 from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.dist.io.prompts import Request
 from llmpq.errors import SpecError
-from llmpq.spec.schedule import Schedule, default_schedule
+from llmpq.spec.plan import Schedule, default_schedule
 
 torch.set_num_threads(1)
 

@@ -12,7 +12,7 @@ from helpers.tiny_models import load_reference, save_tiny_model
 
 from llmpq.dist.io.prompts import Request
 from llmpq.errors import SpecError
-from llmpq.spec.schedule import default_schedule
+from llmpq.spec.plan import default_schedule
 
 torch.set_num_threads(1)
 

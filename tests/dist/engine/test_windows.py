@@ -14,9 +14,9 @@ from helpers.scripted_channel import Script
 from helpers.tiny_configs import stored_fields, tiny_config
 from helpers.tiny_models import generate_alone, load_reference, load_stage
 
-from llmpq.assigner.plan_estimate import stage_memory
+from llmpq.assigner.forecast import stage_memory
 from llmpq.costmodel import build_costs
-from llmpq.costmodel.stored import layer_kv_bytes
+from llmpq.costmodel.exact_bytes import layer_kv_bytes
 from llmpq.dist.engine.stage import StageRunner, slot_row
 from llmpq.dist.io.generation import GenerationRequest
 from llmpq.dist.io.prompts import Request
@@ -26,8 +26,8 @@ from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.launch.rank import window_blocks_of, window_of
 from llmpq.errors import StageError
 from llmpq.models import PackedBatch, kv_shapes, load_config
+from llmpq.models.adapter import TESTED
 from llmpq.models.config import largest_window
-from llmpq.models.families import TESTED
 from llmpq.options.engine import EngineOptions
 from llmpq.spec.huggingface.families import load_model_dir, model_from_config, model_types
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE, PROMPT_CHUNK_TOKENS, kept_blocks

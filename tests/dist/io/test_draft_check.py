@@ -18,7 +18,7 @@ from llmpq.dist.io.job import Job, read_job, write_job
 from llmpq.errors import SpecError
 from llmpq.options.engine import EngineOptions
 from llmpq.options.limits import draft_limits
-from llmpq.spec.schedule import PlannedDraft
+from llmpq.spec.plan import PlannedDraft
 
 PLAN = make_plan((0, 3))
 DRAFTS = SpeculativeConfig(method="draft_model", model="draft", num_speculative_tokens=3, bits=4)

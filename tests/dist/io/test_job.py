@@ -15,8 +15,8 @@ from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.errors import SpecError
 from llmpq.spec.fields import digest_of
 from llmpq.spec.huggingface.families import load_model_dir
+from llmpq.spec.plan import Schedule
 from llmpq.spec.precision import default_precision
-from llmpq.spec.schedule import Schedule
 
 
 def _job(**options: object) -> Job:

@@ -9,8 +9,7 @@ import pytest
 
 from llmpq.dist.io.sampling_params import SamplingParams, StructuredOutputsParams
 from llmpq.errors import SpecError
-from llmpq.spec.codec import from_json, to_json
-from llmpq.spec.fields import Fields
+from llmpq.spec.fields import Fields, from_json, to_json
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,9 @@ from llmpq.dist.metrics.measurement import (
 )
 from llmpq.dist.metrics.report import build_report, format_report
 from llmpq.dist.metrics.stats import StageClock
-from llmpq.spec.codec import from_json, to_json
-from llmpq.spec.fields import Fields
-from llmpq.spec.plan import PlanForecast, StageForecast
+from llmpq.spec.fields import Fields, from_json, to_json
+from llmpq.spec.plan import PlanForecast, PlannedDraft, StageForecast
 from llmpq.spec.precision import Phase
-from llmpq.spec.schedule import PlannedDraft
 
 PLAN = make_plan((0, 1, 3))
 

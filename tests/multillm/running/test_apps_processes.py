@@ -27,10 +27,9 @@ from llmpq.dist.io.results import read_lines
 from llmpq.multillm.graph import load_application
 from llmpq.multillm.requests import load_items
 from llmpq.multillm.running.dataflow import Dataflow
-from llmpq.multillm.running.journal import ANSWERS, Answer, read_answers
+from llmpq.multillm.running.journal import ANSWERS, RequestAnswer, read_answers
 from llmpq.multillm.schedule import ModelReplica, ScheduledModel, write_schedule
-from llmpq.spec.codec import to_json
-from llmpq.spec.fields import dump_json
+from llmpq.spec.fields import dump_json, to_json
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 torch.set_num_threads(1)
@@ -108,7 +107,7 @@ def expected(files, folders) -> dict:
     """What transformers generates for every prompt alone."""
     app = load_application(files / "app.json")
     flow, found = Dataflow(app, load_items(app)), {}
-    from llmpq.server.tokenizer import load_server_tokenizer  # noqa: PLC0415  starts a process
+    from llmpq.server.text.tokenizer import load_server_tokenizer  # noqa: PLC0415  starts a process
 
     tokenizer = load_server_tokenizer(folders["small"])
     references = {name: load_reference(path) for name, path in folders.items()}
@@ -129,7 +128,7 @@ def words(files: Path, output: Path, *more: str) -> list[str]:
 
 
 def tokens_of(folder: Path) -> dict:
-    answers: list[Answer] = read_answers(folder / ANSWERS)
+    answers: list[RequestAnswer] = read_answers(folder / ANSWERS)
     found = {one.key: one.token_ids for one in answers}
     assert len(found) == len(answers)
     return found

@@ -12,9 +12,9 @@ from helpers.schedules import schedule_on
 
 from llmpq.cli.apps.command import main
 from llmpq.cli.apps.run import _schedule_of
-from llmpq.multillm.graph import Application, AppModel, Edge, Node
+from llmpq.multillm.graph import Application, AppModel, AppNode, Edge
 from llmpq.multillm.schedule import ModelReplica, ScheduledModel, write_schedule
-from llmpq.spec.codec import to_json
+from llmpq.spec.fields import to_json
 
 CLUSTER = cpu_cluster(2)
 PLAN = make_plan((0, 3), prompt_tokens=30, new_tokens=10)
@@ -25,8 +25,8 @@ def app_of() -> Application:
         name="graded",
         models=(AppModel(name="w", model="m"), AppModel(name="g", model="m")),
         nodes=(
-            Node(name="draft", model="w", requests="r.jsonl", max_new_tokens=8),
-            Node(name="grade", model="g", templates=("Grade: {draft}",), max_new_tokens=2),
+            AppNode(name="draft", model="w", requests="r.jsonl", max_new_tokens=8),
+            AppNode(name="grade", model="g", templates=("Grade: {draft}",), max_new_tokens=2),
         ),
         edges=(Edge(source="draft", target="grade"),),
     )

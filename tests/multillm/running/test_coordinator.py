@@ -15,11 +15,11 @@ from helpers.schedules import CLUSTER, pair, schedule_of
 from llmpq.dist.io.generation import TokenOutput
 from llmpq.errors import CapacityError, StageError, StoppedError
 from llmpq.multillm.dynamic import DynamicScheduler
-from llmpq.multillm.graph import Application, AppModel, Edge, Node
+from llmpq.multillm.graph import Application, AppModel, AppNode, Edge
 from llmpq.multillm.requests import Item
 from llmpq.multillm.running.coordinator import Coordinator
 from llmpq.multillm.running.dataflow import Dataflow
-from llmpq.multillm.running.journal import ANSWERS, Journal, identity_of, read_answers
+from llmpq.multillm.running.journal import ANSWERS, AnswerJournal, identity_of, read_answers
 from llmpq.multillm.running.prepare import RunModel
 from llmpq.multillm.running.timeline import Timeline
 
@@ -86,10 +86,10 @@ def app_of() -> Application:
         name="all",
         models=tuple(AppModel(name=name, model="m") for name in "ABCD"),
         nodes=(
-            Node(name="a", model="A", requests="r", templates=("Route {prompt}",)),
-            Node(name="b", model="B", templates=("{prompt} {a}",), max_new_tokens=6),
-            Node(name="c", model="C", requests="d", templates=("{c}{prompt}",)),
-            Node(name="d", model="D", templates=("{b}{c}{a}!", "{b}{c}{a}?"), max_new_tokens=5),
+            AppNode(name="a", model="A", requests="r", templates=("Route {prompt}",)),
+            AppNode(name="b", model="B", templates=("{prompt} {a}",), max_new_tokens=6),
+            AppNode(name="c", model="C", requests="d", templates=("{c}{prompt}",)),
+            AppNode(name="d", model="D", templates=("{b}{c}{a}!", "{b}{c}{a}?"), max_new_tokens=5),
         ),
         edges=(
             Edge(source="a", target="b", when="e"),
@@ -139,7 +139,7 @@ def run(folder: Path, stages, *, resume=False, app=None, items=None, **options) 
         return Engine(model_dir, log, options.get("fails_after"))
 
     async def main() -> Coordinator:
-        with Journal(folder, identity_of(app, items, "greedy"), resume=resume) as journal:
+        with AnswerJournal(folder, identity_of(app, items, "greedy"), resume=resume) as journal:
             found = Coordinator(
                 app=app,
                 flow=Dataflow(app, items),
@@ -262,9 +262,9 @@ def test_a_schedule_whose_order_cannot_be_kept_is_repaired(tmp_path):
         name="ab",
         models=tuple(AppModel(name=name, model="m") for name in "ABE"),
         nodes=(
-            Node(name="a", model="A", requests="r"),
-            Node(name="e", model="E", requests="s"),
-            Node(name="b", model="B", templates=("{a}",)),
+            AppNode(name="a", model="A", requests="r"),
+            AppNode(name="e", model="E", requests="s"),
+            AppNode(name="b", model="B", templates=("{a}",)),
         ),
         edges=(Edge(source="a", target="b"),),
     )

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmpq.multillm.graph import Application, AppModel, Edge, Node, fill_template
+from llmpq.multillm.graph import Application, AppModel, AppNode, Edge, fill_template
 from llmpq.multillm.requests import Item
 from llmpq.multillm.running.dataflow import Dataflow, RequestKey
 
@@ -21,14 +21,16 @@ def item(name: str, *prompts: str, limit: int | None = None) -> Item:
     return Item(id=name, where=f"r.jsonl:{name}", prompts=prompts, max_new_tokens=limit)
 
 
-def app_of(nodes: list[Node], edges: list[Edge] = ()) -> Application:
+def app_of(nodes: list[AppNode], edges: list[Edge] = ()) -> Application:
     return Application(
         name="a", models=(AppModel(name="m", model="m"),), nodes=tuple(nodes), edges=tuple(edges)
     )
 
 
-def node(name: str, *templates: str, source: bool = False, join: str = "all", limit=None) -> Node:
-    return Node(
+def node(
+    name: str, *templates: str, source: bool = False, join: str = "all", limit=None
+) -> AppNode:
+    return AppNode(
         name=name,
         model="m",
         requests="r.jsonl" if source else None,

@@ -10,7 +10,7 @@ from helpers.ranks import cpu_cluster, make_plan
 from helpers.schedules import schedule_on
 
 from llmpq.errors import CapacityError, SpecError
-from llmpq.multillm.graph import Application, AppModel, Edge, Node
+from llmpq.multillm.graph import Application, AppModel, AppNode, Edge
 from llmpq.multillm.requests import Item
 from llmpq.multillm.running.prepare import RunModel, check_prompts, prepare_models
 from llmpq.multillm.schedule import ModelReplica, ScheduledModel
@@ -38,8 +38,8 @@ def app_of(folder: str = "m", *, limit=8, template="Grade: {draft}", own=None) -
         name="graded",
         models=(AppModel(name="w", model=folder, max_model_len=own), AppModel(name="g", model="m")),
         nodes=(
-            Node(name="draft", model="w", requests="r.jsonl", max_new_tokens=limit),
-            Node(name="grade", model="g", templates=(template,), max_new_tokens=2),
+            AppNode(name="draft", model="w", requests="r.jsonl", max_new_tokens=limit),
+            AppNode(name="grade", model="g", templates=(template,), max_new_tokens=2),
         ),
         edges=(Edge(source="draft", target="grade"),),
     )

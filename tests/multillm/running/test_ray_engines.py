@@ -36,9 +36,8 @@ from llmpq.multillm.graph import load_application
 from llmpq.multillm.running.ray_engines import RayEngines
 from llmpq.multillm.schedule import ModelReplica, ScheduledModel, write_schedule
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
-from llmpq.spec.codec import to_json
 from llmpq.spec.devices.figures import DeviceEntry
-from llmpq.spec.fields import dump_json
+from llmpq.spec.fields import dump_json, to_json
 from llmpq.spec.plan import Plan
 
 pytestmark = [

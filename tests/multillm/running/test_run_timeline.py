@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 from helpers.schedules import app_of, pair, schedule_of
 
-from llmpq.multillm.running.report import build_report, time_left_s
-from llmpq.multillm.running.timeline import Timeline
+from llmpq.multillm.running.timeline import Timeline, build_report, time_left_s
 from llmpq.multillm.schedule import ModelReplica
 
 ONE = ModelReplica(devices=("d0",), tensor_parallel=1)

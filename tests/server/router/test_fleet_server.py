@@ -22,7 +22,7 @@ from llmpq.cli.commands.serve import main, replica_options
 from llmpq.dist.launch.local_devices import visible_devices
 from llmpq.errors import SpecError
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
-from llmpq.spec.fleet import Fleet, FleetMember, write_fleet
+from llmpq.spec.plan import Fleet, FleetMember, write_fleet
 
 REPLICA = """
 import http.server, json, signal, sys

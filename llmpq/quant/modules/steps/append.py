@@ -3,31 +3,228 @@
 That the modules are combined as in its :class:`LayerForm` is not known here: the caller compares
 both on random numbers (``llmpq.dist.engine.compiled_steps``).
 
-Shapes: R rows, C hidden size, H heads, h KV heads, d head_dim.
+Norms, activations and routers are recognized by the values that they return.
+
+Shapes: R rows, C hidden size, E experts, k experts of a row, H heads, h KV heads, d head_dim.
 """
 
 from __future__ import annotations
 
+import inspect
+import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from llmpq.kernels.base import PreparedWeight
 from llmpq.kernels.cpu.paged_attention import PagedHeads
-from llmpq.kernels.cpu.step import FEW_ROWS, StepProgram, StepScores, UnsupportedStepError
-from llmpq.kernels.cpu.step_experts import (
+from llmpq.kernels.cpu.step import (
+    FEW_ROWS,
     ClampedActivation,
     ExpertMatrix,
     RowExperts,
+    RowNorm,
+    RowRouter,
+    Score,
+    StepProgram,
+    StepScores,
+    UnsupportedStepError,
     append_experts,
 )
 from llmpq.models.expert_layouts import ClampedGate
-from llmpq.quant.modules.linear import DenseLinear, Gate, QuantExperts, QuantLinear
+from llmpq.quant.modules.layer import FusedNorm
+from llmpq.quant.modules.linear import DenseLinear, GatedActivation, QuantExperts, QuantLinear
 from llmpq.quant.modules.steps.parts import LayerForm, MixtureParts, MlpParts, parts_of
-from llmpq.quant.modules.steps.routers import router_like
-from llmpq.quant.modules.steps.values import activation_like, norm_like
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": functional.relu,
+    "relu2": lambda x: functional.relu(x).square(),
+}
+_LARGE = (12.0, 50.0, 1000.0)
+"""Where activations with a bound differ from those without."""
+_EPSILONS = ("variance_epsilon", "eps", "norm_eps")
+_USUAL_EPSILON = 1e-5
+_SIZES = (1.0, 0.003, 30.0)
+"""Sizes of the rows that norms are tried on: small ones show epsilon."""
+_LIMITS = {torch.float32: 1e-5, torch.bfloat16: 0.01, torch.float16: 0.00125}
+"""Largest difference of a norm's output, relative to its size."""
+
+
+def activation_like(module: nn.Module) -> str:
+    """Return the name of the activation that computes what ``module`` does.
+
+    Raises:
+        UnsupportedStepError: there is none.
+    """
+    x = torch.cat((torch.linspace(-8, 8, 257), torch.tensor(_LARGE), -torch.tensor(_LARGE)))
+    expected = module(x.clone())
+    for name, function in _ACTIVATIONS.items():
+        if torch.allclose(expected, function(x), rtol=1e-6, atol=1e-6):
+            return name
+    raise UnsupportedStepError(f"the activation {type(module).__name__}")
+
+
+def norm_like(module: nn.Module, columns: int, dtype: torch.dtype) -> RowNorm:
+    """Return the norm that computes what ``module`` does.
+
+    Args:
+        module: of rows ``[..., C]``, or of heads ``[..., H, C]`` if its weight has two dimensions.
+        columns: C.
+        dtype: of the rows.
+
+    Raises:
+        UnsupportedStepError: there is none.
+    """
+    weight = getattr(module, "weight", None)
+    bias = getattr(module, "bias", None)
+    factor = None if weight is None else weight.detach().float()
+    offset = None if bias is None else bias.detach().float()
+    if factor is not None and factor.shape[-1] != columns:
+        raise UnsupportedStepError(f"a norm of {factor.shape[-1]} of {columns} numbers")
+    epsilon = next(
+        (float(getattr(module, name)) for name in _EPSILONS if hasattr(module, name)),
+        _USUAL_EPSILON,
+    )
+    if isinstance(module, FusedNorm):
+        return _norm(factor, None, epsilon, centers=False, rounds=True)
+    if type(module) is nn.LayerNorm:
+        return _norm(factor, offset, epsilon, centers=True, rounds=False)
+    heads = 1 if factor is None or factor.dim() == 1 else len(factor)
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.tensor(_SIZES)[:, None, None]
+    rows = (torch.randn(len(_SIZES), heads, columns, generator=generator) + 0.5) * sizes
+    rows = rows.to(dtype)
+    expected = module(rows[None])[0].float()
+    factors = [None] if factor is None else [factor, 1 + factor, (1 + factor).to(dtype).float()]
+    best, least = None, _LIMITS[dtype]
+    for centers, rounds, own in itertools.product((False, True), (False, True), factors):
+        norm = _norm(own, offset, epsilon, centers=centers, rounds=rounds)
+        difference = (_normed(rows, norm) - expected).norm() / expected.norm()
+        if difference < least:
+            best, least = norm, float(difference)
+    if best is None:
+        raise UnsupportedStepError(f"the norm {type(module).__name__}")
+    return best
+
+
+def _norm(
+    weight: Tensor | None, bias: Tensor | None, epsilon: float, *, centers: bool, rounds: bool
+) -> RowNorm:
+    return RowNorm(weight=weight, bias=bias, epsilon=epsilon, centers=centers, rounds=rounds)
+
+
+def _normed(rows: Tensor, norm: RowNorm) -> Tensor:
+    """Return what ``norm`` makes of rows ``[..., C]``, as float32 numbers of their dtype."""
+    x = rows.float()
+    if norm.centers:
+        x = x - x.mean(-1, keepdim=True)
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.epsilon)
+    if norm.rounds:
+        x = x.to(rows.dtype).float()
+    if norm.weight is not None:
+        x = x * norm.weight
+    if norm.bias is not None:
+        x = x + norm.bias
+    return x.to(rows.dtype).float()
+
+
+_ROWS = 64
+"""Random rows on which routers are tried."""
+_ALIKE = 0.9
+"""Least share of rows with the same weights: two logits may be equal after rounding."""
+_ROUTER_LIMITS = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 0.0025}
+"""Largest difference of logits and of the weights of a row, relative to them (norms)."""
+_TRIED: tuple[tuple[Score, bool], ...] = (
+    ("softmax", True),
+    ("softmax", False),
+    ("sigmoid", True),
+    ("sigmoid", False),
+    ("sparse mixer", False),
+)
+"""Scores, and whether the weights of a row are divided by their sum."""
+_FACTOR = "routed_scaling_factor"
+_JITTER = "router_jitter_noise"
+
+
+def router_like(
+    module: nn.Module, hidden_size: int, dtype: torch.dtype, correction: Tensor | None
+) -> RowRouter:
+    """Return the router that chooses what ``module`` does.
+
+    Args:
+        module: see :func:`routed`.
+        hidden_size: C.
+        dtype: of the rows.
+        correction: float32 ``[E]`` of its scores, if any.
+
+    Raises:
+        UnsupportedStepError: there is none.
+    """
+    unknown = UnsupportedStepError(f"the router {type(module).__name__}")
+    matrices = [p.detach() for p in module.parameters() if p.shape[1:] == (hidden_size,)]
+    if len(matrices) != 1:
+        raise unknown
+    weight, generator = matrices[0], torch.Generator().manual_seed(0)
+    bias = next((p.detach() for name, p in module.named_parameters() if name == "bias"), None)
+    rows = torch.randn(_ROWS, hidden_size, generator=generator).to(dtype)
+    logits, weights, chosen = routed(module, rows, correction)
+    plain = RowRouter(
+        weight=weight,
+        bias=bias,
+        correction=correction,
+        count=weights.shape[1],
+        score="softmax",
+        factor=float(getattr(module, _FACTOR, 1.0)),
+        jitter=float(getattr(module, _JITTER, 0.0)),
+        rounds_logits=torch.equal(logits.float(), logits.to(dtype).float()),
+        rounds_weights=weights.dtype == dtype,
+    )
+    logits = logits.float()
+    own = functional.linear(rows.float(), weight.float(), None if bias is None else bias.float())
+    if (logits - own).norm() > _ROUTER_LIMITS[dtype] * own.norm():
+        raise unknown
+    expected = _spread(logits, weights, chosen)
+    for score, normalizes in _TRIED:
+        router = replace(plain, score=score, normalizes=normalizes)
+        difference = (_spread(logits, *router.choose(logits)) - expected).norm(dim=1)
+        if (difference <= _ROUTER_LIMITS[dtype] * expected.norm(dim=1)).float().mean() >= _ALIKE:
+            return router
+    raise unknown
+
+
+def routed(
+    module: nn.Module, rows: Tensor, correction: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logits ``[R, E]``, weights and experts ``[R, k]`` of ``rows`` ``[R, C]``.
+
+    Args:
+        module: returns them in any order; gets the correction as another argument if it takes one.
+        rows: of the layer.
+        correction: ``[E]`` of its scores.
+
+    Raises:
+        UnsupportedStepError: it returns something else.
+    """
+    takes_correction = len(inspect.signature(module.forward).parameters) > 1
+    found = module(rows, correction) if takes_correction else module(rows)
+    if isinstance(found, tuple) and len(found) == 3:
+        numbers = sorted((t for t in found if t.is_floating_point()), key=lambda t: t.shape[-1])
+        chosen = [t for t in found if not t.is_floating_point()]
+        if len(chosen) == 1 and numbers[0].shape == chosen[0].shape != numbers[1].shape:
+            return numbers[1], numbers[0], chosen[0]
+    raise UnsupportedStepError(f"the router {type(module).__name__}")
+
+
+def _spread(logits: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    """Return the weights of all experts, ``[R, E]``."""
+    return torch.zeros_like(logits).scatter(1, chosen, weights.float())
+
 
 _Linear = QuantLinear | DenseLinear | nn.Linear
 
@@ -232,7 +429,7 @@ class _Layer:
 def _activation(gate: Callable[[Tensor], Tensor]) -> str | ClampedActivation:
     if isinstance(gate, ClampedGate):
         return ClampedActivation(alpha=gate.alpha, limit=gate.limit)
-    if isinstance(gate, Gate):
+    if isinstance(gate, GatedActivation):
         return activation_like(gate.act_fn)
     raise UnsupportedStepError(f"the activation {type(gate).__name__}")
 

@@ -1,0 +1,1 @@
+"""Prompts: bodies of requests to tokens, and templates and tokenizers in processes of their own."""
