@@ -7,6 +7,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,8 +21,8 @@ from llmpq.units import KIB
 
 MAX_KINDS = 100
 """Most kinds of work in a rank's statistics, which fit one control frame."""
-MAX_STEPS = 100_000
-"""Steps that the medians are made of: the latest ones. A server never ends."""
+MAX_STEPS = 8_192
+"""Steps of a phase that the medians are made of: the latest ones. A server never ends."""
 
 
 class _Step(NamedTuple):
@@ -52,7 +53,9 @@ class StageClock:
     send_s: float = 0.0
     _busy_s: float = 0.0
     _taken: TakenShare | None = None
-    _steps: deque[_Step] = field(default_factory=lambda: deque(maxlen=MAX_STEPS))
+    _steps: dict[Phase, deque[_Step]] = field(
+        default_factory=lambda: {phase: deque(maxlen=MAX_STEPS) for phase in Phase}
+    )
 
     def record(
         self, phase: Phase, rows: int, seconds: float, tokens: float = 1, master_s: float = 0.0
@@ -65,7 +68,7 @@ class StageClock:
         if self._taken is None:
             self._taken = TakenShare(self.read_core)
         self._busy_s += seconds
-        self._steps.append(_Step(phase, rows, seconds, tokens, master_s))
+        self._steps[phase].append(_Step(phase, rows, seconds, tokens, master_s))
 
     def stats(self, rank: int, device: torch.device) -> StageStats:
         """Return the measurements so far."""
@@ -88,7 +91,7 @@ class StageClock:
     def _longest_work(self) -> tuple[WorkSample, ...]:
         """Return the kinds of work that took longest; ragged runs have too many to send."""
         kinds: defaultdict[tuple[Phase, int, int], list[_Step]] = defaultdict(list)
-        for step in self._steps:
+        for step in chain(*self._steps.values()):
             # Contexts grow by one a step: only their mean is kept.
             tokens = int(step.tokens) if step.phase is Phase.PREFILL else 0
             kinds[step.phase, step.rows, tokens].append(step)
@@ -106,7 +109,7 @@ class StageClock:
         return tuple(sorted(samples, key=lambda sample: -sample.seconds)[:MAX_KINDS])
 
     def _median(self, phase: Phase, full: int) -> float | None:
-        steps = [step for step in self._steps if step.phase is phase]
+        steps = self._steps[phase]
         chosen = [step for step in steps if step.rows == full] or steps
         return statistics.median(step.seconds for step in chosen) if chosen else None
 
