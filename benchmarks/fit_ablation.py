@@ -43,7 +43,7 @@ from benchmarks.rooflines import rows as rows_of
 from llmpq.costmodel.tables.fidelity import split_shapes, summarise
 from llmpq.costmodel.tables.latency import LawName, RegressionLatencyModel, solve_nnls
 from llmpq.multillm.engine.law import IterationModel, read_iterations
-from llmpq.sim.engine_costs import StepShape
+from llmpq.sim.engine_costs import StepSize
 from llmpq.spec.precision import Phase
 from llmpq.spec.tables import LatencySample, LatencyTable
 from scripts.reproduce.vllm_run import Costs
@@ -192,9 +192,9 @@ def rtx_4090(folder: Path) -> LatencyTable:
             LatencySample(
                 phase=phase, bits=16, batch=batch, tokens=tokens,
                 seconds=costs(
-                    StepShape(1, tokens, 0, 0, ((0, tokens),))
+                    StepSize(1, tokens, 0, 0, ((0, tokens),))
                     if phase is Phase.PREFILL
-                    else StepShape(batch, batch, batch, batch * tokens, ())
+                    else StepSize(batch, batch, batch, batch * tokens, ())
                 ),
             )
             for phase, batch, tokens in shapes

@@ -134,7 +134,7 @@ class DraftWish(NamedTuple):
     credit: DraftCredit
 
 
-class StepCosts(NamedTuple):
+class DraftCosts(NamedTuple):
     """What draft tokens add to a step.
 
     Attributes:
@@ -192,7 +192,7 @@ class DraftModelSchedule:
         self._begins = False
 
     def lengths(
-        self, wishes: Sequence[DraftWish], most: int, costs: StepCosts
+        self, wishes: Sequence[DraftWish], most: int, costs: DraftCosts
     ) -> tuple[dict[int, int], float]:
         """Return how many draft tokens of each sequence pay, and what one of them costs.
 
@@ -222,7 +222,7 @@ class DraftModelSchedule:
         cost = costs.row_cost + self._share * costs.sequences / max(1, drafted)
         return {request: min(count, depth) for request, count in counts.items()}, cost
 
-    def _pays(self, wish: DraftWish, most: int, costs: StepCosts) -> bool:
+    def _pays(self, wish: DraftWish, most: int, costs: DraftCosts) -> bool:
         """Whether the draft model goes on with a sequence, or it pays to begin with it."""
         known = self._known.get(wish.request)
         unknown = wish.tokens - (0 if known is None else known.tokens)
@@ -420,7 +420,7 @@ class StepDrafts:
             found = {one.request: one.credit.longest(cost) for one in candidates}
             return {request: min(self._most, count) for request, count in found.items()}, cost
         wishes = [DraftWish(one.request, one.tokens, one.left, one.credit) for one in candidates]
-        costs = StepCosts(cost, self._row_cost.share, sequences)
+        costs = DraftCosts(cost, self._row_cost.share, sequences)
         return self._model.lengths(wishes, self._most, costs)
 
     def draft(self, one: DraftCandidate, most: int, cost: float) -> int:

@@ -24,7 +24,7 @@ from llmpq.batching import HybridPolicy, PolicyScheduler, uniform_depth
 from llmpq.batching.policy_scheduler import slot_limits
 from llmpq.dist.engine.batch_run import BatchRun, FinishedAnswer
 from llmpq.dist.engine.compiled_steps import step_runner_of
-from llmpq.dist.engine.cuda_graphs import DecodeGraphs, StepShape
+from llmpq.dist.engine.cuda_graphs import DecodeGraphs, GraphKey
 from llmpq.dist.engine.executor import PipelineExecutor
 from llmpq.dist.engine.stage import StageRunner
 from llmpq.dist.io.prompts import Request
@@ -267,7 +267,7 @@ class LayerBench:
         steps = step_runner_of(stage, self._cache)
         if isinstance(steps, DecodeGraphs):
             decode = [shape for shape in self.job.shapes if shape.phase is Phase.DECODE]
-            steps.capture({StepShape.of(shape.batch, shape.tokens) for shape in decode})
+            steps.capture({GraphKey.of(shape.batch, shape.tokens) for shape in decode})
         return StageRunner(
             layers=stage,
             cache=self._cache,

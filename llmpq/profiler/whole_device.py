@@ -21,7 +21,7 @@ from torch import nn
 from transformers import LlamaConfig
 
 from llmpq.dist.engine.compiled_steps import step_runner_of
-from llmpq.dist.engine.cuda_graphs import DecodeGraphs, StepShape
+from llmpq.dist.engine.cuda_graphs import DecodeGraphs, GraphKey
 from llmpq.dist.engine.stage import StageRunner
 from llmpq.dist.kv.blocks import blocks_of, slot_blocks
 from llmpq.dist.kv.cache import KVCache
@@ -271,7 +271,7 @@ def _trials(
     steps = step_runner_of(stage, cache)
     if isinstance(steps, DecodeGraphs):
         decode = [shape for shape in shapes if shape.phase is Phase.DECODE]
-        steps.capture({StepShape.of(shape.batch, shape.tokens) for shape in decode})
+        steps.capture({GraphKey.of(shape.batch, shape.tokens) for shape in decode})
     runner = StageRunner(
         layers=stage, cache=cache, device=job.device, is_last=False, steps=steps,
         chunk_tokens=sys.maxsize,

@@ -13,7 +13,7 @@ import contextlib
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -707,7 +707,8 @@ class Generation:
     async def body(self) -> bytes:
         """Return the whole answer as JSON; raises what ``result`` does."""
         # In parts: hundreds of choices with log probabilities take seconds.
-        choices = [await dump_in_parts(choice) async for choice in self._choices()]
+        pause = self._pause
+        choices = [await dump_in_parts(choice, pause) async for choice in self._choices()]
         return _around(
             self._answers.frame([], is_chunk=False, usage=self._answers.usage()), choices
         )
@@ -728,10 +729,16 @@ class Generation:
         if any(piece.finish_reason in ("abort", "error") for piece in whole.values()):
             raise ApiError(500, "The engine ended the request.")
         for index in sorted(whole):
+            start_s = time.monotonic()
             piece = self._without_tokens(whole.pop(index))
             self._answers.note(index, piece)
-            yield self._form.choice(index, piece, is_chunk=False)
-            await asyncio.sleep(0)
+            choice = self._form.choice(index, piece, is_chunk=False)
+            await self._pause(time.monotonic() - start_s)
+            yield choice
+
+    async def _pause(self, spent_s: float) -> None:
+        """Leave other requests as much of the event loop as a part of this answer took."""
+        await asyncio.sleep(spent_s if len(self._service.runs) > 1 else 0)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream; an error of the engine is the last event but one.
@@ -790,7 +797,7 @@ class Generation:
         frame = self._chunk(choice, index, options)
         if piece.prompt_logprobs is None:
             return _event_of(frame)
-        whole = await dump_in_parts(choice)  # long: in parts
+        whole = await dump_in_parts(choice, self._pause)  # long: in parts
         return b"data: " + _around(frame | {"choices": []}, [whole]) + b"\n\n"
 
     def _chunk(self, choice: Json, index: int, options: StreamOptions) -> Json:
@@ -808,13 +815,15 @@ class Generation:
         return Piece(prompt_logprobs=piece.prompt_logprobs, finish_reason="length")
 
 
-async def dump_in_parts(value: Json) -> bytes:
-    """Return JSON, and let others run between its parts."""
+async def dump_in_parts(value: Json, pause: Callable[[float], Awaitable[None]]) -> bytes:
+    """Return JSON; call ``pause`` after each of its parts with the seconds that it took."""
     parts = []
+    start_s = time.monotonic()
     for part in json_parts(value):
         parts.append(part)
         if len(part) > SHORT_PART:
-            await asyncio.sleep(0)
+            await pause(time.monotonic() - start_s)
+            start_s = time.monotonic()
     return b"".join(parts)
 
 

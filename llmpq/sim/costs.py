@@ -111,7 +111,7 @@ def linear_layout(num_stages: int) -> PipelineLayout:
     )
 
 
-class StepCosts(Protocol):
+class MicroBatchCosts(Protocol):
     """Seconds of a pipeline's parts."""
 
     @property

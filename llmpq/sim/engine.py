@@ -21,7 +21,7 @@ from llmpq.batching.block_scheduler import BlockScheduler
 from llmpq.batching.drafts import DraftWork
 from llmpq.batching.engine_step import EngineLimits, EngineRequest, EngineStep, ScheduledChunk
 from llmpq.batching.queue_order import QueueOrder
-from llmpq.sim.engine_costs import EngineCosts, StepShape, step_shape
+from llmpq.sim.engine_costs import EngineCosts, StepSize, step_size
 from llmpq.sim.engine_report import EngineReport
 from llmpq.spec.workload import HASH_BLOCK_TOKENS, TraceRequest
 
@@ -49,7 +49,7 @@ def relative_draft_s(costs: EngineCosts, limits: EngineLimits, context: int) -> 
     """
     if limits.draft is None:
         return None
-    one = StepShape(1, 1, 1, context, ())
+    one = StepSize(1, 1, 1, context, ())
     hops = [costs.hop(stage, one) for stage in range(costs.num_stages)]
     step_s = costs.project_s(one) + sum(2 * hop.end_s + hop.delay_s for hop in hops)
     step_s += sum(costs.stage_s(stage, one) for stage in range(costs.num_stages))
@@ -126,7 +126,7 @@ class SimulatedEngine:
         self.now_s = 0.0
         self._costs = costs
         self._free_s = [0.0] * costs.num_stages  # when each stage is done with its last step
-        self._returning: deque[tuple[float, float, EngineStep, StepShape]] = deque()
+        self._returning: deque[tuple[float, float, EngineStep, StepSize]] = deque()
         self._times: dict[int, _Times] = {}
         self._not_started: set[int] = set()
         self._busy_s = [0.0] * costs.num_stages
@@ -194,7 +194,7 @@ class SimulatedEngine:
             self.now_s += seconds
             self._free_s[0] = self.now_s
             self.scheduler.complete_drafts(step, self.now_s)
-        shape = step_shape(step.chunks)
+        shape = step_size(step.chunks)
         self._steps += 1
         self._tokens += shape.tokens
         if self._not_started:

@@ -36,7 +36,7 @@ CONTEXT_STEP = 64
 """Decode times are evaluated at multiples of this context and interpolated."""
 
 
-class StepShape(NamedTuple):
+class StepSize(NamedTuple):
     """Size of a packed step.
 
     Attributes:
@@ -54,7 +54,7 @@ class StepShape(NamedTuple):
     prompts: tuple[tuple[int, int], ...]
 
 
-def step_shape(chunks: Sequence[ScheduledChunk]) -> StepShape:
+def step_size(chunks: Sequence[ScheduledChunk]) -> StepSize:
     """Return the size of a step."""
     decode = context = tokens = drafts = 0
     prompts: list[tuple[int, int]] = []
@@ -70,7 +70,7 @@ def step_shape(chunks: Sequence[ScheduledChunk]) -> StepShape:
         else:
             prompts.append((chunk.first, count))
             tokens += count
-    return StepShape(len(chunks) + drafts, decode + tokens, decode, context, tuple(prompts))
+    return StepSize(len(chunks) + drafts, decode + tokens, decode, context, tuple(prompts))
 
 
 class EngineCosts(Protocol):
@@ -81,15 +81,15 @@ class EngineCosts(Protocol):
         """Stages of the pipeline; the first one belongs to the master."""
         ...
 
-    def stage_s(self, stage: int, shape: StepShape) -> float:
+    def stage_s(self, stage: int, shape: StepSize) -> float:
         """Return the seconds of the layers of a stage."""
         ...
 
-    def project_s(self, shape: StepShape) -> float:
+    def project_s(self, shape: StepSize) -> float:
         """Return the seconds of the master's own work: embedding, head, sampling."""
         ...
 
-    def hop(self, stage: int, shape: StepShape) -> Hop:
+    def hop(self, stage: int, shape: StepSize) -> Hop:
         """Return the cost of sending the output of a stage to the next one or to the master."""
         ...
 
@@ -107,7 +107,7 @@ class StageLaw:
         self._prompts: dict[int, tuple[float, float]] = {}
         self._decodes: dict[tuple[int, int], float] = {}
 
-    def __call__(self, shape: StepShape) -> float:
+    def __call__(self, shape: StepSize) -> float:
         """Return the seconds of a step."""
         rows = shape.decode_rows
         decode_s = self._decode(rows, shape.decode_context / rows) if rows else 0.0
@@ -179,19 +179,19 @@ class PlanEngineCosts:
         """Stages of the pipeline."""
         return self._costs.layout.num_ranks
 
-    def stage_s(self, stage: int, shape: StepShape) -> float:
+    def stage_s(self, stage: int, shape: StepSize) -> float:
         """Return the seconds of the layers of a stage; 0 for a master without layers."""
         if not self._costs.has_layers(stage, Phase.DECODE):
             return 0.0
         return self._laws[stage](shape)
 
-    def project_s(self, shape: StepShape) -> float:
+    def project_s(self, shape: StepSize) -> float:
         """Return the seconds of embedding, final norm, head, sampling and scheduler."""
         if shape.prompts:
             return self._costs.master_s(Phase.PREFILL, shape.rows, shape.tokens / shape.rows)
         return self._costs.master_s(Phase.DECODE, shape.rows, 1.0)
 
-    def hop(self, stage: int, shape: StepShape) -> Hop:
+    def hop(self, stage: int, shape: StepSize) -> Hop:
         """Return the cost of sending; the last stage sends one position of every sequence."""
         is_last = stage == self.num_stages - 1
         rows = shape.rows if is_last else shape.tokens

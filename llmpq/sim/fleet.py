@@ -17,7 +17,7 @@ from llmpq.routing import (
     WorkloadMeans,
 )
 from llmpq.sim.engine import SimulatedEngine, random_acceptance, relative_draft_s
-from llmpq.sim.engine_costs import EngineCosts, StepShape
+from llmpq.sim.engine_costs import EngineCosts, StepSize
 from llmpq.sim.engine_report import EngineReport, merged
 from llmpq.spec.runtime_constants import POLL_S
 from llmpq.spec.workload import TraceRequest
@@ -122,8 +122,8 @@ def replica_capacity(
     rows = max(1, round(min(running / limits.steps_in_flight, limits.token_budget)))
     context = round(prompt + new / 2)
     budget = limits.token_budget
-    prefill = StepShape(1, budget, 0, 0, ((0, budget),))
-    decode = StepShape(rows, rows, rows, rows * context, ())
+    prefill = StepSize(1, budget, 0, 0, ((0, budget),))
+    decode = StepSize(rows, rows, rows, rows * context, ())
     slowest_s, _ = _pass_s(costs, prefill)
     decode_slowest_s, decode_pass_s = _pass_s(costs, decode)
     if limits.steps_in_flight == 1:
@@ -136,7 +136,7 @@ def replica_capacity(
     )
 
 
-def _pass_s(costs: EngineCosts, shape: StepShape) -> tuple[float, float]:
+def _pass_s(costs: EngineCosts, shape: StepSize) -> tuple[float, float]:
     """Return the seconds of the slowest stage of a step, and of all of them with their hops."""
     stages = [costs.stage_s(stage, shape) for stage in range(costs.num_stages)]
     hops = [costs.hop(stage, shape) for stage in range(costs.num_stages)]

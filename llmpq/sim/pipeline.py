@@ -27,7 +27,7 @@ from llmpq.batching.engine_step import EngineRequest, EngineStep
 from llmpq.batching.policy_scheduler import slot_limits
 from llmpq.batching.workload_shift import LengthMonitor
 from llmpq.errors import LlmpqError
-from llmpq.sim.costs import BatchShape, Hop, StepCosts, batch_shape
+from llmpq.sim.costs import BatchShape, Hop, MicroBatchCosts, batch_shape
 from llmpq.sim.report import Activity, SimReport
 from llmpq.spec.precision import Phase
 from llmpq.spec.workload import TraceRequest
@@ -37,7 +37,7 @@ _NO_HOP = Hop(0.0, 0.0)
 
 
 def simulate(
-    costs: StepCosts,
+    costs: MicroBatchCosts,
     policy: BatchingPolicy,
     trace: Sequence[TraceRequest],
     *,
@@ -97,7 +97,7 @@ class _Worker:
 class _Simulation:
     def __init__(
         self,
-        costs: StepCosts,
+        costs: MicroBatchCosts,
         scheduler: PolicyScheduler,
         trace: Sequence[TraceRequest],
         with_activities: bool,

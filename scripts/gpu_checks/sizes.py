@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig
 
-from llmpq.dist.engine.cuda_graphs import CudaCapture, DecodeGraphs, DecodeSizes, StepShape
+from llmpq.dist.engine.cuda_graphs import CudaCapture, DecodeGraphs, DecodeSizes, GraphKey
 from llmpq.dist.engine.sampler import Sampler, SamplingState
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.kv.blocks import blocks_of
@@ -59,7 +59,7 @@ def _one_shape(setting: Setting, stage: DecoderStage, rows: int, tokens: int) ->
     row: Row = {"eager ms": 1e3 * spent_s}
     if device.type == "cuda":
         graphs = DecodeGraphs(stage, cache, capture=CudaCapture(device))
-        graphs.capture([StepShape.of(rows, tokens + 1)])
+        graphs.capture([GraphKey.of(rows, tokens + 1)])
         row["graph ms"] = None
         if graphs.shapes:
             spent_s = best_s(lambda: graphs.forward(hidden, batch), device)

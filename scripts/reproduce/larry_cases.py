@@ -17,7 +17,7 @@ from functools import cache
 
 from llmpq.costmodel.exact_bytes import layer_weight_bytes, master_bytes, token_kv_bytes
 from llmpq.costmodel.roofline import RooflineLatencyModel
-from llmpq.sim.engine_costs import StageLaw, StepShape
+from llmpq.sim.engine_costs import StageLaw, StepSize
 from llmpq.spec import catalog
 from llmpq.spec.devices.figures import DeviceSpec, PrecisionCost
 from llmpq.spec.precision import Phase
@@ -92,7 +92,7 @@ def _server(name: str, model_name: str, device: DeviceSpec, bits: int, members: 
     law = StageLaw(prefill_s, decode_s)
     master_s = cache(latency.master_s)
 
-    def seconds(shape: StepShape) -> float:
+    def seconds(shape: StepSize) -> float:
         phase = Phase.PREFILL if shape.prompts else Phase.DECODE
         return law(shape) + master_s(phase, shape.rows, shape.tokens / shape.rows)
 

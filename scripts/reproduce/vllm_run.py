@@ -28,7 +28,7 @@ from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.queue_order import queue_order
 from llmpq.errors import LlmpqError, SpecError, bad_field
 from llmpq.sim.engine import simulate_engine
-from llmpq.sim.engine_costs import StepShape
+from llmpq.sim.engine_costs import StepSize
 from llmpq.sim.engine_report import EngineReport
 from llmpq.spec.workload import TraceRequest
 from llmpq.units import US
@@ -170,7 +170,7 @@ class Costs:
             {tuple(int(row[key]) for key in keys): float(row["time_us"]) for row in rows}
         )
 
-    def __call__(self, shape: StepShape) -> float:
+    def __call__(self, shape: StepSize) -> float:
         """Return the seconds of one iteration."""
         layer_us = sum(count * self._dense[name](shape.tokens) for name, count in PER_LAYER.items())
         layer_us += self._attention_us(shape)
@@ -178,7 +178,7 @@ class Costs:
         once_us += sum(line(shape.rows) for line in self._ends.values())
         return (LAYERS * layer_us + once_us) * US
 
-    def _attention_us(self, shape: StepShape) -> float:
+    def _attention_us(self, shape: StepSize) -> float:
         rows = shape.decode_rows
         context = shape.decode_context / rows if rows else 0.0
         if not shape.prompts:

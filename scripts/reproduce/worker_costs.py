@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from llmpq.sim.costs import Hop
-from llmpq.sim.engine_costs import StepShape
+from llmpq.sim.engine_costs import StepSize
 
 
 class WorkerCosts:
@@ -17,17 +17,17 @@ class WorkerCosts:
 
     num_stages = 1
 
-    def __init__(self, seconds: Callable[[StepShape], float]) -> None:
+    def __init__(self, seconds: Callable[[StepSize], float]) -> None:
         self._seconds = seconds
 
-    def stage_s(self, stage: int, shape: StepShape) -> float:  # noqa: ARG002
+    def stage_s(self, stage: int, shape: StepSize) -> float:  # noqa: ARG002
         """Return the seconds of a step."""
         return self._seconds(shape)
 
-    def project_s(self, shape: StepShape) -> float:  # noqa: ARG002
+    def project_s(self, shape: StepSize) -> float:  # noqa: ARG002
         """Return 0: ``stage_s`` includes it."""
         return 0.0
 
-    def hop(self, stage: int, shape: StepShape) -> Hop:  # noqa: ARG002
+    def hop(self, stage: int, shape: StepSize) -> Hop:  # noqa: ARG002
         """Return no cost: there is one stage."""
         return Hop(0.0, 0.0)

@@ -14,7 +14,7 @@ from llmpq.assigner import make_plan
 from llmpq.assigner.forecast import forecast, forecast_run
 from llmpq.assigner.request import costs_of
 from llmpq.costmodel.tables.profiles import StageOverhead
-from llmpq.sim.engine_costs import PlanEngineCosts, StepShape
+from llmpq.sim.engine_costs import PlanEngineCosts, StepSize
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec.cluster import LinkSpec
 from llmpq.spec.fields import Fields, from_json, to_json
@@ -91,7 +91,7 @@ def test_the_cost_of_a_row_is_what_steps_of_the_engine_take(stages, bits):
     context = WORK.mean_context_tokens
 
     def step_s(rows: int) -> float:
-        shape = StepShape(rows, rows, rows, rows * context, ())
+        shape = StepSize(rows, rows, rows, rows * context, ())
         hops = [costs.hop(stage, shape) for stage in range(stages)]
         seconds = sum(costs.stage_s(stage, shape) for stage in range(stages))
         return seconds + costs.project_s(shape) + sum(2 * hop.end_s + hop.delay_s for hop in hops)

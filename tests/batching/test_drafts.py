@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from llmpq.batching.drafts import (
     FEW_TOKENS,
     FIRST_BALANCE,
+    DraftCosts,
     DraftLimits,
     DraftModelSchedule,
     DraftWish,
     DraftWork,
-    StepCosts,
 )
 from llmpq.batching.speculation import CREDIT_OF_TOKEN, KNOWN_STEPS, DraftCredit
 from llmpq.errors import SpecError
@@ -118,7 +118,7 @@ def test_a_pass_is_made_where_it_saves_what_it_takes(shares, others, row_cost, c
     """``others`` are sequences of the step that have no draft; all contexts are short."""
     model, sequences = schedule(cost=cost), len(shares) + others
     wishes = [DraftWish(i, FEW_TOKENS, 99, credit_of(share)) for i, share in enumerate(shares)]
-    counts, of_token = model.lengths(wishes, most, StepCosts(row_cost, 0.1, sequences))
+    counts, of_token = model.lengths(wishes, most, DraftCosts(row_cost, 0.1, sequences))
     alone = [min(most, credit_of(share).longest(row_cost + cost)) for share in shares]
     for passes in range(2, max(counts.values(), default=0) + 1):
         drafted = [share for share, one in zip(shares, alone, strict=True) if one >= passes]
@@ -135,7 +135,7 @@ def test_a_pass_is_made_where_it_saves_what_it_takes(shares, others, row_cost, c
 
 def begins(model, tokens, left, sequences=1) -> bool:
     wish = DraftWish(0, tokens, left, credit_of(0.7))
-    counts, _ = model.lengths([wish], 4, StepCosts(0.1, 0.1, sequences))
+    counts, _ = model.lengths([wish], 4, DraftCosts(0.1, 0.1, sequences))
     return counts[0] > 0
 
 
@@ -167,7 +167,7 @@ def test_all_drafts_together_lose_a_bounded_part_of_the_steps():
     model, lost = schedule(cost=0.3), 0.0
     wish = DraftWish(0, FEW_TOKENS, 99, credit_of(0.7))
     for step in range(2000):
-        counts, _ = model.lengths([wish], 2, StepCosts(0.1, 0.1, 1))
+        counts, _ = model.lengths([wish], 2, DraftCosts(0.1, 0.1, 1))
         if counts[0]:
             count = model.reserve(0, wish.tokens, counts[0])
             lost += 0.9 + 0.1 * count
@@ -200,12 +200,12 @@ def test_prompts_and_unknown_steps_say_nothing_about_a_pass(works, step_s):
 def test_a_draft_model_that_has_ended_has_no_drafts():
     drafts = schedule()
     wish = DraftWish(0, 4, 100, DraftCredit(3.0))
-    lengths, _ = drafts.lengths([wish], 4, StepCosts(0.01, 0.1, 1))
+    lengths, _ = drafts.lengths([wish], 4, DraftCosts(0.01, 0.1, 1))
     assert lengths[0] > 0
     drafts.end()
     for _ in range(1000):
         drafts.verify(0, 4, 1)
-    lengths, _ = drafts.lengths([wish], 4, StepCosts(0.01, 0.1, 1))
+    lengths, _ = drafts.lengths([wish], 4, DraftCosts(0.01, 0.1, 1))
     assert lengths == {0: 0}
 
 

@@ -7,7 +7,7 @@ from helpers.builders import uniform
 
 from llmpq.batching.engine_step import ScheduledChunk
 from llmpq.batching.queue_order import queue_order
-from llmpq.sim.engine_costs import step_shape
+from llmpq.sim.engine_costs import step_size
 from llmpq.spec.workload import draw_trace
 from scripts.reproduce import larry
 from scripts.reproduce.larry_cases import a100_server, draw_requests, h100_server
@@ -16,7 +16,7 @@ TRACE = draw_trace(400, uniform(20, 3000), uniform(5, 300), requests_per_s=3.0, 
 
 
 def _seconds(server, *chunks):
-    shape = step_shape([ScheduledChunk(0, first, count, (), True) for first, count in chunks])
+    shape = step_size([ScheduledChunk(0, first, count, (), True) for first, count in chunks])
     return server.costs.stage_s(0, shape)
 
 

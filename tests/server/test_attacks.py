@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -447,13 +448,37 @@ def test_others_run_between_the_parts_of_a_long_answer():
                 turns.append(None)
                 await asyncio.sleep(0)
 
+        spent_s = []
+
+        async def pause(seconds):
+            spent_s.append(seconds)
+            await asyncio.sleep(0)
+
         beside = asyncio.create_task(other())
-        whole = await service.dump_in_parts(values)
+        whole = await service.dump_in_parts(values, pause)
         beside.cancel()
         assert whole == dump_json(values)
+        assert len(spent_s) >= 20
+        assert min(spent_s) >= 0
 
     asyncio.run(scenario())
     assert len(turns) >= 20
+
+
+@pytest.mark.parametrize("num_requests", [1, 2])
+def test_a_long_answer_waits_as_long_as_its_parts_take_beside_others_alone(
+    monkeypatch, num_requests
+):
+    slept = []
+
+    async def sleep(seconds):
+        slept.append(seconds)
+
+    answer = object.__new__(service.Generation)
+    answer._service = SimpleNamespace(runs=set(range(num_requests)))
+    monkeypatch.setattr(service.asyncio, "sleep", sleep)
+    asyncio.run(answer._pause(0.25))
+    assert slept == [0.25 if num_requests > 1 else 0]
 
 
 def test_large_bodies_take_turns_with_all_other_work():

@@ -13,7 +13,7 @@ from llmpq.batching.queue_order import queue_order
 from llmpq.errors import CapacityError
 from llmpq.sim.costs import Hop
 from llmpq.sim.engine import SimulatedEngine, relative_draft_s, simulate_engine
-from llmpq.sim.engine_costs import PlanEngineCosts, StageLaw, step_shape
+from llmpq.sim.engine_costs import PlanEngineCosts, StageLaw, step_size
 from llmpq.sim.engine_report import capacity
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec.precision import Phase
@@ -31,7 +31,7 @@ def _request(arrival_s, prompt, new, hash_ids=()):
 
 
 def _shape(*chunks):
-    return step_shape([ScheduledChunk(0, first, count, (), True) for first, count in chunks])
+    return step_size([ScheduledChunk(0, first, count, (), True) for first, count in chunks])
 
 
 class Pipeline:
@@ -58,7 +58,7 @@ def test_single_request_takes_its_chunks_and_steps():
 
 
 def test_draft_tokens_are_rows_of_a_decode_step():
-    drafted = step_shape([ScheduledChunk(0, 10, 4, (), True, 3), ScheduledChunk(1, 5, 1, (), True)])
+    drafted = step_size([ScheduledChunk(0, 10, 4, (), True, 3), ScheduledChunk(1, 5, 1, (), True)])
     assert drafted == _shape((10, 1), (11, 1), (12, 1), (13, 1), (5, 1))
 
 

@@ -12,7 +12,7 @@ from llmpq.assigner.request import costs_of
 from llmpq.batching.engine_step import ScheduledChunk
 from llmpq.sim import BatchShape
 from llmpq.sim.costs import batch_shape
-from llmpq.sim.engine_costs import StageLaw, step_shape
+from llmpq.sim.engine_costs import StageLaw, step_size
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster
@@ -75,7 +75,7 @@ def test_ragged_prompts_cost_their_tokens_and_the_squares_of_their_lengths(on_cp
         partial(costs.micro_batch_s, 0, Phase.DECODE),
     )
     chunks = [ScheduledChunk(0, 0, count, (), True) for count in (16, 16, 64, 160)]
-    assert costs.stage_s(0, ragged) == pytest.approx(packed(step_shape(chunks)), rel=1e-6)
+    assert costs.stage_s(0, ragged) == pytest.approx(packed(step_size(chunks)), rel=1e-6)
 
 
 def test_an_engine_that_pads_prompts_pays_for_the_longest(on_cpu):

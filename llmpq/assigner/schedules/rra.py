@@ -16,7 +16,7 @@ from llmpq.assigner.schedules.steady_state import (
     rra_performance,
 )
 from llmpq.errors import InfeasibleError
-from llmpq.sim import StepCosts
+from llmpq.sim import MicroBatchCosts
 from llmpq.spec.plan import MicroBatching, Plan, Schedule, ScheduleEstimate
 from llmpq.spec.workload import LengthDistribution
 
@@ -39,7 +39,7 @@ class ScheduleTask:
         threshold: share by which a decoding batch may shrink before more is encoded.
     """
 
-    costs: StepCosts
+    costs: MicroBatchCosts
     num_slots: int
     prompt_tokens: LengthDistribution
     new_tokens: LengthDistribution

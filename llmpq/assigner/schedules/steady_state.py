@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from llmpq.errors import SpecError
-from llmpq.sim import BatchShape, Hop, PipelineLayout, StepCosts, linear_layout
+from llmpq.sim import BatchShape, Hop, MicroBatchCosts, PipelineLayout, linear_layout
 from llmpq.spec.plan import MicroBatching, Plan, StageEstimate
 from llmpq.spec.precision import Phase
 from llmpq.spec.workload import LengthDistribution
@@ -33,7 +33,7 @@ class FlowShop:
     ``spans`` holds start and end of the last micro-batch on each stage, in seconds.
     """
 
-    def __init__(self, costs: StepCosts) -> None:
+    def __init__(self, costs: MicroBatchCosts) -> None:
         self._costs = costs
         self._free_s = [0.0] * costs.layout.num_ranks
         self.spans: list[tuple[float, float]] = []
@@ -106,7 +106,7 @@ def timeline(plan: Plan, decode_rounds: int) -> tuple[Block, ...]:
 
 
 class _EstimateCosts:
-    """``StepCosts`` of a plan's estimate: a stage's seconds include the master's own work."""
+    """``MicroBatchCosts`` of a plan's estimate: a stage's seconds include the master's own work."""
 
     def __init__(self, stages: tuple[StageEstimate, ...]) -> None:
         self._stages = stages
@@ -245,7 +245,7 @@ class Performance:
 
 
 def rra_performance(
-    costs: StepCosts,
+    costs: MicroBatchCosts,
     batch: SteadyBatch,
     encode_batch: float,
     sizes: MicroBatching,

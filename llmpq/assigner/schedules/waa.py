@@ -31,7 +31,7 @@ from llmpq.assigner.schedules.steady_state import (
 )
 from llmpq.costmodel import ClusterCosts
 from llmpq.errors import InfeasibleError
-from llmpq.sim import BatchShape, Hop, StepCosts
+from llmpq.sim import BatchShape, Hop, MicroBatchCosts
 from llmpq.spec.plan import MicroBatching, Plan, StageAssignment, default_schedule
 from llmpq.spec.precision import Phase
 
@@ -54,7 +54,7 @@ class _PathTime:
     busiest_s: float
 
 
-def _path_time(costs: StepCosts, shape: BatchShape) -> _PathTime:
+def _path_time(costs: MicroBatchCosts, shape: BatchShape) -> _PathTime:
     path = costs.layout.path(shape.phase)
     busy = dict.fromkeys((0, *path), 0.0)
     busy[0] += costs.embed_s(shape) + costs.project_s(shape)

@@ -59,7 +59,7 @@ class Capture(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class StepShape:
+class GraphKey:
     """The shape of the steps that a graph runs.
 
     Attributes:
@@ -71,7 +71,7 @@ class StepShape:
     tokens: int
 
     @classmethod
-    def of(cls, rows: int, tokens: int) -> StepShape:
+    def of(cls, rows: int, tokens: int) -> GraphKey:
         """Return the shape that a step of so many rows and tokens is rounded up to."""
         return cls(rows=_to_eights(rows), tokens=_to_share(8, tokens))
 
@@ -99,14 +99,14 @@ class DecodeSizes:
     least_tokens: int
     most_tokens: int
 
-    def shapes(self) -> tuple[StepShape, ...]:
+    def shapes(self) -> tuple[GraphKey, ...]:
         """Return at most ``MOST_GRAPHS`` shapes that hold all steps, rounded as finely as that."""
-        found: list[StepShape] = []
+        found: list[GraphKey] = []
         most_tokens = blocks_of(self.most_tokens) * KV_BLOCK_SIZE
         for to_rows, share in _ROUNDINGS:
             rows = _classes(to_rows, 1, self.rows)
             tokens = _classes(partial(_to_share, share), self.least_tokens, most_tokens)
-            found = [StepShape(*pair) for pair in itertools.product(rows, tokens)]
+            found = [GraphKey(*pair) for pair in itertools.product(rows, tokens)]
             if len(found) <= MOST_GRAPHS:
                 break
         return tuple(sorted(found, key=lambda shape: shape.size)[:MOST_GRAPHS])
@@ -168,12 +168,12 @@ class DecodeGraphs:
         return False
 
     @property
-    def shapes(self) -> tuple[StepShape, ...]:
+    def shapes(self) -> tuple[GraphKey, ...]:
         """The captured shapes, the smallest first."""
         return tuple(graph.shape for graph in self._graphs)
 
     @torch.inference_mode()
-    def capture(self, shapes: Iterable[StepShape], *, reserve_bytes: int = 0) -> None:
+    def capture(self, shapes: Iterable[GraphKey], *, reserve_bytes: int = 0) -> None:
         """Capture shapes, the largest first; keep those that leave enough memory.
 
         Called before any sequence is in the cache: it writes to block 0. A shape whose capture runs
@@ -210,7 +210,7 @@ class DecodeGraphs:
         self._cache.check(batch)  # before anything is written
         return found.run(hidden, batch)
 
-    def _captured(self, shape: StepShape) -> _Graph | None:
+    def _captured(self, shape: GraphKey) -> _Graph | None:
         """Return the graph of a shape, ``None`` if the capture failed."""
         assert self._capture is not None
         size = self._layers.config.hidden_size
@@ -259,9 +259,7 @@ class _Graph:
         hidden: ``[1, R, H]``, the buffer for a step's hidden states.
     """
 
-    def __init__(
-        self, layers: DecoderStage, cache: KVCache, shape: StepShape, like: Tensor
-    ) -> None:
+    def __init__(self, layers: DecoderStage, cache: KVCache, shape: GraphKey, like: Tensor) -> None:
         self._layers = layers
         self._cache = cache
         self.shape = shape

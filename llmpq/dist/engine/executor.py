@@ -90,7 +90,7 @@ class StepExecutor(Protocol):
         ...
 
 
-class _Dispatched(NamedTuple):
+class _SentStep(NamedTuple):
     """A step in flight; ``hidden`` where the master alone computes it."""
 
     kind: FrameKind
@@ -129,8 +129,8 @@ class PipelineExecutor:
         self._communicator = communicator
         self._clock = clock or StageClock(micro_batching=MicroBatching(prefill=1, decode=1))
         self._local_phases = local_phases
-        self._in_flight: dict[int, _Dispatched] = {}  # by number, in order
-        self._collected: tuple[_Dispatched, float] | None = None
+        self._in_flight: dict[int, _SentStep] = {}  # by number, in order
+        self._collected: tuple[_SentStep, float] | None = None
 
     def dispatch(
         self,
@@ -156,7 +156,7 @@ class PipelineExecutor:
         runner.release(packed)
         kind = FRAME_KINDS[phase]
         is_local = self._communicator is None or phase in self._local_phases
-        self._in_flight[number] = _Dispatched(
+        self._in_flight[number] = _SentStep(
             kind, packed, outputs, hidden if is_local else None, clock.now() - start, embed_s
         )
         if not is_local:

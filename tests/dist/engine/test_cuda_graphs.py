@@ -21,7 +21,7 @@ from llmpq.dist.engine.cuda_graphs import (
     MOST_GRAPHS,
     DecodeGraphs,
     DecodeSizes,
-    StepShape,
+    GraphKey,
     _Graph,
     graphs_of,
 )
@@ -286,7 +286,7 @@ def test_a_shape_that_runs_out_of_memory_is_left_out(tiny_model, caplog):
     with caplog.at_level(logging.WARNING, "llmpq"):
         caches, graphs = _prefilled(stage, [5, 6], capture=Capture())
         _compare(stage, caches, graphs, [[(0, 5), (1, 6)], [(0, 6)]])
-    assert graphs.shapes == (StepShape(rows=1, tokens=128),)
+    assert graphs.shapes == (GraphKey(rows=1, tokens=128),)
     assert caplog.records == []
 
 
@@ -332,7 +332,7 @@ def test_shapes_hold_all_steps_in_few_graphs(rows, least, more):
 
 @given(st.integers(1, 200), st.integers(1, 5000))
 def test_a_shape_holds_its_step_and_wastes_little(rows, length):
-    shape = StepShape.of(rows, length)
+    shape = GraphKey.of(rows, length)
     assert rows <= shape.rows < max(2 * rows, rows + 8)
     assert length <= shape.tokens <= max(length + 127, length * 9 / 8)
 

@@ -35,7 +35,7 @@ from llmpq.options.engine import EngineOptions
 from llmpq.options.limits import engine_limits
 from llmpq.sim.costs import Hop
 from llmpq.sim.engine import SimulatedEngine
-from llmpq.sim.engine_costs import StepShape
+from llmpq.sim.engine_costs import StepSize
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.runtime_constants import PROMPT_CHUNK_TOKENS, kept_blocks
 from llmpq.spec.workload import TraceRequest
@@ -87,13 +87,13 @@ class Costs:
     def __init__(self, num_stages: int) -> None:
         self.num_stages = num_stages
 
-    def stage_s(self, stage: int, shape: StepShape) -> float:
+    def stage_s(self, stage: int, shape: StepSize) -> float:
         return 2.0 + stage + 0.5 * shape.tokens
 
-    def project_s(self, shape: StepShape) -> float:
+    def project_s(self, shape: StepSize) -> float:
         return 0.5 * shape.rows
 
-    def hop(self, stage: int, _: StepShape) -> Hop:
+    def hop(self, stage: int, _: StepSize) -> Hop:
         return Hop(delay_s=0.25 * (stage + 1) if self.num_stages > 1 else 0.0, end_s=0.0)
 
 
@@ -104,7 +104,7 @@ class Pipeline:
         self._costs = costs
         self.now_s = 0.0
         self._free_s = [0.0] * costs.num_stages
-        self._returning: deque[tuple[float, StepShape, torch.Tensor]] = deque()
+        self._returning: deque[tuple[float, StepSize, torch.Tensor]] = deque()
         self._arrivals = deque(requests)
         self._generator = torch.Generator().manual_seed(0)
 
@@ -138,7 +138,7 @@ class Pipeline:
         assert phase is None
         counts = [row.length - row.first for row in rows]
         assert sum(counts) == len(token_ids)
-        shape = StepShape(len(rows), len(token_ids), 0, 0, ())
+        shape = StepSize(len(rows), len(token_ids), 0, 0, ())
         ready_s = self.now_s
         for stage in range(self._costs.num_stages):
             done_s = max(ready_s, self._free_s[stage]) + self._costs.stage_s(stage, shape)
