@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import logging
 import math
 import os
 import shutil
@@ -27,6 +28,7 @@ from llmpq.errors import LlmpqError
 COMPILERS = ("cc", "gcc", "clang")
 COMPILE_LIMIT_S = 300.0
 _NAP_S = 0.05
+_log = logging.getLogger(__name__)
 
 
 class NotCompiledError(LlmpqError):
@@ -68,6 +70,7 @@ def library_path(
             # Ranks start together: one compiles, the others wait for it.
             with _alone(folder, limit_s) as left_s:
                 if not target.is_file():
+                    _log.warning("compiling the C code of %s, once: it takes seconds", package.name)
                     _compile(flags, units, target, min(left_s, COMPILE_LIMIT_S))
                 return target
         except OSError:

@@ -38,6 +38,12 @@ def test_a_library_lies_beside_its_package(package):
     assert library_path(package, "one", ()).parent == package / "__pycache__"
 
 
+def test_compiling_is_announced_once(package, caplog):
+    for _ in range(2):
+        library_path(package, "one", ())
+    assert caplog.messages == ["compiling the C code of package, once: it takes seconds"]
+
+
 def test_a_library_of_other_instructions_has_another_name(package):
     # Hosts with other processors may share the folder.
     paths = {library_path(package, "one", (flag,)) for flag in ("-mavx2", "-mavx512f")}
