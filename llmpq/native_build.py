@@ -70,7 +70,7 @@ def library_path(
             # Ranks start together: one compiles, the others wait for it.
             with _alone(folder, limit_s) as left_s:
                 if not target.is_file():
-                    _log.warning("compiling the C code of %s, once: it takes seconds", package.name)
+                    _log.warning("compiling C code (%s), once: it takes seconds", name)
                     _compile(flags, units, target, min(left_s, COMPILE_LIMIT_S))
                 return target
         except OSError:

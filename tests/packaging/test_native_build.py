@@ -41,7 +41,7 @@ def test_a_library_lies_beside_its_package(package):
 def test_compiling_is_announced_once(package, caplog):
     for _ in range(2):
         library_path(package, "one", ())
-    assert caplog.messages == ["compiling the C code of package, once: it takes seconds"]
+    assert caplog.messages == ["compiling C code (one), once: it takes seconds"]
 
 
 def test_a_library_of_other_instructions_has_another_name(package):
