@@ -25,6 +25,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 
+from llmpq.dist.launch.process_environment import tune_malloc_for_loading
 from llmpq.models import Checkpoint
 from llmpq.quant import quantize, stored_bytes
 from llmpq.quant.loading.assembly import LayerAssembly, matrices_of
@@ -269,10 +270,11 @@ def drop_caches(folder: Path) -> None:
 
 
 def _warmed(trial: Callable[[argparse.Namespace], Figures]) -> Callable[..., Figures]:
-    """Run a trial after loading one layer to warm up."""
+    """Run a trial with a worker's memory settings, after loading one layer to warm up."""
 
     def run(options: argparse.Namespace) -> Figures:
         torch.set_num_threads(1)
+        tune_malloc_for_loading()
         _stage(options, options.bits)
         return trial(options)
 

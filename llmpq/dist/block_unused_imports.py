@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from llmpq.dist.model_listing import list_models_when_asked
+
 UNUSED = ("scipy", "sklearn", *(() if torch.cuda.is_available() else ("triton",)))
 
 for _name in UNUSED:
@@ -28,13 +30,15 @@ _MARKS = ("allow_in_graph", "assume_constant_result", "disable", "TransformGetIt
 def import_transformers() -> None:
     """Import transformers' model code without what a worker never uses.
 
-    transformers marks functions for ``torch.compile`` and imports ``DTensor`` and accelerate. A
-    worker uses none of them; they take 76 MB of it, and a third of the time of its imports. While
-    transformers is imported here, ``torch._dynamo`` is a module whose marks change nothing, and
-    ``torch.distributed`` is not available; later imports find the real ones.
+    transformers lists the names of all its models (see ``dist.model_listing``), marks functions for
+    ``torch.compile`` and imports ``DTensor`` and accelerate. A worker uses none of them, and with
+    them its imports take twice as long. While transformers is imported here, ``torch._dynamo`` is a
+    module whose marks change nothing, and ``torch.distributed`` is not available; later imports
+    find the real ones.
 
-    For a process that only runs a rank. Where there is a CUDA device, everything is imported.
+    For a process that only runs a rank. Where there is a CUDA device, only the lists are left out.
     """
+    list_models_when_asked()
     if torch.cuda.is_available():
         return
     compiler: Any = ModuleType(_COMPILER[0])

@@ -13,8 +13,9 @@ from llmpq.dist.launch.worker import import_tasks
 print(*dict(import_tasks()), "llmpq.dist.launch.rank_tasks" in sys.modules)
 print(gc.isenabled(), gc.get_freeze_count() > 100_000)
 print(*[name for name, module in sys.modules.items() if name.startswith({UNUSED}) and module])
-import torch
+import torch, transformers
 print(torch.distributed.is_available())
+print("LlamaForCausalLM" in transformers._class_to_module)
 """
 
 
@@ -41,7 +42,7 @@ def test_a_master_with_scaled_embeddings_loads_no_compiler(tiny_model, family):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA devices use some of them")
-def test_a_worker_of_a_cpu_loads_no_compiler_and_no_sharded_tensors():
+def test_a_worker_of_a_cpu_loads_no_compiler_no_sharded_tensors_and_no_list_of_models():
     loaded = subprocess.run(
         [sys.executable, "-c", WORKER], capture_output=True, text=True, check=True
     )
@@ -50,6 +51,7 @@ def test_a_worker_of_a_cpu_loads_no_compiler_and_no_sharded_tensors():
         "True True",
         "",
         "True",
+        "False",
     ]
 
 

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from llmpq.dist.model_listing import list_models_when_asked
 from llmpq.errors import SpecError
 from llmpq.spec.fields import read_json
 from llmpq.spec.gguf.tokenizer import tokenizer_arguments, tokenizer_error
@@ -67,6 +68,7 @@ def main(argv: list[str]) -> int:
         if "gguf_file" not in (tokenizer_arguments(folder) or {}):
             # Only GGUF files are read by torch, whose import takes seconds.
             sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+        list_models_when_asked()
         json.dump(export_tokenizer(folder), sys.stdout)
     except SpecError as error:
         sys.stderr.write(f"{error}\n")

@@ -32,6 +32,7 @@ from llmpq.dist.io.prompts import (
 from llmpq.dist.io.results import ResultWriter
 from llmpq.dist.launch.doctor import examine, gather, report, time_link
 from llmpq.dist.launch.draft_runner import has_draft_rank, run_draft_model
+from llmpq.dist.launch.process_environment import tune_malloc_for_loading
 from llmpq.dist.launch.rank import (
     RankContext,
     checked_config,
@@ -67,6 +68,7 @@ def run_rank(
     ``start`` has the steps so far of the rank's start.
     """
     start = start or StartLog(time.perf_counter())
+    tune_malloc_for_loading()
     plan = read_plan(job.strategy)
     if rank == plan.draft_rank:
         if has_draft_rank(job, plan):

@@ -88,12 +88,12 @@ def test_a_second_run_answers_only_what_is_left(job, pipe):
 
 
 def test_a_text_that_is_too_long_leaves_a_note(job, pipe):
-    prompt = {"id": "a", "prompt": " ".join(WORDS[:17])}
+    prompt = {"id": "a", "prompt": " ".join(WORDS * 2)}
     assert _run(job, pipe, prompt) == 2
     record = read_error_record(job.strategy.parent, 0)
     assert record is not None
     assert (record.exit_status, record.lost_rank) == (2, None)
-    assert "prompts.jsonl: line 1: found 17 prompt tokens" in record.message
+    assert "prompts.jsonl: line 1: found 200 prompt tokens" in record.message
     assert "word" not in record.message.partition("found")[2]
 
 
