@@ -37,7 +37,7 @@ CONTEXT_STEP = 64
 
 
 class StepSize(NamedTuple):
-    """Size of a packed step.
+    """Rows, tokens and contexts that the seconds of a step depend on.
 
     Attributes:
         rows: output positions: one of every sequence, and one of every draft token.
