@@ -39,7 +39,7 @@ import gguf
 import torch
 from transformers import AutoModelForCausalLM
 
-from llmpq.assigner.export.export import PORT
+from llmpq.assigner.export.export import RPC_PORT
 from llmpq.spec.plan import Plan, read_plan
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -106,7 +106,7 @@ def check(title: str, plan: Plan, output: Path, model: Path, binaries: Sequence[
             script = output / f"stage-{stage.rank}.sh"
             stack.enter_context(_started([script], binaries, output / f"{script.stem}.log"))
         for stage in plan.stages:
-            wait_for_listener(PORT + stage.rank)
+            wait_for_listener(RPC_PORT + stage.rank)
         port = free_port()
         words = ["--port", str(port), "--verbose", "--no-warmup"]
         stack.enter_context(_started([output / "main.sh", *words], binaries, log))
