@@ -33,7 +33,7 @@ from workbench import ROOT, make_model
 
 from llmpq.calibration import Hessian
 from llmpq.dist.engine.compiled_steps import step_runner_of
-from llmpq.dist.engine.sampler import Sampler, SamplingState
+from llmpq.dist.engine.sampler import SamplingState, ScoredRows
 from llmpq.dist.engine.stage import StageRunner
 from llmpq.dist.kv.blocks import blocks_of, slot_blocks
 from llmpq.dist.kv.cache import KVCache
@@ -134,7 +134,7 @@ def steps(model_dir: Path, rounds: int) -> dict[tuple[int, int], list[float]]:
 @torch.inference_mode()
 def decode(runner: StageRunner, master: Master) -> float:
     """Answer one prompt greedily; return the seconds of all steps after the prefill."""
-    sampler, states = Sampler(), [SamplingState()]
+    state = SamplingState()
     newest = torch.arange(PROMPT_TOKENS)[None]
     table = slot_blocks(0, PROMPT_TOKENS + STEPS + 1, PROMPT_TOKENS + STEPS + 1)
     first, start = 0, 0.0
@@ -143,7 +143,7 @@ def decode(runner: StageRunner, master: Master) -> float:
         positions = torch.arange(first, end)[None]
         rows = [Row(blocks=table, first=first, length=end)]
         hidden = runner.run(master.embed(newest, positions), rows)
-        (token,) = sampler.sample(master.logits(hidden[0]), states)
+        token = ScoredRows(master.logits(hidden[0])).sample(0, state)
         newest = torch.tensor([[token.token_id]])
         if not first:
             start = time.perf_counter()

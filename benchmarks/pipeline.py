@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 from workbench import call, cluster_text, command, keep_document, make_model, origin, write_prompts
 
 from llmpq.dist.engine.compiled_steps import step_runner_of
-from llmpq.dist.engine.sampler import Sampler, SamplingState
+from llmpq.dist.engine.sampler import SamplingState, ScoredRows
 from llmpq.dist.engine.stage import StageRunner
 from llmpq.dist.kv.blocks import blocks_of, slot_blocks
 from llmpq.dist.kv.cache import KVCache
@@ -263,7 +263,7 @@ def decode_seconds(model_dir: Path, bits: int, head_bits: int, ids: torch.Tensor
         steps=step_runner_of(stage, cache),
         is_last=True,
     )
-    sampler, states = Sampler(), [SamplingState() for _ in range(rows)]
+    states = [SamplingState() for _ in range(rows)]
 
     def step(tokens: torch.Tensor, first: int) -> torch.Tensor:
         width = tokens.shape[1]
@@ -272,7 +272,8 @@ def decode_seconds(model_dir: Path, bits: int, head_bits: int, ids: torch.Tensor
         where = [Row(blocks=table, first=first, length=end) for table in tables]
         positions = torch.arange(first, end).repeat(rows)[None]
         hidden = runner.run(master.embed(tokens.view(1, -1), positions), where)
-        sampled = sampler.sample(master.logits(hidden[0]), states)
+        scored = ScoredRows(master.logits(hidden[0]))
+        sampled = [scored.sample(row, state) for row, state in enumerate(states)]
         return torch.tensor([token.token_id for token in sampled])[:, None]
 
     seconds = []

@@ -42,7 +42,7 @@ from llmpq.batching.engine_step import (
 from llmpq.batching.queue_order import FairTurns, QueueOrder, QueueState
 from llmpq.batching.speculation import MAX_STEP_TOKENS
 from llmpq.batching.window_blocks import WindowBlocks
-from llmpq.errors import CapacityError, LlmpqError
+from llmpq.errors import LlmpqError
 
 RESERVED_SHARE = 8
 """One of so many sequences and blocks is not for further answers of a request that runs."""
@@ -149,14 +149,7 @@ class BlockScheduler:
         """
         if request.request in self._sequences:
             raise LlmpqError(f"engine scheduler: request {request.request} is not finished")
-        # The last token of an answer is never an input, so its keys and values are not stored.
-        needed = self._limits.blocks_for(request.prompt_tokens + request.max_tokens - 1)
-        if needed > self._limits.num_blocks:
-            raise CapacityError(
-                f"request {request.request}: {request.prompt_tokens} prompt and up to "
-                f"{request.max_tokens} new tokens need {needed} KV blocks, more than the "
-                f"{self._limits.num_blocks} available"
-            )
+        self._limits.needed_blocks(request, self._limits.num_blocks)
         ids = None if request.token_ids is None else list(request.token_ids)
         sequence = EngineSequence(
             request=request,
@@ -240,12 +233,7 @@ class BlockScheduler:
     ) -> None:
         """Complete a step in flight.
 
-        Args:
-            number: of the step.
-            tokens: token id of each chunk that makes a token; aborted requests are ignored.
-            finished: requests whose answer is complete with this token.
-            accepted: draft tokens of a request that come before its token, if there are any.
-            now_s: time on the clock of ``schedule``; without it, the step measures nothing.
+        Args: as in :class:`StepScheduler`.
 
         Raises:
             LlmpqError: the step is not in flight, a token is missing, or an unfinished request has

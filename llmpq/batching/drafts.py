@@ -118,13 +118,13 @@ class DraftWork(NamedTuple):
     blocks: tuple[int, ...]
 
 
-class DraftWish(NamedTuple):
-    """A sequence that may have a draft in the next step.
+class DraftCandidate(NamedTuple):
+    """A sequence that decodes in the next step and may have a draft in it.
 
     Attributes:
         request: number of the request.
         tokens: its prompt and answer so far.
-        left: tokens of its longest answer that are to come.
+        left: draft tokens that the longest answer leaves room for.
         credit: what its drafts may lose.
     """
 
@@ -192,27 +192,27 @@ class DraftModelSchedule:
         self._begins = False
 
     def lengths(
-        self, wishes: Sequence[DraftWish], most: int, costs: DraftCosts
+        self, candidates: Sequence[DraftCandidate], most: int, costs: DraftCosts
     ) -> tuple[dict[int, int], float]:
         """Return how many draft tokens of each sequence pay, and what one of them costs.
 
         Args:
-            wishes: sequences of the next step that decode.
+            candidates: sequences of the next step that decode.
             most: draft tokens of a sequence.
             costs: of the step.
         """
         self._row_cost = costs.row_cost / costs.sequences
         cost = costs.row_cost + self._share
-        counts = dict.fromkeys((wish.request for wish in wishes), 0)
-        for wish in wishes:
-            if self._balance > 0 and self._pays(wish, most, costs):
-                counts[wish.request] = min(most, wish.left, wish.credit.longest(cost))
+        counts = dict.fromkeys((one.request for one in candidates), 0)
+        for one in candidates:
+            if self._balance > 0 and self._pays(one, most, costs):
+                counts[one.request] = min(most, one.left, one.credit.longest(cost))
         depth = 0
         for passes in range(1, max(counts.values(), default=0) + 1):
             saved = sum(
-                wish.credit.share**passes - costs.row_cost
-                for wish in wishes
-                if counts[wish.request] >= passes
+                one.credit.share**passes - costs.row_cost
+                for one in candidates
+                if counts[one.request] >= passes
             )
             # The first pass of all may lose: it shows what is accepted.
             if passes > 1 and saved < self._share * costs.sequences:
@@ -222,10 +222,10 @@ class DraftModelSchedule:
         cost = costs.row_cost + self._share * costs.sequences / max(1, drafted)
         return {request: min(count, depth) for request, count in counts.items()}, cost
 
-    def _pays(self, wish: DraftWish, most: int, costs: DraftCosts) -> bool:
+    def _pays(self, one: DraftCandidate, most: int, costs: DraftCosts) -> bool:
         """Whether the draft model goes on with a sequence, or it pays to begin with it."""
-        known = self._known.get(wish.request)
-        unknown = wish.tokens - (0 if known is None else known.tokens)
+        known = self._known.get(one.request)
+        unknown = one.tokens - (0 if known is None else known.tokens)
         if unknown <= FEW_TOKENS:
             return True
         share = self._accepted / (self._accepted + self._rejected)
@@ -235,7 +235,7 @@ class DraftModelSchedule:
             made += chance
             saved = max(saved, (made - 1 - passes * (costs.row_cost + self._share)) / made)
         begin = costs.sequences * self._share * (1 + costs.row_share * (unknown - 1))
-        return wish.left * saved > begin
+        return one.left * saved > begin
 
     def reserve(self, request: int, tokens: int, most: int) -> int:
         """Return how many draft tokens the next step has of a sequence, 0 or up to ``most``.
@@ -314,6 +314,11 @@ class DraftModelSchedule:
         self._accepted += (FIRST_ACCEPTED - self._accepted) / KNOWN_STEPS
         self._rejected += (FIRST_REJECTED - self._rejected) / KNOWN_STEPS
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether there are no more drafts, since the draft model has ended."""
+        return self._balance == -math.inf
+
     def end(self) -> None:
         """Have no more drafts: the draft model has ended."""
         self._balance = -math.inf
@@ -346,22 +351,6 @@ class DraftModelSchedule:
         if missing > 0:
             known.blocks += self._allocator.allocate(missing)
         return True
-
-
-class DraftCandidate(NamedTuple):
-    """A sequence that decodes in the next step.
-
-    Attributes:
-        request: number of the request.
-        tokens: its prompt and answer so far.
-        left: draft tokens that the longest answer leaves room for.
-        credit: what its drafts may lose.
-    """
-
-    request: int
-    tokens: int
-    left: int
-    credit: DraftCredit
 
 
 class StepDrafts:
@@ -419,9 +408,10 @@ class StepDrafts:
         if self._model is None:
             found = {one.request: one.credit.longest(cost) for one in candidates}
             return {request: min(self._most, count) for request, count in found.items()}, cost
-        wishes = [DraftWish(one.request, one.tokens, one.left, one.credit) for one in candidates]
+        if self._model.has_ended:
+            return dict.fromkeys((one.request for one in candidates), 0), cost
         costs = DraftCosts(cost, self._row_cost.share, sequences)
-        return self._model.lengths(wishes, self._most, costs)
+        return self._model.lengths(candidates, self._most, costs)
 
     def draft(self, one: DraftCandidate, most: int, cost: float) -> int:
         """Find up to ``most`` draft tokens of a sequence, or reserve them; return how many.
@@ -462,8 +452,10 @@ class StepDrafts:
         assert self._model is not None
         cost = self._row_cost
         self._model.measure(works, seconds, cost.step_s(rows), cost.share)
-        if has_ended:
+        if has_ended:  # the step has any tokens in their place
             self._model.end()
+            self.num_drafts -= len(works)
+            self.num_draft_tokens -= sum(work.length for work in works)
 
     def measure_step(self, start_s: float, end_s: float, rows: int | None) -> float:
         """Take the times of a step; return the seconds since it began or the last was complete.

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 from llmpq.batching.blocks import BlockKey
 from llmpq.batching.drafts import DraftLimits, DraftWork, Propose, StepDrafts
 from llmpq.batching.speculation import ROW_COST, DraftCredit
-from llmpq.errors import SpecError
+from llmpq.errors import CapacityError, SpecError
 from llmpq.spec.precision import Phase
 from llmpq.spec.runtime_constants import PROMPT_CHUNK_TOKENS, kept_blocks
 
@@ -126,6 +126,22 @@ class EngineLimits:
         """Return the tokens that a sequence may grow by before its rotary angles change."""
         switch = self.switches_after
         return sys.maxsize if switch is None or tokens > switch else switch - tokens
+
+    def needed_blocks(self, request: EngineRequest, available: int) -> int:
+        """Return the KV blocks of a request with its longest answer.
+
+        Raises:
+            CapacityError: they are more than the available ones.
+        """
+        # The last token of an answer is never an input, so its keys and values are not stored.
+        needed = self.blocks_for(request.prompt_tokens + request.max_tokens - 1)
+        if needed > available:
+            raise CapacityError(
+                f"request {request.request}: {request.prompt_tokens} prompt and up to "
+                f"{request.max_tokens} new tokens need {needed} KV blocks, more than the "
+                f"{available} available"
+            )
+        return needed
 
     def blocks_for(self, tokens: int) -> int:
         """Return the blocks of a number of tokens."""

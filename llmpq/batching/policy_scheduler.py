@@ -40,7 +40,7 @@ from llmpq.batching.engine_step import (
 )
 from llmpq.batching.speculation import MAX_STEP_TOKENS, DraftCredit
 from llmpq.batching.workload_shift import LengthMonitor
-from llmpq.errors import CapacityError, LlmpqError
+from llmpq.errors import LlmpqError
 from llmpq.spec.precision import Phase
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
 
@@ -126,11 +126,6 @@ class PolicyScheduler:
         """Whether every request has been answered and none will come."""
         return self._is_closed and not (self._waiting or self._ready or self._in_flight)
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is in flight."""
-        return not self._in_flight
-
     def add(self, request: EngineRequest) -> None:
         """Put a request at the end of the queue.
 
@@ -140,15 +135,8 @@ class PolicyScheduler:
         """
         if self._is_closed:
             raise LlmpqError(f"request {request.request} arrives after the last one")
-        # The last token of an answer is never an input, so its keys and values are not stored.
-        needed = self._limits.blocks_for(request.prompt_tokens + request.max_tokens - 1)
-        slots = -(-needed // self._slot_blocks)
-        if slots > self._limits.max_sequences:
-            raise CapacityError(
-                f"request {request.request}: {request.prompt_tokens} prompt and up to "
-                f"{request.max_tokens} new tokens need {needed} KV blocks, more than the "
-                f"{self._limits.max_sequences * self._slot_blocks} available"
-            )
+        available = self._limits.max_sequences * self._slot_blocks
+        slots = -(-self._limits.needed_blocks(request, available) // self._slot_blocks)
         self._requests[request.request] = _SlotRequest(
             request=request, credit=self.drafts.first_credit()
         )

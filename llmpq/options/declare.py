@@ -282,7 +282,7 @@ def _expected(one: _Declared, value: Any) -> str | None:
 
 def _declared(kind: Any) -> dict[str, _Declared]:
     """Return the fields of a class that have an option."""
-    return _declared_once(kind)
+    return _declared_once(kind)  # whose argument mypy wants hashable, which it takes no class for
 
 
 @cache

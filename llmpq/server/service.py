@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from llmpq.dist.io.detokenizer import Detokenizer, IncrementalDecoder
 from llmpq.dist.io.generation import EngineClient, GenerationRequest, TokenOutput
-from llmpq.dist.io.sampling_params import SamplingParams, TokenLogprobs
+from llmpq.dist.io.sampling_params import MIN_LOGPROB, SamplingParams, TokenLogprobs
 from llmpq.errors import LlmpqError, SpecError, StageError
 from llmpq.logging import get_logger
 from llmpq.server.admission import RequestAdmission
@@ -275,9 +275,6 @@ def _seed_after(seed: int, number: int) -> int:
     """Return the seed of a further answer, in the range of seeds."""
     return seed + number if seed + number <= MAX_SEED else seed - 2**63 + number
 
-
-MIN_LOGPROB = -9999.0
-"""What stands for minus infinity, which JSON does not have."""
 
 Json = dict[str, Any]
 
@@ -690,6 +687,7 @@ class Generation:
         form: AnswerFormat,
     ) -> None:
         self._service = service
+        self._own_run: ChoiceRun | None = None
         self._body = body
         self._answers = answers
         self._form = form
@@ -738,7 +736,8 @@ class Generation:
 
     async def _pause(self, spent_s: float) -> None:
         """Leave other requests as much of the event loop as a part of this answer took."""
-        await asyncio.sleep(spent_s if len(self._service.runs) > 1 else 0)
+        has_others = any(run is not self._own_run for run in self._service.runs)
+        await asyncio.sleep(spent_s if has_others else 0)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream; an error of the engine is the last event but one.
@@ -784,6 +783,7 @@ class Generation:
             async with ChoiceRun(
                 service.engine, self._work, tokenizer, engine_id, observers
             ) as run:
+                self._own_run = run
                 service.runs.add(run)
                 try:
                     yield run

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from llmpq.batching.drafts import (
     FEW_TOKENS,
     FIRST_BALANCE,
+    DraftCandidate,
     DraftCosts,
     DraftLimits,
     DraftModelSchedule,
-    DraftWish,
     DraftWork,
 )
 from llmpq.batching.speculation import CREDIT_OF_TOKEN, KNOWN_STEPS, DraftCredit
@@ -117,8 +117,10 @@ def test_a_sequence_is_no_longer_than_the_model_knows():
 def test_a_pass_is_made_where_it_saves_what_it_takes(shares, others, row_cost, cost, most):
     """``others`` are sequences of the step that have no draft; all contexts are short."""
     model, sequences = schedule(cost=cost), len(shares) + others
-    wishes = [DraftWish(i, FEW_TOKENS, 99, credit_of(share)) for i, share in enumerate(shares)]
-    counts, of_token = model.lengths(wishes, most, DraftCosts(row_cost, 0.1, sequences))
+    candidates = [
+        DraftCandidate(i, FEW_TOKENS, 99, credit_of(share)) for i, share in enumerate(shares)
+    ]
+    counts, of_token = model.lengths(candidates, most, DraftCosts(row_cost, 0.1, sequences))
     alone = [min(most, credit_of(share).longest(row_cost + cost)) for share in shares]
     for passes in range(2, max(counts.values(), default=0) + 1):
         drafted = [share for share, one in zip(shares, alone, strict=True) if one >= passes]
@@ -134,8 +136,8 @@ def test_a_pass_is_made_where_it_saves_what_it_takes(shares, others, row_cost, c
 
 
 def begins(model, tokens, left, sequences=1) -> bool:
-    wish = DraftWish(0, tokens, left, credit_of(0.7))
-    counts, _ = model.lengths([wish], 4, DraftCosts(0.1, 0.1, sequences))
+    candidate = DraftCandidate(0, tokens, left, credit_of(0.7))
+    counts, _ = model.lengths([candidate], 4, DraftCosts(0.1, 0.1, sequences))
     return counts[0] > 0
 
 
@@ -165,11 +167,11 @@ def test_what_is_rejected_ends_beginnings_for_a_while():
 def test_all_drafts_together_lose_a_bounded_part_of_the_steps():
     """Passes before one step may take more than is left; prompts are not in this account."""
     model, lost = schedule(cost=0.3), 0.0
-    wish = DraftWish(0, FEW_TOKENS, 99, credit_of(0.7))
+    candidate = DraftCandidate(0, FEW_TOKENS, 99, credit_of(0.7))
     for step in range(2000):
-        counts, _ = model.lengths([wish], 2, DraftCosts(0.1, 0.1, 1))
+        counts, _ = model.lengths([candidate], 2, DraftCosts(0.1, 0.1, 1))
         if counts[0]:
-            count = model.reserve(0, wish.tokens, counts[0])
+            count = model.reserve(0, candidate.tokens, counts[0])
             lost += 0.9 + 0.1 * count
             model.measure(model.take_works(), 0.9, 1.0, 0.1)
         model.verify(0, 0, 1)
@@ -199,13 +201,13 @@ def test_prompts_and_unknown_steps_say_nothing_about_a_pass(works, step_s):
 
 def test_a_draft_model_that_has_ended_has_no_drafts():
     drafts = schedule()
-    wish = DraftWish(0, 4, 100, DraftCredit(3.0))
-    lengths, _ = drafts.lengths([wish], 4, DraftCosts(0.01, 0.1, 1))
+    candidate = DraftCandidate(0, 4, 100, DraftCredit(3.0))
+    lengths, _ = drafts.lengths([candidate], 4, DraftCosts(0.01, 0.1, 1))
     assert lengths[0] > 0
     drafts.end()
     for _ in range(1000):
         drafts.verify(0, 4, 1)
-    lengths, _ = drafts.lengths([wish], 4, DraftCosts(0.01, 0.1, 1))
+    lengths, _ = drafts.lengths([candidate], 4, DraftCosts(0.01, 0.1, 1))
     assert lengths == {0: 0}
 
 

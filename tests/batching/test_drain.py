@@ -12,6 +12,32 @@ from llmpq.batching import IterationPolicy
 from llmpq.errors import LlmpqError
 
 
+def play(scheduler, wanted, before_step):
+    """Serve in order until the scheduler is done; return the requests that began and finished."""
+    made, in_flight = [0] * len(wanted), []
+    begun: set[int] = set()
+    ended: set[int] = set()
+    for number in range(10_000):
+        before_step(number, ended)
+        if scheduler.is_done:
+            break
+        step = scheduler.schedule(float(number))
+        if step is not None:
+            begun.update(chunk.request for chunk in step.chunks)
+            in_flight.append(step)
+        elif in_flight:
+            oldest, finished = in_flight.pop(0), set()
+            for chunk in oldest.chunks:
+                made[chunk.request] += chunk.makes_token
+                if chunk.makes_token and made[chunk.request] >= wanted[chunk.request]:
+                    finished.add(chunk.request)
+            complete(scheduler, oldest, finished)
+            ended |= finished
+    assert scheduler.is_done
+    assert scheduler.view(0.0).free_slots == SLOTS
+    return begun, ended
+
+
 @pytest.mark.parametrize("name", POLICIES)
 @given(wanted=st.lists(st.integers(1, 6), min_size=1, max_size=15), at=st.integers(0, 20))
 def test_drain_finishes_what_has_begun_and_nothing_else(name, wanted, at):
@@ -19,34 +45,16 @@ def test_drain_finishes_what_has_begun_and_nothing_else(name, wanted, at):
     for number in range(len(wanted)):
         scheduler.add(request_of(number))
     scheduler.close()
-    made = [0] * len(wanted)
-    begun: set[int] = set()
-    finished: set[int] = set()
-    dropped: tuple[int, ...] = ()
-    in_flight = []
-    for step_number in range(10_000):
-        if step_number == at:
-            dropped = scheduler.drain()
-        if scheduler.is_done:
-            break
-        step = scheduler.schedule(float(step_number))
-        if step is not None:
-            requests = [chunk.request for chunk in step.chunks]
-            assert step_number < at or begun.issuperset(requests)
-            begun.update(requests)
-            in_flight.append(step)
-        elif in_flight:
-            oldest = in_flight.pop(0)
-            ended = set()
-            for chunk in oldest.chunks:
-                made[chunk.request] += chunk.makes_token
-                if chunk.makes_token and made[chunk.request] >= wanted[chunk.request]:
-                    ended.add(chunk.request)
-            complete(scheduler, oldest, ended)
-            finished |= ended
-    assert scheduler.is_done
-    assert finished == begun
-    assert sorted(begun | set(dropped)) == list(range(len(wanted)))
+    dropped: set[int] = set()
+
+    def before_step(number, _ended):
+        if number == at:
+            dropped.update(scheduler.drain())
+
+    begun, ended = play(scheduler, wanted, before_step)
+    assert ended == begun
+    assert not begun & dropped
+    assert begun | dropped == set(range(len(wanted)))
 
 
 def test_drained_scheduler_admits_no_request():
@@ -66,28 +74,13 @@ def test_aborted_requests_free_their_slots_and_the_others_are_answered(name, wan
     for number in range(len(wanted)):
         scheduler.add(request_of(number))
     scheduler.close()
-    made = [0] * len(wanted)
-    ended: set[int] = set()
-    in_flight = []
-    for step_number in range(10_000):
-        for at, number in aborts:
-            if at == step_number and number < len(wanted):
-                assert scheduler.abort(number) is (number not in ended)
-                ended.add(number)
-        if scheduler.is_done:
-            break
-        step = scheduler.schedule(float(step_number))
-        if step is not None:
-            in_flight.append(step)
-        elif in_flight:
-            oldest = in_flight.pop(0)
-            finished = set()
-            for chunk in oldest.chunks:
-                made[chunk.request] += chunk.makes_token
-                if chunk.makes_token and made[chunk.request] >= wanted[chunk.request]:
-                    finished.add(chunk.request)
-            complete(scheduler, oldest, finished)
-            ended |= finished
-    assert scheduler.is_done
-    assert ended == set(range(len(wanted)))
-    assert scheduler.view(0.0).free_slots == SLOTS
+    aborted: set[int] = set()
+
+    def before_step(number, ended):
+        for at, request in aborts:
+            if at == number and request < len(wanted):
+                assert scheduler.abort(request) is (request not in ended | aborted)
+                aborted.add(request)
+
+    _, ended = play(scheduler, wanted, before_step)
+    assert ended | aborted == set(range(len(wanted)))

@@ -41,7 +41,7 @@ def draft_freely(patch: pytest.MonkeyPatch, drafts: AnswerDrafts | None = None) 
     patch.setattr(
         DraftModelSchedule,
         "lengths",
-        lambda _, wishes, most, __: ({wish.request: most for wish in wishes}, 0.0),
+        lambda _, candidates, most, __: ({one.request: most for one in candidates}, 0.0),
     )
     if drafts is not None:
         patch.setattr(engine, "PromptLookup", drafts)

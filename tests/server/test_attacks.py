@@ -465,20 +465,21 @@ def test_others_run_between_the_parts_of_a_long_answer():
     assert len(turns) >= 20
 
 
-@pytest.mark.parametrize("num_requests", [1, 2])
-def test_a_long_answer_waits_as_long_as_its_parts_take_beside_others_alone(
-    monkeypatch, num_requests
-):
+@pytest.mark.parametrize(
+    ("runs", "pause_s"), [((), 0), (("own",), 0), (("other",), 0.25), (("own", "other"), 0.25)]
+)
+def test_a_long_answer_pauses_as_long_as_its_parts_take_beside_others(monkeypatch, runs, pause_s):
+    """An answer that is written whole has no run any more."""
     slept = []
 
     async def sleep(seconds):
         slept.append(seconds)
 
     answer = object.__new__(service.Generation)
-    answer._service = SimpleNamespace(runs=set(range(num_requests)))
+    answer._service, answer._own_run = SimpleNamespace(runs=set(runs)), "own"
     monkeypatch.setattr(service.asyncio, "sleep", sleep)
     asyncio.run(answer._pause(0.25))
-    assert slept == [0.25 if num_requests > 1 else 0]
+    assert slept == [pause_s]
 
 
 def test_large_bodies_take_turns_with_all_other_work():

@@ -49,7 +49,8 @@ class RunningSequence:
         state: the tokens of the answer, and how the next one is chosen.
         max_tokens: of the answer.
         prompt_logprobs: found so far, ``None`` when they are not asked for.
-        num_cached_tokens: of the prompt, whose keys and values were found.
+        num_cached_tokens: of the prompt, whose keys and values were found; ``None`` before its
+            first step.
         lookup: finds drafts, ``None`` without prompt lookup.
         draft: the tokens proposed last.
     """
@@ -60,7 +61,7 @@ class RunningSequence:
     state: SamplingState
     max_tokens: int
     prompt_logprobs: list[TokenLogprobs] | None = None
-    num_cached_tokens: int = 0
+    num_cached_tokens: int | None = None
     lookup: PromptLookup | None = None
     draft: Sequence[int] = field(default_factory=list)
 
@@ -143,7 +144,6 @@ class Engine:
         if self._lookup is not None:
             scheduler.drafts.propose = self._propose
         self._unmade: dict[int, Callable[[], RunningSequence]] = {}
-        self._not_started: set[int] = set()
         self._sequences: dict[int, RunningSequence] = {}
         self._in_flight: dict[int, _Dispatched] = {}  # by number
 
@@ -168,11 +168,9 @@ class Engine:
         """
         self._scheduler.add(request)
         self._unmade[request.request] = make_sequence
-        self._not_started.add(request.request)
 
     def abort(self, request: int) -> None:
         """End a request, which gets no more tokens."""
-        self._not_started.discard(request)
         self._unmade.pop(request, None)
         self._sequences.pop(request, None)
         self._scheduler.abort(request)
@@ -182,13 +180,13 @@ class Engine:
         step = self._scheduler.schedule(self._now())
         if step is None:
             return None
-        self._start(step)
         if step.drafts:
             self._compute_drafts(step)
         rows: list[Row] = []
         token_ids: list[int] = []
         outputs: list[int] = []
         scored: list[tuple[ScheduledChunk, int]] = []
+        started: list[int] = []
         for chunk in step.chunks:
             sequence = self._sequence(chunk.request)
             if sequence is None:  # a policy keeps finished sequences: they cost what others do
@@ -197,6 +195,9 @@ class Engine:
                 scored.append((chunk, chunk.first))
                 rows.append(self._row(chunk, None, chunk.first, chunk.first + chunk.count))
                 continue
+            if sequence.num_cached_tokens is None:
+                sequence.num_cached_tokens = chunk.first
+                started.append(chunk.request)
             token_ids += sequence.tokens[chunk.first : chunk.first + chunk.count]
             token_ids += sequence.draft[: chunk.num_draft_tokens]
             for row, position in self._rows(chunk, sequence):
@@ -204,26 +205,11 @@ class Engine:
                     outputs.append(len(rows))
                     scored.append((chunk, position))
                 rows.append(row)
+        if started and self._on_start is not None:
+            self._on_start(started)
         self._in_flight[step.number] = _Dispatched(step, scored)
         self._executor.dispatch(step.number, step.phase, np.array(token_ids), rows, outputs)
         return step
-
-    def _start(self, step: EngineStep) -> None:
-        """Begin the sequences that are in a step for the first time."""
-        first = {
-            chunk.request: chunk.first
-            for chunk in step.chunks
-            if chunk.request in self._not_started
-        }
-        if not first:
-            return
-        self._not_started.difference_update(first)
-        for request, cached in first.items():
-            sequence = self._sequence(request)
-            assert sequence is not None
-            sequence.num_cached_tokens = cached
-        if self._on_start is not None:
-            self._on_start([*first])
 
     def _sequence(self, request: int) -> RunningSequence | None:
         """Return the sequence of a request; ``None`` once it is finished."""
@@ -306,11 +292,12 @@ class Engine:
     def _compute_drafts(self, step: EngineStep) -> None:
         """Let the draft model compute the draft tokens of a step."""
         assert self._draft_model is not None
-        sequences = [self._sequences[work.request] for work in step.drafts]
+        found = [self._sequence(work.request) for work in step.drafts]
+        sequences = [sequence for sequence in found if sequence is not None]
         drafts = self._draft_model.propose(step.drafts, [one.tokens for one in sequences])
         # The step has rows for drafts although the draft model may have ended: any tokens do.
-        found = drafts or [[0] * work.length for work in step.drafts]
-        for sequence, draft in zip(sequences, found, strict=True):
+        proposed = drafts or [[0] * work.length for work in step.drafts]
+        for sequence, draft in zip(sequences, proposed, strict=True):
             sequence.draft = draft
         self._scheduler.complete_drafts(step, self._now(), has_ended=drafts is None)
 

@@ -152,7 +152,8 @@ class PipelineExecutor:
         hidden = self._master.embed(ids, packed_batch_of(packed).positions)
         embed_s = clock.now() - start
         hidden = runner.run(hidden, own_rows)  # [1, N, H]
-        synchronize(runner.device)
+        if phase is not None:  # its seconds are compared with a forecast by phase
+            synchronize(runner.device)
         runner.release(packed)
         kind = FRAME_KINDS[phase]
         is_local = self._communicator is None or phase in self._local_phases

@@ -282,7 +282,7 @@ class OnlineRun:
             prompt_logprobs=None if prompt is None else (None, *prompt),
             finish_reason=reason,
             stop_reason=ids[-1] if reason == "stop" and ids[-1] in stops else None,
-            num_cached_tokens=sequence.num_cached_tokens,
+            num_cached_tokens=sequence.num_cached_tokens or 0,
             is_form_complete=reason == "stop" and not sequence.state.ends_with_stop_token,
         )
         if reason is not None:

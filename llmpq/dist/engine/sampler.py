@@ -199,26 +199,11 @@ def sampling_state_of(
     )
 
 
-class Sampler:
-    """Chooses the next token of each row."""
-
-    def sample(self, logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
-        """Return the next token of every row; the states do not change.
-
-        Args:
-            logits: ``[R, V]`` float32, finite (or minus infinity for a forbidden token).
-            states: of the rows' sequences.
-        """
-        assert len(states) == len(logits)
-        rows = ScoredRows(logits)
-        return [rows.sample(row, state) for row, state in enumerate(states)]
-
-
 class ScoredRows:
     """The scores of several positions, from which tokens are chosen one after the other.
 
     Args:
-        logits: ``[R, V]``, as in :meth:`Sampler.sample`.
+        logits: ``[R, V]`` float32, finite (or minus infinity for a forbidden token).
     """
 
     def __init__(self, logits: Tensor) -> None:

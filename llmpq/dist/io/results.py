@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import IO, Any, Literal, Self, cast
 
 from llmpq.dist.io.prompts import RequestId, parse_line, request_id, token_ids_of
-from llmpq.dist.io.sampling_params import TokenLogprobs
+from llmpq.dist.io.sampling_params import MIN_LOGPROB, TokenLogprobs
 from llmpq.errors import SpecError, StageError
 from llmpq.spec.fields import Fields, encode_text
 
-LEAST_LOGPROB = -9999.0
 FinishReason = Literal["stop", "length"]
 
 
@@ -155,8 +154,8 @@ def result_to_json(result: Result) -> dict[str, Any]:
 
 
 def _finite(logprob: float) -> float:
-    """Return a number that JSON has: a token that may not come has -9999, as in vLLM."""
-    return max(logprob, LEAST_LOGPROB)
+    """Return a number that JSON has."""
+    return max(logprob, MIN_LOGPROB)
 
 
 def result_from_fields(fields: Fields) -> Result:

@@ -220,6 +220,10 @@ def _check_range(name: str, value: float | None, minimum: float, maximum: float)
 GREEDY = SamplingParams()
 
 
+MIN_LOGPROB = -9999.0
+"""What stands for minus infinity, which JSON does not have, as in vLLM."""
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Log probabilities at one position, of the model's scores.

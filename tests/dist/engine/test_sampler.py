@@ -8,11 +8,12 @@ from collections import Counter
 import pytest
 import torch
 import transformers
+from helpers.sampled import sampled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation import logits_process as hf
 
-from llmpq.dist.engine.sampler import Sampler, SamplingState, prompt_logprobs
+from llmpq.dist.engine.sampler import SamplingState, prompt_logprobs
 from llmpq.dist.io.sampling_params import SamplingParams
 
 torch.set_num_threads(1)
@@ -24,7 +25,7 @@ ANSWER = [5, 6, 5, 9, 7, 5]
 
 
 def chosen(logits: torch.Tensor, states: list[SamplingState]) -> list[int]:
-    found = Sampler().sample(logits, states)
+    found = sampled(logits, states)
     assert all(token.error is None for token in found)
     return [token.token_id for token in found]
 
@@ -262,12 +263,12 @@ def test_a_token_does_not_depend_on_its_neighbours(options, answers, seed, data)
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(len(options), VOCAB, generator=generator) * 3
     before = logits.clone()
-    together = Sampler().sample(logits, [state(row) for row in rows])
+    together = sampled(logits, [state(row) for row in rows])
     assert torch.equal(logits, before)
     order = data.draw(st.permutations(rows))
-    regrouped = Sampler().sample(logits[order], [state(row) for row in order])
+    regrouped = sampled(logits[order], [state(row) for row in order])
     for row in rows:
-        alone = Sampler().sample(logits[row : row + 1], [state(row)])[0]
+        alone = sampled(logits[row : row + 1], [state(row)])[0]
         assert together[row] == alone == regrouped[order.index(row)]
 
 
@@ -302,7 +303,7 @@ def test_a_recomputed_state_equals_the_first_one():
 def test_logprobs_are_those_of_the_unchanged_scores():
     logits = random_logits(4)
     params = SamplingParams(logprobs=3, allowed_token_ids=[int(logits.argmin())], temperature=0.5)
-    found = Sampler().sample(logits[None], [SamplingState(params)])[0]
+    found = sampled(logits[None], [SamplingState(params)])[0]
     expected = torch.log_softmax(logits, -1)
     assert found.token_id == int(logits.argmin())
     assert found.logprobs is not None
@@ -315,7 +316,7 @@ def test_logprobs_are_those_of_the_unchanged_scores():
 @pytest.mark.parametrize(("count", "width"), [(0, 0), (2, 2), (-1, VOCAB), (VOCAB + 5, VOCAB)])
 def test_as_many_logprobs_as_asked_for(count, width):
     state = SamplingState(SamplingParams(logprobs=count))
-    found = Sampler().sample(random_logits(1)[None], [state])[0].logprobs
+    found = sampled(random_logits(1)[None], [state])[0].logprobs
     assert found is not None
     assert len(found.top) == width
 
@@ -332,7 +333,7 @@ def test_prompt_logprobs_are_those_of_the_next_tokens():
 
 def test_scores_that_are_no_numbers_fail_their_row_alone():
     logits = torch.tensor([[math.nan, 1.0], [0.0, 1.0]])
-    first, second = Sampler().sample(logits, [SamplingState(), SamplingState()])
+    first, second = sampled(logits, [SamplingState(), SamplingState()])
     assert "NaN" in str(first.error)
     assert (second.token_id, second.error) == (1, None)
 
@@ -340,6 +341,6 @@ def test_scores_that_are_no_numbers_fail_their_row_alone():
 def test_a_row_without_allowed_tokens_fails_alone():
     none_left = SamplingParams(allowed_token_ids=[2], min_tokens=1)
     states = [SamplingState(none_left, stop_token_ids=[2]), SamplingState()]
-    first, second = Sampler().sample(torch.zeros(2, 5), states)
+    first, second = sampled(torch.zeros(2, 5), states)
     assert "no token" in str(first.error)
     assert second.error is None

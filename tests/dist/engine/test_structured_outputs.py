@@ -10,10 +10,11 @@ import sys
 import pytest
 import torch
 from helpers.byte_tokenizer import EOS, TOKENS, text_of, write_byte_tokenizer
+from helpers.sampled import sampled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmpq.dist.engine.sampler import Sampler, SamplingState
+from llmpq.dist.engine.sampler import SamplingState
 from llmpq.dist.io.sampling_params import SamplingParams, StructuredOutputsParams
 from llmpq.dist.io.structured_outputs import GrammarCompiler, grammar_of
 from llmpq.errors import SpecError
@@ -38,7 +39,7 @@ def answer(
     for _ in range(most):
         logits = torch.randn(1, len(TOKENS) + 3, generator=generator)
         logits[0, closing] += 4  # else texts and lists hardly end
-        token = Sampler().sample(logits, [state])[0]
+        token = sampled(logits, [state])[0]
         assert token.error is None
         assert token.token_id < len(TOKENS)
         state.accept(token.token_id)
@@ -190,7 +191,7 @@ def test_a_recomputed_answer_goes_on_at_the_same_place(compiler):
         state.accept(TOKENS.index(letter))
     again = SamplingState(params, matcher=compiler.compile(form), token_ids=state.token_ids)
     logits = torch.zeros(1, len(TOKENS))
-    assert Sampler().sample(logits, [again])[0].token_id == TOKENS.index("b")
+    assert sampled(logits, [again])[0].token_id == TOKENS.index("b")
     for letter in "bc":
         assert not again.is_complete
         again.accept(TOKENS.index(letter))
@@ -201,7 +202,7 @@ def test_a_token_that_may_not_come_next_leaves_no_token(compiler):
     form = StructuredOutputsParams(choice=["a"])
     params = SamplingParams(structured_outputs=form)
     state = SamplingState(params, matcher=compiler.compile(form), token_ids=[TOKENS.index("z")])
-    assert Sampler().sample(torch.zeros(1, len(TOKENS)), [state])[0].error is not None
+    assert sampled(torch.zeros(1, len(TOKENS)), [state])[0].error is not None
 
 
 def test_without_the_library_the_extra_is_named(monkeypatch):
