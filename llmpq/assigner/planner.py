@@ -380,6 +380,7 @@ def even_plan(  # noqa: PLR0913  keywords
     kv_bits: int | None = None,
     dtype: Dtype | None = None,
     cuts: Sequence[int] | None = None,
+    instruction_set: str | None = None,
 ) -> Plan:
     """Return a plan of even stages on CPU workers of this machine, with its memory forecast.
 
@@ -392,6 +393,7 @@ def even_plan(  # noqa: PLR0913  keywords
         kv_bits: bits of cached values, ``None`` for the dtype's.
         dtype: number format, ``None`` for the checkpoint's.
         cuts: first layer of every stage and end of the last, ``None`` for even stages.
+        instruction_set: that the workers compute with, ``None`` for the catalogue's CPU.
 
     Raises:
         SpecError: more stages than layers, or an invalid ``Plan``.
@@ -399,7 +401,7 @@ def even_plan(  # noqa: PLR0913  keywords
     model = load_model_dir(folder)
     if stages > model.num_layers:
         raise SpecError(f"--stages: found {stages}, expected at most {model.num_layers} layers")
-    group = DeviceGroup(type="cpu", count=stages, threads=1)
+    group = DeviceGroup(type="cpu", count=stages, threads=1, instruction_set=instruction_set)
     cluster = Cluster(name="here", nodes=(Node(name="here", devices=(group,)),))
     form = dtype or model.dtype
     width = kv_bits or 8 * DTYPE_BYTES[form]

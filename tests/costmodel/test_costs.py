@@ -306,6 +306,8 @@ def test_a_processor_costs_as_one_that_is_held_to_its_instructions(has, limit, l
     for bits in (16, 8, 4):
         own, other = (costs.layer_s(one, PREFILL, bits, 4, 256, 0) for one in cluster.devices)
         assert own == other
+    own, other = map(costs.runtime_bytes, cluster.devices)
+    assert own == other
 
 
 # benchmarks/kernel_times.py, an Intel Xeon held to AVX2: seconds of few bits over those of float32.

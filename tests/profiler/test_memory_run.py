@@ -6,6 +6,7 @@ import pytest
 
 from llmpq.assigner.planner import even_plan
 from llmpq.dist.metrics.report import memory_parts
+from llmpq.kernels.cpu.native import instruction_set
 from llmpq.profiler.memory import measure_memory
 
 WIDE = {"layers": 6, "hidden": 512, "intermediate": 1536, "heads": 8, "kv_heads": 4, "vocab": 4000}
@@ -31,8 +32,9 @@ def test_weights_and_slots_are_allocated_as_predicted(tiny_model, family, kv_bit
 def test_no_stage_takes_more_than_predicted(tiny_model):
     folder = tiny_model("llama", shape={**WIDE, "max_positions": 256})
     plan = even_plan(
-        folder, bits=(4, 16), stages=2, shape=(4, 200, 4), micro_batch=(2, 4), dtype="bfloat16"
-    )
+        folder, bits=(4, 16), stages=2, shape=(4, 200, 4), micro_batch=(2, 4), dtype="bfloat16",
+        instruction_set=instruction_set(),
+    )  # fmt: skip
     for stats in measure_memory(plan, folder):
         predicted = plan.estimate.stages[stats.rank].memory.total
         assert -0.01 <= predicted / stats.memory_bytes - 1 <= 0.05
