@@ -22,7 +22,7 @@ from llmpq.dist.io.draft_check import checked_speculation
 from llmpq.dist.io.engine_messages import AddedRequest, added_to_json, output_from_json
 from llmpq.dist.io.generation import GenerationRequest, ServingStats, TokenOutput
 from llmpq.dist.io.job import Job, Rendezvous, check_model
-from llmpq.dist.io.sampling_params import StructuredOutputsParams
+from llmpq.dist.io.sampling_params import StructuredOutputsParams, TokenLogprobs
 from llmpq.dist.launch.rank_thread import CLOSE_TIMEOUT_S, RankThread
 from llmpq.dist.limited.form_checker import FormChecker
 from llmpq.dist.metrics.progress import RunProgress
@@ -58,12 +58,14 @@ class _Answer:
         self.is_started = False  # in the ranks of this start
         self._token_ids = list(token_ids)
         self._needs_prompt_logprobs = request.sampling.prompt_logprobs is not None
+        self._prompt_logprobs: list[TokenLogprobs] = []  # found in this start
         self._pending: list[TokenOutput] = []
         self._error: BaseException | None = None
         self._has_news = asyncio.Event()
 
     def to_add(self) -> AddedRequest:
         """Return the request as the engine goes on with it."""
+        self._prompt_logprobs.clear()
         return AddedRequest(
             request=self.request,
             token_ids=tuple(self._token_ids),
@@ -72,10 +74,15 @@ class _Answer:
         )
 
     def receive(self, output: TokenOutput) -> None:
-        """Take an output of the engine."""
+        """Take an output of the engine; log probabilities of a prompt come before its tokens."""
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs += filter(None, output.prompt_logprobs)
+            return
         self._token_ids += output.token_ids
         self.num_deaths = 0
-        if output.prompt_logprobs is not None:
+        if self._needs_prompt_logprobs:
+            output = replace(output, prompt_logprobs=(None, *self._prompt_logprobs))
+            self._prompt_logprobs.clear()
             self._needs_prompt_logprobs = False
         self._pending.append(output)
         self._has_news.set()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from llmpq.dist.io.engine_messages import AddedRequest, added_to_json, output_from_json
 from llmpq.dist.io.generation import GenerationRequest, TokenOutput
@@ -15,6 +16,7 @@ class Script:
 
     messages: dict[int, list[dict]] = field(default_factory=dict)
     outputs: dict[str, list[TokenOutput]] = field(default_factory=dict)
+    scores: dict[str, list[tuple]] = field(default_factory=dict)  # of prompts, as they came
     refused: dict[str, str] = field(default_factory=dict)
     stats: dict = field(default_factory=dict)
     calls: int = 0
@@ -23,6 +25,7 @@ class Script:
     def add(self, call: int, request: GenerationRequest, **options) -> None:
         if request.sampling.prompt_logprobs is not None:
             options.setdefault("needs_prompt_logprobs", True)
+            self.scores[request.id] = []
         fields = added_to_json(AddedRequest(request=request, **options))
         self.messages.setdefault(call, []).append({"kind": "add"} | fields)
 
@@ -33,7 +36,14 @@ class Script:
         if kind == "tokens":
             for item in fields["outputs"]:
                 name, output = output_from_json(item)
-                self.outputs.setdefault(name, []).append(output)
+                own = self.outputs.setdefault(name, [])
+                if output.prompt_logprobs is not None:
+                    self.scores[name].append(output.prompt_logprobs)
+                    continue
+                if not own and name in self.scores:
+                    whole = chain([None], *self.scores[name])
+                    output = replace(output, prompt_logprobs=tuple(whole))
+                own.append(output)
         elif kind == "refused":
             self.refused[fields["id"]] = fields["message"]
         elif kind == "stats":

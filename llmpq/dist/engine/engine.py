@@ -61,9 +61,16 @@ class RunningSequence:
     state: SamplingState
     max_tokens: int
     prompt_logprobs: list[TokenLogprobs] | None = None
+    _num_taken: int = 0  # of ``prompt_logprobs``
     num_cached_tokens: int | None = None
     lookup: PromptLookup | None = None
     draft: Sequence[int] = field(default_factory=list)
+
+    def take_prompt_logprobs(self) -> list[TokenLogprobs]:
+        """Return those that were found since the last call."""
+        new = (self.prompt_logprobs or [])[self._num_taken :]
+        self._num_taken += len(new)
+        return new
 
     def sample(
         self, scored: ScoredRows, rows: Sequence[int]

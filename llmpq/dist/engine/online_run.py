@@ -100,6 +100,7 @@ class OnlineRun:
             on_start=self._report_started,
         )
         self._added: dict[int, AddedRequest] = {}  # unfinished ones, by number
+        self._scored: dict[int, RunningSequence] = {}  # whose prompts have scores to send
         self._numbers: dict[str, int] = {}
         self._next_number = 0
         self._compiling: dict[str, tuple[AddedRequest, Future[TokenMatcher]]] = {}
@@ -246,6 +247,8 @@ class OnlineRun:
         )
         self._numbers[request.id] = number
         self._added[number] = added
+        if added.needs_prompt_logprobs:
+            self._scored[number] = sequence
 
     def _abort(self, id: str) -> None:
         if (compiling := self._compiling.pop(id, None)) is not None:
@@ -254,6 +257,7 @@ class OnlineRun:
         number = self._numbers.pop(id, None)
         if number is not None:
             self._engine.abort(number)
+            self._scored.pop(number, None)
             del self._added[number]
 
     def _report_started(self, numbers: Sequence[int]) -> None:
@@ -262,9 +266,23 @@ class OnlineRun:
 
     def _complete(self) -> None:
         """Complete the oldest step: the next token of every sequence whose chunk makes one."""
-        items = [self._reported(made) for made in self._engine.complete()]
+        made = self._engine.complete()
+        items = [self._scores_of(number) for number in list(self._scored)]
+        items = [item for item in items if item is not None]
+        items += [self._reported(one) for one in made]
         if items:
             self._channel.send("tokens", outputs=items)
+
+    def _scores_of(self, number: int) -> list[object] | None:
+        """Return the message with what a step found of a prompt's log probabilities.
+
+        A long prompt has megabytes of them: the other end reads them step by step.
+        """
+        found = self._scored[number].take_prompt_logprobs()
+        if not found:
+            return None
+        output = TokenOutput(token_ids=(), prompt_logprobs=tuple(found))
+        return output_to_json(self._added[number].request.id, output)
 
     def _reported(self, made: NewTokens) -> list[object]:
         """Return the message with new tokens of a request; forget it where it is complete."""
@@ -274,12 +292,12 @@ class OnlineRun:
         if reason == "error":
             _log.warning("request %s: %s", added.request.id, sampled[-1].error)
         ids = [token.token_id for token in tokens]
-        prompt, sequence.prompt_logprobs = sequence.prompt_logprobs, None  # sent once
+        self._scored.pop(sequence.number, None)
+        sequence.prompt_logprobs = None  # they are sent once
         stops = added.request.sampling.stop_token_ids
         output = TokenOutput(
             token_ids=tuple(ids),
             logprobs=tuple(token.logprobs for token in tokens if token.logprobs) or None,
-            prompt_logprobs=None if prompt is None else (None, *prompt),
             finish_reason=reason,
             stop_reason=ids[-1] if reason == "stop" and ids[-1] in stops else None,
             num_cached_tokens=sequence.num_cached_tokens or 0,

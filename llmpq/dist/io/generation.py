@@ -44,7 +44,7 @@ class TokenOutput:
         token_ids: the new tokens.
         logprobs: of the new tokens, ``None`` unless asked for.
         prompt_logprobs: of the prompt's tokens, ``None`` for the first; in the first output only,
-            and only when asked for.
+            and only when asked for. An engine sends them before its first token, a part a step.
         finish_reason: set in the last output.
         stop_reason: the stop token that ended the answer, ``None`` for the model's own end token.
         num_cached_tokens: prompt tokens whose keys and values were found in the prefix cache.

@@ -213,6 +213,7 @@ def test_logprobs_are_those_of_the_model(steps, budget):
         tokens.append(item.token_id)
     assert [output.prompt_logprobs for output in script.outputs["r0"][1:]] == [None, None]
     assert script.outputs["r1"][0].prompt_logprobs == (None,)
+    assert len(script.scores["r0"]) == -(-4 // budget)  # a part a step
 
 
 def test_a_preempted_prompt_keeps_its_logprobs(steps):
