@@ -48,9 +48,12 @@ RESERVED_SHARE = 8
 """One of so many sequences and blocks is not for further answers of a request that runs."""
 FURTHER_STARTS = 4
 """Further answers of requests that start in a step, while there are other requests."""
-SCORED_SHARE = 8
+SCORED_SHARE = 32
 """One of so many tokens of a step may be of prompts with a score at every position, while there are
 other requests: each of these tokens passes the head and has its log-probabilities sorted."""
+REMEMBERED_STEPS = 16
+"""Steps after the last other request that keep to that share: the next one would wait for all large
+steps in flight."""
 
 
 class BlockScheduler:
@@ -80,6 +83,7 @@ class BlockScheduler:
         self._in_flight: dict[int, StepInFlight] = {}
         self._num_scored = 0  # unfinished requests with a score at every position of the prompt
         self._scored_left = 0  # tokens of their prompts that the next step may still take
+        self._shared_before = 0  # the first step that may be of such prompts alone
         self._further_left = 0  # further answers that may still start in it
         self.drafts = limits.new_drafts(propose)
         self._next_step = 0
@@ -194,7 +198,9 @@ class BlockScheduler:
         if len(self._in_flight) == self._limits.steps_in_flight:
             return None
         before = self.num_preemptions
-        has_others = len(self._sequences) > self._num_scored
+        if len(self._sequences) > self._num_scored:
+            self._shared_before = self._next_step + REMEMBERED_STEPS
+        has_others = self._next_step < self._shared_before
         budget = self._limits.token_budget
         self._scored_left = max(1, budget // SCORED_SHARE) if has_others else budget
         self._further_left = FURTHER_STARTS

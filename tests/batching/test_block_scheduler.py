@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from llmpq.batching.block_scheduler import (
     FURTHER_STARTS,
+    REMEMBERED_STEPS,
     SCORED_SHARE,
     BlockScheduler,
 )
@@ -245,16 +246,23 @@ def test_equal_prompts_share_full_blocks_from_the_next_step_on():
 
 
 def test_prompts_with_a_score_at_every_position_leave_most_of_a_step_to_other_requests():
-    scheduler = _scheduler(token_budget=8 * SCORED_SHARE, num_blocks=400, max_sequences=40)
+    budget = 8 * SCORED_SHARE
+    scheduler = _scheduler(token_budget=budget, num_blocks=4000, max_sequences=40)
     engine = Engine(scheduler, 4)
     for number in range(3):
-        engine.add(_request(number, 100, scores_prompt=True), 4)
-    assert _chunks(engine.schedule()) == [(0, 0, 8 * SCORED_SHARE, False)]  # there are no others
+        engine.add(_request(number, 3 * budget, scores_prompt=True), 4)
+    assert _chunks(engine.schedule()) == [(0, 0, budget, False)]  # there are no others
     engine.complete()
-    engine.add(_request(3, 20), 4)
-    engine.add(_request(4, 2), 4)
+    engine.add(_request(3, 20), 1)
+    engine.add(_request(4, 2), 1)
     step = engine.schedule()
-    assert _chunks(step) == [(0, 64, 8, False), (3, 0, 20, True), (4, 0, 2, True)]
+    assert _chunks(step) == [(0, budget, 8, False), (3, 0, 20, True), (4, 0, 2, True)]
+    engine.complete()
+    for _ in range(REMEMBERED_STEPS - 1):  # others may come again
+        assert sum(chunk.count for chunk in engine.schedule().chunks) == 8
+        engine.complete()
+    assert sum(chunk.count for chunk in engine.schedule().chunks) == budget
+    engine.complete()
     engine.run()
     assert engine.done == set(range(5))
 
