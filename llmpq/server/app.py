@@ -33,9 +33,9 @@ from llmpq.server.errors import (
     as_api_error,
     bad_request,
     error_response,
-    json_response,
     validation_error,
 )
+from llmpq.server.json_output import json_response, parts_response
 from llmpq.server.metrics import CONTENT_TYPE, ServerMetrics
 from llmpq.server.protocol import (
     ChatCompletionRequest,
@@ -144,7 +144,7 @@ async def _generate(
     generation = await service.prepare(body, request.state.request_id)
     if not body.stream:
         whole = await until_disconnected(generation.body(), request.receive)
-        return Response(whole, media_type="application/json")
+        return parts_response(whole)
     events = generation.events()
     await anext(events)  # a full server is answered with 503, not with a stream
     return EventStream(events)

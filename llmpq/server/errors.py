@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
 from starlette.responses import Response
 
 from llmpq.errors import CapacityError, LlmpqError, SpecError, StoppedError
+from llmpq.server.json_output import json_response
 
 _TYPES = {
     400: "BadRequestError",
@@ -21,11 +21,6 @@ _TYPES = {
     501: "NotImplementedError",
     503: "ServiceUnavailableError",
 }
-
-
-PART_ITEMS = 32
-"""Items of a list that become JSON at once: with 20 log-probabilities each, half a millisecond."""
-_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 class ApiError(LlmpqError):
@@ -91,38 +86,6 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, CapacityError):
         return ApiError(503, "The engine has no memory for this request.", retry_after_s=1)
     return ApiError(500, f"The engine failed ({type(error).__name__}).")
-
-
-def dump_json(value: object) -> bytes:
-    """Return JSON in UTF-8; lone surrogates are escaped, as JSON allows."""
-    return _ENCODER.encode(value).encode("utf-8", "backslashreplace")
-
-
-def json_parts(value: object) -> Iterator[bytes]:
-    """Yield the JSON of :func:`dump_json` in parts, so that others can run between them.
-
-    Objects are cut between their fields, long lists between their items.
-    """
-    if isinstance(value, dict):
-        yield b"{"
-        for place, (name, item) in enumerate(value.items()):
-            yield b"," * (place > 0) + dump_json(name) + b":"
-            yield from json_parts(item)
-        yield b"}"
-    elif isinstance(value, list) and len(value) > PART_ITEMS:
-        for start in range(0, len(value), PART_ITEMS):
-            part = dump_json(value[start : start + PART_ITEMS])
-            yield (b"," if start else b"[") + part[1:-1]
-        yield b"]"
-    else:
-        yield dump_json(value)
-
-
-def json_response(
-    value: object, status: int = 200, headers: Mapping[str, str] | None = None
-) -> Response:
-    """Return an answer with a JSON body."""
-    return Response(dump_json(value), status, headers, media_type="application/json")
 
 
 def error_response(error: ApiError) -> Response:

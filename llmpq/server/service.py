@@ -23,7 +23,8 @@ from llmpq.dist.io.sampling_params import MIN_LOGPROB, SamplingParams, TokenLogp
 from llmpq.errors import LlmpqError, SpecError, StageError
 from llmpq.logging import get_logger
 from llmpq.server.admission import RequestAdmission
-from llmpq.server.errors import ApiError, as_api_error, bad_request, dump_json, json_parts
+from llmpq.server.errors import ApiError, as_api_error, bad_request
+from llmpq.server.json_output import SharedItems, SharedList, dump_json, json_parts
 from llmpq.server.metrics import ServerMetrics
 from llmpq.server.protocol import ChatCompletionRequest, CompletionRequest, StreamOptions
 from llmpq.server.text.tokenizer import ServerTokenizer
@@ -403,7 +404,7 @@ class CompletionFormat:
         tokenizer = answers.model.tokenizer
         as_ids = bool(body.return_tokens_as_token_ids)
         self._name = TokenText(tokenizer, as_ids=as_ids)
-        self._echoed: tuple[int, Json] = (-1, {})  # of the last prompt, for all its answers
+        self._echoed: tuple[int, dict[str, SharedItems]] = (-1, {})  # of the last prompt
 
     def opening(self, _index: int, /) -> Json | None:
         """Return nothing: the first piece opens a completion."""
@@ -428,7 +429,7 @@ class CompletionFormat:
             own = self._logprobs(piece.token_ids, piece.logprobs, offsets)
             if is_echoed:
                 echoed = self._logprobs_of(index // self._answers.work.n, state.prompt, piece)
-                own = {name: [*echoed[name], *values] for name, values in own.items()}
+                own = {name: SharedList(echoed[name], values) for name, values in own.items()}
             choice["logprobs"] = own
         if is_first and not is_chunk and self._body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs_json(piece.prompt_logprobs, self._name)
@@ -456,13 +457,15 @@ class CompletionFormat:
             "top_logprobs": tops,
         }
 
-    def _logprobs_of(self, number: int, prompt: EncodedPrompt, piece: Piece) -> Json:
+    def _logprobs_of(
+        self, number: int, prompt: EncodedPrompt, piece: Piece
+    ) -> dict[str, SharedItems]:
         """Return the log probabilities of a prompt, which are made once for all its answers."""
         if self._echoed[0] != number:
             found = self._logprobs(
                 prompt.token_ids, piece.prompt_logprobs or (), self._offsets_of(prompt)
             )
-            self._echoed = number, found
+            self._echoed = number, {name: SharedItems(items) for name, items in found.items()}
         return self._echoed[1]
 
     def _offsets_of(self, prompt: EncodedPrompt) -> list[int]:
@@ -702,14 +705,16 @@ class Generation:
         choices = [choice async for choice in self._choices()]
         return self._answers.frame(choices, is_chunk=False, usage=self._answers.usage())
 
-    async def body(self) -> bytes:
-        """Return the whole answer as JSON; raises what ``result`` does."""
+    async def body(self) -> list[bytes]:
+        """Return the whole answer as JSON, in parts; raises what ``result`` does."""
         # In parts: hundreds of choices with log probabilities take seconds.
-        pause = self._pause
-        choices = [await dump_in_parts(choice, pause) async for choice in self._choices()]
-        return _around(
-            self._answers.frame([], is_chunk=False, usage=self._answers.usage()), choices
-        )
+        choices: list[bytes] = []
+        async for choice in self._choices():
+            if choices:
+                choices.append(b",")
+            choices += await dump_in_parts(choice, self._pause)
+        frame = self._answers.frame([], is_chunk=False, usage=self._answers.usage())
+        return _around(frame, choices)
 
     async def _choices(self) -> AsyncIterator[Json]:
         """Yield the choices when all are whole, and let others run after each."""
@@ -798,7 +803,7 @@ class Generation:
         if piece.prompt_logprobs is None:
             return _event_of(frame)
         whole = await dump_in_parts(choice, self._pause)  # long: in parts
-        return b"data: " + _around(frame | {"choices": []}, [whole]) + b"\n\n"
+        return b"".join((b"data: ", *_around(frame | {"choices": []}, whole), b"\n\n"))
 
     def _chunk(self, choice: Json, index: int, options: StreamOptions) -> Json:
         frame = self._answers.frame([choice], is_chunk=True)
@@ -815,8 +820,8 @@ class Generation:
         return Piece(prompt_logprobs=piece.prompt_logprobs, finish_reason="length")
 
 
-async def dump_in_parts(value: Json, pause: Callable[[float], Awaitable[None]]) -> bytes:
-    """Return JSON; call ``pause`` after each of its parts with the seconds that it took."""
+async def dump_in_parts(value: Json, pause: Callable[[float], Awaitable[None]]) -> list[bytes]:
+    """Return JSON in parts; call ``pause`` after each long one with the seconds that it took."""
     parts = []
     start_s = time.monotonic()
     for part in json_parts(value):
@@ -824,13 +829,13 @@ async def dump_in_parts(value: Json, pause: Callable[[float], Awaitable[None]]) 
         if len(part) > SHORT_PART:
             await pause(time.monotonic() - start_s)
             start_s = time.monotonic()
-    return b"".join(parts)
+    return parts
 
 
-def _around(frame: Json, choices: Sequence[bytes]) -> bytes:
-    """Return the JSON of a frame without choices, with these."""
+def _around(frame: Json, choices: Sequence[bytes]) -> list[bytes]:
+    """Return the JSON of a frame without choices, with the parts of these."""
     head, key, tail = dump_json(frame).partition(_NO_CHOICES)  # quotes in texts are escaped
-    return b"".join((head, key[:-1], b",".join(choices), key[-1:], tail))
+    return [head, key[:-1], *choices, key[-1:], tail]
 
 
 def _event_of(value: dict[str, Any]) -> bytes:

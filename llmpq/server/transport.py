@@ -22,7 +22,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from llmpq.dist.transport.endpoint import is_loopback_name
 from llmpq.logging import get_logger
 from llmpq.options.server import TransportLimits
-from llmpq.server.errors import ApiError, as_api_error, bad_request, dump_json, error_response
+from llmpq.server.errors import ApiError, as_api_error, bad_request, error_response
+from llmpq.server.json_output import dump_json
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/load", "/version"})
 """Paths that need no key: they hold numbers only."""

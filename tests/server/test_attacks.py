@@ -35,7 +35,8 @@ from llmpq.server.admission import (
     AdmissionLimits,
     RequestAdmission,
 )
-from llmpq.server.errors import PART_ITEMS, ApiError, dump_json, json_parts
+from llmpq.server.errors import ApiError
+from llmpq.server.json_output import PART_ITEMS, SharedItems, SharedList, dump_json, json_parts
 from llmpq.server.service import Answers, CompletionFormat, Piece
 from llmpq.server.text import text_process
 from llmpq.server.text.tokenizer import THREAD_CHARACTERS, ServerTokenizer
@@ -438,6 +439,15 @@ def test_json_in_parts_is_the_same_json(value, long):
         assert b"".join(json_parts(whole)) == dump_json(whole)
 
 
+@settings(max_examples=50)
+@given(items=st.lists(JSON, max_size=3 * PART_ITEMS), rests=st.lists(st.lists(JSON), max_size=3))
+def test_lists_that_begin_alike_are_the_same_json(items, rests):
+    shared = SharedItems(items)
+    for rest in rests:
+        value = {"a": SharedList(shared, rest)}
+        assert b"".join(json_parts(value)) == dump_json(value) == dump_json({"a": items + rest})
+
+
 def test_others_run_between_the_parts_of_a_long_answer():
     values = {"top_logprobs": [{"a" * 100: 1.0}] * 20 * PART_ITEMS, "text": "x"}
     turns = []
@@ -457,7 +467,7 @@ def test_others_run_between_the_parts_of_a_long_answer():
         beside = asyncio.create_task(other())
         whole = await service.dump_in_parts(values, pause)
         beside.cancel()
-        assert whole == dump_json(values)
+        assert b"".join(whole) == dump_json(values)
         assert len(spent_s) >= 20
         assert min(spent_s) >= 0
 

@@ -21,7 +21,8 @@ from llmpq.logging import get_logger
 from llmpq.options.server import ListenOptions, TransportLimits
 from llmpq.routing import RoutedRequest
 from llmpq.server.app import read_api_keys
-from llmpq.server.errors import ApiError, json_response
+from llmpq.server.errors import ApiError
+from llmpq.server.json_output import json_response
 from llmpq.server.ray.options import FleetOptions
 from llmpq.server.ray.replica import NAME, RequestHead
 from llmpq.server.ray.replica_table import RoutingHint

@@ -23,7 +23,8 @@ from yarl import URL
 
 from llmpq import __version__
 from llmpq.routing import LoadBalancer, RoutedRequest, WorkloadMeans
-from llmpq.server.errors import ApiError, dump_json, json_response
+from llmpq.server.errors import ApiError
+from llmpq.server.json_output import dump_json, json_response
 from llmpq.server.router.backend import Backend, means_of
 from llmpq.server.router.metrics import RouterMetrics
 from llmpq.server.transport import until_disconnected
