@@ -9,14 +9,17 @@ from __future__ import annotations
 import importlib
 import json
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Collection
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from llmpq.dist.io.sampling_params import StructuredOutputsParams
 from llmpq.dist.io.tokenizer_process import read_tokenizer
+from llmpq.dist.launch.process_environment import resident_bytes, return_freed_memory
 from llmpq.errors import SpecError
 from llmpq.spec.gguf.header import find_gguf
 
@@ -26,7 +29,9 @@ if TYPE_CHECKING:
 
 MAX_GRAMMAR_BYTES = 1 << 20
 MAX_COMPILED = 8
-"""Compiled forms that are kept for further answers: each may take many megabytes."""
+"""Compiled forms that are kept for further answers."""
+LARGE_FORM_BYTES = 16 << 20
+"""A compiled form by which the process grows more is kept only while an answer has it."""
 _PANIC = "<backtrace>"
 """In messages of llguidance about a failure of its own."""
 _FIELD = "structured_outputs"
@@ -100,6 +105,8 @@ class GrammarCompiler:
         self._tokenizer: Any = None
         self._max_compiled = max_compiled
         self._compiled: OrderedDict[StructuredOutputsParams, GrammarMatcher] = OrderedDict()
+        self._large: WeakValueDictionary[StructuredOutputsParams, GrammarMatcher]
+        self._large = WeakValueDictionary()
         self._lock = threading.Lock()  # of the compiled forms
 
     def compile(self, params: StructuredOutputsParams) -> GrammarMatcher:
@@ -113,12 +120,17 @@ class GrammarCompiler:
             return found
         grammar = grammar_of(params)
         self.load_tokenizer()
+        before = resident_bytes()
         matcher = _library().LLMatcher(self._tokenizer, grammar, log_level=0)
         if matcher.is_error():
             raise _invalid(matcher.get_error())
         first = GrammarMatcher(matcher)
         first.compute_mask()
         with self._lock:
+            if resident_bytes() - before > LARGE_FORM_BYTES:
+                self._large[params] = first
+                weakref.finalize(first, return_freed_memory)
+                return first.copy()
             self._compiled[params] = first
             if len(self._compiled) > self._max_compiled:
                 self._compiled.popitem(last=False)
@@ -127,11 +139,10 @@ class GrammarCompiler:
     def compiled(self, params: StructuredOutputsParams) -> GrammarMatcher | None:
         """Return the matcher of a new answer where the form has been compiled before."""
         with self._lock:
-            found = self._compiled.get(params)
-            if found is None:
-                return None
-            self._compiled.move_to_end(params)
-            return found.copy()
+            found = self._large.get(params)
+            if found is None and (found := self._compiled.get(params)) is not None:
+                self._compiled.move_to_end(params)
+            return None if found is None else found.copy()
 
     def load_tokenizer(self) -> None:
         """Read the tokenizer, unless that has been done.
@@ -170,11 +181,15 @@ class GrammarMatcher:
     Args:
         matcher: of llguidance.
         mask: bits of the tokens that may come next, where they are known.
+        origin: that it is a copy of, which lives as long.
     """
 
-    def __init__(self, matcher: Any, mask: bytes | None = None) -> None:
+    def __init__(
+        self, matcher: Any, mask: bytes | None = None, origin: GrammarMatcher | None = None
+    ) -> None:
         self._matcher = matcher
         self._mask = mask
+        self._origin = origin
 
     @property
     def is_complete(self) -> bool:
@@ -183,7 +198,7 @@ class GrammarMatcher:
 
     def copy(self) -> GrammarMatcher:
         """Return the matcher of another answer with the same tokens so far."""
-        return GrammarMatcher(self._matcher.deep_copy(), self._mask)
+        return GrammarMatcher(self._matcher.deep_copy(), self._mask, self._origin or self)
 
     def compute_mask(self) -> None:
         """Compute which tokens may come next; the first time takes longest."""

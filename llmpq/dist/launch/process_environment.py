@@ -168,8 +168,24 @@ def tune_malloc_for_serving() -> None:
 
     With glibc's defaults every step would map its temporaries anew. Does nothing without glibc.
     """
+    return_freed_memory()
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
-        libc.malloc_trim(0)
         libc.mallopt(_M_MMAP_THRESHOLD, MAPPED_FROM_BYTES)
         libc.mallopt(_M_TRIM_THRESHOLD, _NEVER)
+
+
+def resident_bytes() -> int:
+    """Return the memory that this process has, 0 where the system (not Linux) does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def return_freed_memory() -> None:
+    """Give freed memory back to the operating system. Does nothing without glibc."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)

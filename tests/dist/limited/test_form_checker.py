@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import itertools
 import json
 from pathlib import Path
 
@@ -84,19 +86,26 @@ def test_a_model_without_a_fast_tokenizer_has_no_forms(tmp_path, monkeypatch):
     checker.close()
 
 
-def test_answers_of_one_form_are_compiled_once(monkeypatch):
+@pytest.fixture
+def compiled(monkeypatch):
+    """Return a list that gets an item for each form that is compiled."""
     library = structured_outputs._library()
-    compiled = []
+    found = []
 
     class Counted:
         def __getattr__(self, name):
             if name == "LLMatcher":
-                compiled.append(name)
+                found.append(name)
             return getattr(library, name)
 
+    monkeypatch.setattr(structured_outputs, "_library", Counted)
+    return found
+
+
+def test_answers_of_one_form_are_compiled_once(compiled):
     form = StructuredOutputsParams(choice=("yes", "no"))
     structured_outputs.grammar_of(form)
-    monkeypatch.setattr(structured_outputs, "_library", Counted)
+    compiled.clear()
     compiler = structured_outputs.GrammarCompiler(DEMO, ())
     first, *others = [compiler.compile(form) for _ in range(8)]
     assert len(compiled) == 1
@@ -104,3 +113,26 @@ def test_answers_of_one_form_are_compiled_once(monkeypatch):
     first.accept(int(before.argmax()))
     for other in others:
         assert (other.allowed(4096) == before).all()
+
+
+@pytest.mark.parametrize("grows", [0, structured_outputs.LARGE_FORM_BYTES + 1])
+def test_a_large_form_is_kept_only_while_an_answer_has_it(monkeypatch, compiled, grows):
+    sizes, returned = itertools.count(0, grows), []
+    monkeypatch.setattr(structured_outputs, "resident_bytes", lambda: next(sizes))
+    monkeypatch.setattr(structured_outputs, "return_freed_memory", lambda: returned.append(None))
+    form = StructuredOutputsParams(choice=("yes", "no"))
+    structured_outputs.grammar_of(form)
+    compiled.clear()
+    compiler = structured_outputs.GrammarCompiler(DEMO, ())
+    first = compiler.compile(form)
+    second = compiler.compiled(form).copy()
+    del first
+    gc.collect()
+    assert compiler.compiled(form) is not None  # the second answer has it
+    assert not returned
+    del second
+    gc.collect()
+    assert (compiler.compiled(form) is None) == bool(grows)
+    assert len(returned) == bool(grows)
+    compiler.compile(form)
+    assert len(compiled) == 1 + bool(grows)
