@@ -18,6 +18,7 @@ from llmpq.errors import SpecError
 from llmpq.options.declare import Option, add_options, check_options, read_options
 from llmpq.options.engine import EngineOptions
 from llmpq.options.limits import engine_limits, planned_speculation
+from llmpq.options.server import RoutingOptions
 from llmpq.routing import BALANCERS, load_balancer
 from llmpq.sim.engine_costs import PlanEngineCosts
 from llmpq.sim.engine_report import capacity
@@ -131,7 +132,7 @@ class EngineSimulation:
         Option(
             choices=tuple(BALANCERS), help="which replica takes a request (default %(default)s)"
         ),
-    ] = "round_robin"
+    ] = RoutingOptions.balancer
     poll_s: Annotated[
         float,
         Option(
