@@ -1,0 +1,41 @@
+"""Falcon: attention and feed-forward side by side or in sequence; heads in groups."""
+
+from __future__ import annotations
+
+from llmpq.spec.families import Family
+from llmpq.spec.huggingface.attention import SelfAttention
+from llmpq.spec.huggingface.config import Config
+from llmpq.spec.huggingface.feed_forward import Plain
+from llmpq.spec.huggingface.sizes import Sizes
+
+
+def _kv_heads(fields: Config) -> int:
+    if fields.flag_or("new_decoder_architecture", default=False):
+        return fields.kv_heads("num_kv_heads")
+    return 1 if fields.flag_or("multi_query", default=True) else fields.size("num_attention_heads")
+
+
+def _norms(fields: Config) -> int:
+    if not fields.flag_or("parallel_attn", default=True):
+        return 2
+    is_new = fields.flag_or("new_decoder_architecture", default=False)
+    return fields.size("num_ln_in_parallel_attn", default=2 if is_new else 1)
+
+
+FAMILY = Family(
+    name="falcon",
+    sizes=Sizes(
+        attention=SelfAttention(
+            prefix="self_attention",
+            names=("query_key_value", "dense"),
+            bias="bias",
+            head_dim=Config.head_share,
+            kv_heads=_kv_heads,
+        ),
+        feed_forward=Plain(
+            names=("dense_h_to_4h", "dense_4h_to_h"), bias="bias", widths=("ffn_hidden_size",)
+        ),
+        norms=_norms,
+        norm_tensors=2,
+    ),
+)

@@ -1,0 +1,18 @@
+"""GPT-BigCode (StarCoder): GPT-2 with one head of keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from llmpq.spec.families import Family, gpt2
+from llmpq.spec.huggingface.config import Config
+
+
+def _kv_heads(fields: Config) -> int:
+    return 1 if fields.flag_or("multi_query", default=True) else fields.kv_heads("n_head")
+
+
+FAMILY = Family(
+    name="gpt_bigcode",
+    sizes=replace(gpt2.SIZES, attention=replace(gpt2.ATTENTION, kv_heads=_kv_heads)),
+)

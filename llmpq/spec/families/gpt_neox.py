@@ -1,0 +1,20 @@
+"""GPT-NeoX (Pythia): attention and feed-forward side by side; query, key and value head by head."""
+
+from __future__ import annotations
+
+from llmpq.spec.families import Family
+from llmpq.spec.huggingface.attention import SelfAttention
+from llmpq.spec.huggingface.config import Config
+from llmpq.spec.huggingface.feed_forward import Plain
+from llmpq.spec.huggingface.sizes import Sizes
+
+FAMILY = Family(
+    name="gpt_neox",
+    sizes=Sizes(
+        attention=SelfAttention(
+            prefix="attention", names=("query_key_value", "dense"), head_dim=Config.head_share
+        ),
+        feed_forward=Plain(names=("dense_h_to_4h", "dense_4h_to_h"), bias=True),
+        norm_tensors=2,
+    ),
+)
