@@ -585,7 +585,7 @@ class Checkpoint:
         """
         path = self.skeleton.decoder_path
         root = f"{path}." if path else ""
-        heads = (self.skeleton.head_path, self.skeleton.family.stored_head or "lm_head")
+        heads = (self.skeleton.head_path, self.skeleton.family.parts.stored_head or "lm_head")
         is_head = any(stored.startswith(f"{head}.") for head in heads)
         if self._root == root or is_head or not stored.startswith(self._root):
             return stored
@@ -727,8 +727,8 @@ class Checkpoint:
         """
         head = self.skeleton.head_path
         names = [f"{start}{head}.{suffix}" for start in ("", "model.", "language_model.")]
-        if self.skeleton.family.stored_head is not None:
-            names.insert(0, f"{self.skeleton.family.stored_head}.{suffix}")
+        if self.skeleton.family.parts.stored_head is not None:
+            names.insert(0, f"{self.skeleton.family.parts.stored_head}.{suffix}")
         return next((name for name in names if name in self.tensors), names[0])
 
 

@@ -17,6 +17,58 @@ from llmpq.spec.huggingface.sizes import Sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModelParts:
+    """Names of the modules before and after the layers, and of the fields that scale.
+
+    Attributes:
+        embedding: the token embedding.
+        positions: learned position embedding, if any.
+        positions_after_mask: whether the module ``positions`` has a mask as first argument, which
+            it does not read where positions are given.
+        project_in: projection of embeddings narrower than the residual stream.
+        embedding_norm: norm applied to the embeddings.
+        final_norm: norm after the last layer; optional in a model.
+        project_out: projection before the head.
+        stored_head: name of the head in checkpoints, if it differs from that in transformers.
+        own_embeddings: what makes the embeddings of single layers; optional in a model.
+        streams: what makes the hidden states of a token from its embedding, and one of them again.
+        embedding_multiplier: configuration field that scales embeddings.
+        logits_multiplier: configuration field that scales logits.
+        logits_divisor: configuration field that divides logits.
+        applied_scales: configuration fields of scales that transformers' modules apply.
+    """
+
+    embedding: str = "embed_tokens"
+    positions: str | None = None
+    positions_after_mask: bool = False
+    project_in: str | None = None
+    embedding_norm: str | None = None
+    final_norm: str = "norm"
+    project_out: str | None = None
+    stored_head: str | None = None
+    own_embeddings: tuple[str, ...] = ()
+    streams: tuple[str, ...] = ()
+    embedding_multiplier: str | None = None
+    logits_multiplier: str | None = None
+    logits_divisor: str | None = None
+    applied_scales: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alibi:
+    """Linear bias of the scores by key (Press et al., "Train Short, Test Long", 2022).
+
+    Attributes:
+        argument: of a layer that takes the bias.
+        largest: dotted configuration field of the largest exponent of the slopes, which are not
+            rounded then; ``None`` for powers of the number of heads.
+    """
+
+    argument: str = "alibi"
+    largest: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """All that planner and runtime know of the models of one ``model_type``.
 
@@ -24,17 +76,36 @@ class Family:
         name: ``model_type`` of transformers.
         sizes: operators and parameters; ``None`` if they are only described
             (``llmpq-profile describe``).
+        parts: modules around the layers.
+        alibi: bias of the scores, if any.
+        writes_scores: whether attention writes out its scores, as they are capped or have sinks.
+        activation: activation of a layer that is a formula of tensor operations, computed
+            blockwise; ``None`` for one operation.
+        attends_to_cache: whether a layer attends to its cached keys and values unchanged, query
+            heads of a group next to each other.
+        sends_more: whether stages may send more than hidden states (``models.master``).
+        is_tested: whether tokens and logits are tested against transformers. A family without is
+            run with a warning.
+        unsupported: why it cannot be run although its modules are of the usual shape.
     """
 
     name: str
     sizes: Sizes | None = None
+    parts: ModelParts = ModelParts()
+    alibi: Alibi | None = None
+    writes_scores: bool = False
+    activation: str | None = None
+    attends_to_cache: bool = True
+    sends_more: bool = False
+    is_tested: bool = True
+    unsupported: str | None = None
 
 
 @cache
 def family_of(model_type: str) -> Family:
     """Return the record of a model type; one with the defaults if there is none."""
     if model_type not in _model_types():
-        return Family(name=model_type)
+        return Family(name=model_type, is_tested=False)
     record: Family = importlib.import_module(f"{__name__}.{model_type}").FAMILY
     return record
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmpq.spec.families import Family
+from llmpq.spec.families import Alibi, Family, ModelParts
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.config import Config
 from llmpq.spec.huggingface.feed_forward import Plain
@@ -25,4 +25,9 @@ FAMILY = Family(
         embedding_norms=1,
         max_positions=unlimited,
     ),
+    parts=ModelParts(
+        embedding="word_embeddings", embedding_norm="word_embeddings_layernorm", final_norm="ln_f"
+    ),
+    alibi=Alibi(),
+    activation="mlp.gelu_impl",
 )

@@ -9,4 +9,5 @@ from llmpq.spec.families import Family, gptj
 FAMILY = Family(
     name="codegen",
     sizes=replace(gptj.SIZES, attention=replace(gptj.ATTENTION, names=("qkv_proj", "out_proj"))),
+    parts=gptj.PARTS,
 )

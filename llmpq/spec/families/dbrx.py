@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from llmpq.spec.families import Family
+from llmpq.spec.families import Family, ModelParts
 from llmpq.spec.huggingface.attention import AttentionSizes
 from llmpq.spec.huggingface.config import HEADS, HIDDEN, Config
 from llmpq.spec.huggingface.feed_forward import FeedForward, linear
@@ -54,4 +54,5 @@ def _stack(name: str, shape: tuple[int, int], count: tuple[int, int]) -> LinearS
 FAMILY = Family(
     name="dbrx",
     sizes=Sizes(attention=_attention, feed_forward=_feed_forward),
+    parts=ModelParts(embedding="wte", final_norm="norm_f"),
 )

@@ -9,4 +9,5 @@ from llmpq.spec.huggingface.sizes import Sizes
 FAMILY = Family(
     name="diffllama",
     sizes=Sizes(attention=SelfAttention(others=4)),
+    attends_to_cache=False,
 )

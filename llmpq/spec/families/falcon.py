@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmpq.spec.families import Family
+from llmpq.spec.families import Family, ModelParts
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.config import Config
 from llmpq.spec.huggingface.feed_forward import Plain
@@ -38,4 +38,5 @@ FAMILY = Family(
         norms=_norms,
         norm_tensors=2,
     ),
+    parts=ModelParts(embedding="word_embeddings", final_norm="ln_f"),
 )

@@ -11,4 +11,5 @@ SIZES = Sizes(norms=4, windows=windows.by_period(2))
 FAMILY = Family(
     name="gemma2",
     sizes=SIZES,
+    writes_scores=True,
 )

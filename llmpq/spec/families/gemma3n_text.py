@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from llmpq.spec.families import Family, gemma4_text
+from llmpq.spec.families import Family, ModelParts, gemma4_text
 from llmpq.spec.huggingface.attention import AttentionSizes, SelfAttention
 from llmpq.spec.huggingface.config import HIDDEN, Config
 from llmpq.spec.huggingface.feed_forward import FeedForward, Gated, linear
@@ -110,4 +110,9 @@ FAMILY = Family(
         other_embeddings=_embedding_parameters,
         sent_features=_sent_features,
     ),
+    parts=ModelParts(
+        own_embeddings=gemma4_text.OWN_EMBEDDINGS,
+        streams=("altup_projections", "altup_unembed_projections"),
+    ),
+    sends_more=True,
 )

@@ -9,13 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from llmpq.spec.families import Family
+from llmpq.spec.families import Family, ModelParts
 from llmpq.spec.huggingface.attention import AttentionSizes
 from llmpq.spec.huggingface.config import HEADS, HIDDEN, Config
 from llmpq.spec.huggingface.feed_forward import FeedForward, Gated, has_bias, linear
 from llmpq.spec.huggingface.sizes import Sizes
 from llmpq.spec.huggingface.windows import FULL, SLIDING
 
+OWN_EMBEDDINGS = (
+    "embed_tokens_per_layer",
+    "per_layer_model_projection",
+    "per_layer_projection_norm",
+)
 _PERIOD = 6
 _GLOBAL_HEAD_DIM = 512
 """Default size of a head in layers of full attention."""
@@ -205,4 +210,6 @@ FAMILY = Family(
         other_embeddings=embedding_parameters,
         sent_features=_sent_features,
     ),
+    parts=ModelParts(own_embeddings=OWN_EMBEDDINGS),
+    sends_more=True,
 )

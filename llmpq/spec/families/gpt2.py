@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmpq.spec.families import Family
+from llmpq.spec.families import Family, ModelParts
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.config import Config
 from llmpq.spec.huggingface.feed_forward import Plain
@@ -21,8 +21,10 @@ SIZES = Sizes(
     norm_tensors=2,
     positions=0,
 )
+PARTS = ModelParts(embedding="wte", positions="wpe", final_norm="ln_f")
 
 FAMILY = Family(
     name="gpt2",
     sizes=SIZES,
+    parts=PARTS,
 )

@@ -15,4 +15,5 @@ def _kv_heads(fields: Config) -> int:
 FAMILY = Family(
     name="gpt_bigcode",
     sizes=replace(gpt2.SIZES, attention=replace(gpt2.ATTENTION, kv_heads=_kv_heads)),
+    parts=gpt2.PARTS,
 )

@@ -20,4 +20,5 @@ FAMILY = Family(
         ),
         windows=windows.by_period(2),
     ),
+    writes_scores=True,
 )

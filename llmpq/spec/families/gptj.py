@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmpq.spec.families import Family
+from llmpq.spec.families import Family, ModelParts
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.config import Config
 from llmpq.spec.huggingface.feed_forward import Plain
@@ -22,8 +22,10 @@ SIZES = Sizes(
     norm_tensors=2,
     head_bias=True,
 )
+PARTS = ModelParts(embedding="wte", final_norm="ln_f")
 
 FAMILY = Family(
     name="gptj",
     sizes=SIZES,
+    parts=PARTS,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmpq.spec.families import Family
+from llmpq.spec.families import Family, granite
 from llmpq.spec.huggingface.feed_forward import Experts
 from llmpq.spec.huggingface.sizes import Sizes
 
@@ -13,4 +13,5 @@ FAMILY = Family(
             prefix="block_sparse_moe", router="router", widths=("intermediate_size",)
         )
     ),
+    parts=granite.PARTS,
 )

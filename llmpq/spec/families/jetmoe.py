@@ -73,4 +73,5 @@ def _stack(name: str, shape: tuple[int, int], count: tuple[int, int]) -> LinearS
 FAMILY = Family(
     name="jetmoe",
     sizes=Sizes(attention=_attention, feed_forward=_feed_forward),
+    attends_to_cache=False,
 )

@@ -23,4 +23,5 @@ FAMILY = Family(
         ),
         feed_forward=mixers.adjusted_feed_forward,
     ),
+    is_tested=False,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmpq.spec.families import Family
+from llmpq.spec.families import Alibi, Family, ModelParts
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.config import Config
 from llmpq.spec.huggingface.feed_forward import Plain
@@ -21,4 +21,6 @@ FAMILY = Family(
         feed_forward=Plain(prefix="ffn", widths=("inner_size",)),
         max_positions=unlimited,
     ),
+    parts=ModelParts(embedding="wte", final_norm="norm_f"),
+    alibi=Alibi(argument="position_bias", largest="attn_config.alibi_bias_max"),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmpq.spec.families import Family
+from llmpq.spec.families import Family, ModelParts
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.config import Config
 from llmpq.spec.huggingface.feed_forward import Plain
@@ -30,5 +30,12 @@ FAMILY = Family(
         final_norms=_final_norms,
         positions=2,  # the rows of padding
         width=lambda fields: fields.size("word_embed_proj_dim", "hidden_size"),
+    ),
+    parts=ModelParts(
+        positions="embed_positions",
+        positions_after_mask=True,
+        project_in="project_in",
+        final_norm="final_layer_norm",
+        project_out="project_out",
     ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmpq.spec.families import Family
+from llmpq.spec.families import Family, ModelParts
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.config import Config
 from llmpq.spec.huggingface.feed_forward import Plain
@@ -23,4 +23,5 @@ FAMILY = Family(
         feed_forward=Plain(names=("dense_h_to_4h", "dense_4h_to_h"), bias=True),
         norm_tensors=2,
     ),
+    parts=ModelParts(final_norm="final_layernorm"),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmpq.spec.families import Family
+from llmpq.spec.families import Family, ModelParts
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.feed_forward import Plain
 from llmpq.spec.huggingface.sizes import Sizes
@@ -22,4 +22,6 @@ FAMILY = Family(
         norm_tensors=2,
         head_bias=True,
     ),
+    parts=ModelParts(final_norm="final_layernorm"),
+    activation="mlp.activation_fn",
 )

@@ -17,4 +17,5 @@ SIZES = Sizes(
 FAMILY = Family(
     name="qwen3_5_text",
     sizes=SIZES,
+    is_tested=False,
 )

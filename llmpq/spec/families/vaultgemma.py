@@ -9,4 +9,5 @@ from llmpq.spec.huggingface.sizes import Sizes
 FAMILY = Family(
     name="vaultgemma",
     sizes=Sizes(windows=windows.by_period(2)),
+    writes_scores=True,
 )
