@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
+from llmpq.spec.gguf.form import GgufForm
 from llmpq.spec.huggingface.sizes import Sizes
 
 
@@ -84,6 +85,7 @@ class Family:
         attends_to_cache: whether a layer attends to its cached keys and values unchanged, query
             heads of a group next to each other.
         sends_more: whether stages may send more than hidden states (``models.master``).
+        gguf: how llama.cpp's converter stores the models; ``None`` if such files are not read.
         is_tested: whether tokens and logits are tested against transformers. A family without is
             run with a warning.
         unsupported: why it cannot be run although its modules are of the usual shape.
@@ -97,6 +99,7 @@ class Family:
     activation: str | None = None
     attends_to_cache: bool = True
     sends_more: bool = False
+    gguf: GgufForm | None = None
     is_tested: bool = True
     unsupported: str | None = None
 
