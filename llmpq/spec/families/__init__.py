@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import Any, Literal
 
 from llmpq.spec.gguf.form import GgufForm
 from llmpq.spec.huggingface.sizes import Sizes
@@ -70,6 +71,25 @@ class Alibi:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerForm:
+    """How the modules of a layer are combined; compiled steps are verified against the layer.
+
+    Attributes:
+        rotation: features rotated together: half of them apart, or neighbours. ``short``: half of
+            them apart, with tables that have each angle once. ``None`` for a layer without
+            rotation.
+        norms_late: whether the heads are normed after the rotation.
+        is_parallel: whether the MLP reads the input of the layer, not the output of attention.
+        by_heads: whether a single projection makes query, key and value head by head.
+    """
+
+    rotation: Literal["halves", "pairs", "short"] | None = "halves"
+    norms_late: bool = False
+    is_parallel: bool = False
+    by_heads: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """All that planner and runtime know of the models of one ``model_type``.
 
@@ -78,6 +98,7 @@ class Family:
         sizes: operators and parameters; ``None`` if they are only described
             (``llmpq-profile describe``).
         parts: modules around the layers.
+        form: of every layer, or a function of transformers' configuration and a layer's number.
         alibi: bias of the scores, if any.
         writes_scores: whether attention writes out its scores, as they are capped or have sinks.
         activation: activation of a layer that is a formula of tensor operations, computed
@@ -94,6 +115,7 @@ class Family:
     name: str
     sizes: Sizes | None = None
     parts: ModelParts = ModelParts()
+    form: LayerForm | Callable[[Any, int], LayerForm] = LayerForm()
     alibi: Alibi | None = None
     writes_scores: bool = False
     activation: str | None = None
@@ -102,6 +124,15 @@ class Family:
     gguf: GgufForm | None = None
     is_tested: bool = True
     unsupported: str | None = None
+
+    def form_of(self, config: Any, layer: int) -> LayerForm:
+        """Return how the modules of a layer are combined.
+
+        Args:
+            config: of transformers.
+            layer: its number in the model.
+        """
+        return self.form if isinstance(self.form, LayerForm) else self.form(config, layer)
 
 
 @cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmpq.spec.families import Alibi, Family, ModelParts
+from llmpq.spec.families import Alibi, Family, LayerForm, ModelParts
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.config import Config
 from llmpq.spec.huggingface.feed_forward import Plain
@@ -30,4 +30,5 @@ FAMILY = Family(
     ),
     alibi=Alibi(),
     activation="mlp.gelu_impl",
+    form=LayerForm(rotation=None, by_heads=True),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmpq.spec.families import Family
+from llmpq.spec.families import Family, LayerForm
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.feed_forward import Gated
 from llmpq.spec.huggingface.sizes import Sizes
@@ -10,4 +10,5 @@ from llmpq.spec.huggingface.sizes import Sizes
 FAMILY = Family(
     name="ernie4_5",
     sizes=Sizes(attention=SelfAttention(bias="use_bias"), feed_forward=Gated(bias="use_bias")),
+    form=LayerForm(rotation="pairs"),
 )

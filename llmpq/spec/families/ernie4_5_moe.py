@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmpq.spec.families import Family
+from llmpq.spec.families import Family, LayerForm
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.feed_forward import Experts, Gated, by_interval
 from llmpq.spec.huggingface.sizes import Sizes
@@ -16,4 +16,5 @@ FAMILY = Family(
         ),
         head_bias="use_bias",
     ),
+    form=LayerForm(rotation="pairs"),
 )

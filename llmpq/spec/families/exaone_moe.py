@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmpq.spec.families import Family, deepseek_v2
+from llmpq.spec.families import Family, deepseek_v2, exaone4
 from llmpq.spec.huggingface import windows
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.sizes import Sizes
@@ -14,4 +14,5 @@ FAMILY = Family(
         feed_forward=deepseek_v2.MIXTURE,
         windows=windows.by_period(4, "sliding_window_pattern"),
     ),
+    form=exaone4.form,
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from llmpq.spec.families import Family, ModelParts
+from typing import Any
+
+from llmpq.spec.families import Family, LayerForm, ModelParts
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.config import Config
 from llmpq.spec.huggingface.feed_forward import Plain
@@ -22,6 +24,16 @@ def _norms(fields: Config) -> int:
     return fields.size("num_ln_in_parallel_attn", default=2 if is_new else 1)
 
 
+def _form(config: Any, layer: int) -> LayerForm:
+    del layer
+    is_new = config.new_decoder_architecture
+    has_own_keys = config.num_kv_heads == config.num_attention_heads
+    return LayerForm(
+        is_parallel=is_new or config.parallel_attn,
+        by_heads=has_own_keys if is_new else not config.multi_query,
+    )
+
+
 FAMILY = Family(
     name="falcon",
     sizes=Sizes(
@@ -39,4 +51,5 @@ FAMILY = Family(
         norm_tensors=2,
     ),
     parts=ModelParts(embedding="word_embeddings", final_norm="ln_f"),
+    form=_form,
 )

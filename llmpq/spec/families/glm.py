@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmpq.spec.families import Family, phi3
+from llmpq.spec.families import Family, LayerForm, phi3
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.sizes import Sizes
 
@@ -11,4 +11,5 @@ ATTENTION = SelfAttention(out_bias=False)
 FAMILY = Family(
     name="glm",
     sizes=Sizes(attention=ATTENTION, feed_forward=phi3.FEED_FORWARD),
+    form=LayerForm(rotation="pairs"),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmpq.spec.families import Family, ModelParts
+from llmpq.spec.families import Family, LayerForm, ModelParts
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.config import Config
 from llmpq.spec.huggingface.feed_forward import Plain
@@ -27,4 +27,5 @@ FAMILY = Family(
     name="gpt2",
     sizes=SIZES,
     parts=PARTS,
+    form=LayerForm(rotation=None),
 )

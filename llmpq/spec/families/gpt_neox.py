@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from llmpq.spec.families import Family, ModelParts
+from typing import Any
+
+from llmpq.spec.families import Family, LayerForm, ModelParts
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.config import Config
 from llmpq.spec.huggingface.feed_forward import Plain
 from llmpq.spec.huggingface.sizes import Sizes
+
+
+def _form(config: Any, layer: int) -> LayerForm:
+    del layer
+    return LayerForm(is_parallel=config.use_parallel_residual, by_heads=True)
+
 
 FAMILY = Family(
     name="gpt_neox",
@@ -18,4 +26,5 @@ FAMILY = Family(
         norm_tensors=2,
     ),
     parts=ModelParts(embedding="embed_in", final_norm="final_layer_norm", stored_head="embed_out"),
+    form=_form,
 )

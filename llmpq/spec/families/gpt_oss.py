@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmpq.spec.families import Family
+from llmpq.spec.families import Family, LayerForm
 from llmpq.spec.huggingface import windows
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.feed_forward import Experts
@@ -21,4 +21,5 @@ FAMILY = Family(
         windows=windows.by_period(2),
     ),
     writes_scores=True,
+    form=LayerForm(rotation="short"),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmpq.spec.families import Family
+from llmpq.spec.families import Family, LayerForm
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.feed_forward import Gated
 from llmpq.spec.huggingface.sizes import Sizes
@@ -10,4 +10,5 @@ from llmpq.spec.huggingface.sizes import Sizes
 FAMILY = Family(
     name="helium",
     sizes=Sizes(attention=SelfAttention(out_bias=False), feed_forward=Gated(bias="mlp_bias")),
+    form=LayerForm(rotation="pairs"),
 )

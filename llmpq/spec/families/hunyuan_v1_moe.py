@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from llmpq.spec.families import Family, mixtral
+from llmpq.spec.families import Family, LayerForm, mixtral
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.sizes import Sizes
 
@@ -19,4 +19,5 @@ FAMILY = Family(
             shared_width=lambda fields: fields.size("intermediate_size"),
         ),
     ),
+    form=LayerForm(norms_late=True),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmpq.spec.families import Alibi, Family, ModelParts
+from llmpq.spec.families import Alibi, Family, LayerForm, ModelParts
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.config import Config
 from llmpq.spec.huggingface.feed_forward import Plain
@@ -23,4 +23,5 @@ FAMILY = Family(
     ),
     parts=ModelParts(embedding="wte", final_norm="norm_f"),
     alibi=Alibi(argument="position_bias", largest="attn_config.alibi_bias_max"),
+    form=LayerForm(rotation=None),
 )

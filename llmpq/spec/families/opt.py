@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmpq.spec.families import Family, ModelParts
+from llmpq.spec.families import Family, LayerForm, ModelParts
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.config import Config
 from llmpq.spec.huggingface.feed_forward import Plain
@@ -38,4 +38,5 @@ FAMILY = Family(
         final_norm="final_layer_norm",
         project_out="project_out",
     ),
+    form=LayerForm(rotation=None),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmpq.spec.families import Family, ModelParts
+from llmpq.spec.families import Family, LayerForm, ModelParts
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.config import Config
 from llmpq.spec.huggingface.feed_forward import Plain
@@ -24,4 +24,5 @@ FAMILY = Family(
         norm_tensors=2,
     ),
     parts=ModelParts(final_norm="final_layernorm"),
+    form=LayerForm(by_heads=True),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmpq.spec.families import Family, ModelParts
+from llmpq.spec.families import Family, LayerForm, ModelParts
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.feed_forward import Plain
 from llmpq.spec.huggingface.sizes import Sizes
@@ -24,4 +24,5 @@ FAMILY = Family(
     ),
     parts=ModelParts(final_norm="final_layernorm"),
     activation="mlp.activation_fn",
+    form=LayerForm(is_parallel=True),
 )

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from llmpq.spec.families import Family
+from typing import Any
+
+from llmpq.spec.families import Family, LayerForm
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.sizes import Sizes, one_if
+
+
+def _form(config: Any, layer: int) -> LayerForm:
+    del layer
+    return LayerForm(is_parallel=config.use_parallel_residual)
+
 
 FAMILY = Family(
     name="stablelm",
@@ -15,4 +23,5 @@ FAMILY = Family(
         norms=one_if("use_parallel_residual", default=False, count=1, otherwise=2),
         norm_tensors=2,
     ),
+    form=_form,
 )

@@ -31,7 +31,7 @@ def nothing(fields: Config) -> None:
     del fields
 
 
-_LLAMA_ATTENTION, _LLAMA_FEED_FORWARD = SelfAttention(), Gated()
+_ATTENTION, _FEED_FORWARD = SelfAttention(), Gated()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +56,8 @@ class Sizes:
         head_bias: whether the head has a bias.
     """
 
-    attention: Attentions = _LLAMA_ATTENTION
-    feed_forward: FeedForwards = _LLAMA_FEED_FORWARD
+    attention: Attentions = _ATTENTION
+    feed_forward: FeedForwards = _FEED_FORWARD
     windows: windows.Windows = windows.no_windows
     norms: int | Callable[[Config], int] = 2
     norm_tensors: int | Callable[[Config], int] = 1
