@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from llmpq.costmodel.exact_bytes import head_rows
 from llmpq.spec.devices.figures import DeviceKind
+from llmpq.spec.families import family_of
 from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import BITS, DTYPE_BYTES, Dtype, needs_scratch
@@ -35,13 +36,6 @@ from llmpq.spec.runtime_constants import (
 from llmpq.spec.workload import Workload
 from llmpq.units import MIB
 
-SCORES_ATTENTION = ("gemma2", "gpt_oss", "vaultgemma")
-"""Families whose attention writes out its scores, as they are capped or have sinks: for a block of
-queries of one row at a time."""
-BIASED_ATTENTION = ("bloom", "mpt")
-"""Families whose attention adds a bias of the keys: for a block of queries at a time."""
-STEPWISE_ACTIVATION = ("bloom", "phi")
-"""Families whose activation is a formula of tensor operations."""
 EXPERT_SHARE = 2.0
 """Rows of the busiest expert, as a multiple of an even share."""
 
@@ -254,20 +248,20 @@ def context_bytes(model: ModelSpec, dtype: Dtype, tokens: int, device_kind: Devi
         4 k d + 4 T q                    in float32 and scores, where scores are written out
         T q e                            bias of a block, where there is one
     """
-    most, value_bytes = 0, DTYPE_BYTES[dtype]
+    most, value_bytes, family = 0, DTYPE_BYTES[dtype], family_of(model.family)
     for layer in model.layer_types:
         heads, kv_heads, dim = layer.num_heads, layer.num_kv_heads, layer.head_dim
-        bias = 4 * heads if model.family in BIASED_ATTENTION else 0
+        bias = 4 * heads if family.alibi is not None else 0
         if device_kind == "cpu" and fits_kernel(layer):
             most = max(most, bias)
             continue
-        is_written_out = model.family in SCORES_ATTENTION
+        is_written_out = family.writes_scores
         repeated = heads if kv_heads < heads and not is_written_out else 0
         own = 2 * (kv_heads + repeated) * dim * value_bytes
         own += SCORE_BLOCK_TOKENS + 8
         if is_written_out:
             own += 4 * kv_heads * dim + SCORE_BYTES * SCORE_BLOCK_TOKENS * heads
-        if model.family in BIASED_ATTENTION:
+        if family.alibi is not None:
             own += SCORE_BLOCK_TOKENS * heads * value_bytes
         most = max(most, own)
     return tokens * most
@@ -336,7 +330,7 @@ def _layer_bytes(step: ForwardShape, layer: LayerSpec, *, on_cpu: bool) -> int:
     quantizable = [op for op in layer.linears if op.quantizable]
     others = OTHER_TENSORS[DTYPE_BYTES[step.dtype]] * step.hidden if on_cpu else 0
     in_place = on_cpu and fits_kernel(layer)
-    has_bias = in_place and step.model.family in BIASED_ATTENTION
+    has_bias = in_place and family_of(step.model.family).alibi is not None
     bias = 4 * layer.num_heads * step.context if has_bias else 0
     worst = max(
         step.of(2 * step.model.hidden_size, 4),  # a norm in float32
@@ -350,12 +344,12 @@ def _layer_bytes(step: ForwardShape, layer: LayerSpec, *, on_cpu: bool) -> int:
 def _attention(step: ForwardShape, layer: LayerSpec, *, in_place: bool) -> int:
     if layer.value_dim is not None:
         return _latents(step, layer, layer.value_dim)
-    value_bytes, family = DTYPE_BYTES[step.dtype], step.model.family
+    value_bytes, family = DTYPE_BYTES[step.dtype], family_of(step.model.family)
     query, key = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
     values = step.of(4 * query + 2 * key)
     if in_place:
         return values
-    is_written_out = family in SCORES_ATTENTION
+    is_written_out = family.writes_scores
     repeated = query if key < query and not is_written_out else 0  # for grouped heads
     picked = 2 * (key + repeated)  # gathered
     # Prompts attend to their own keys and values; chunks gather those of one sequence.
@@ -363,7 +357,7 @@ def _attention(step: ForwardShape, layer: LayerSpec, *, in_place: bool) -> int:
     # A mask, a bias and scores are those of a block of queries.
     seen = step.batch * min(step.tokens, SCORE_BLOCK_TOKENS) * step.context
     total = values + (read * picked + seen) * value_bytes
-    if family in BIASED_ATTENTION:
+    if family.alibi is not None:
         total += seen * layer.num_heads * (2 * value_bytes + 8)
     if is_written_out:  # of one prompt at a time, with its keys or values in float32
         alone = 1 if step.tokens == 1 else step.batch
@@ -388,7 +382,8 @@ def _latents(step: ForwardShape, layer: LayerSpec, value_dim: int) -> int:
 def _feed_forward(step: ForwardShape, layer: LayerSpec, *, on_cpu: bool) -> int:
     operators = [op for op in layer.linears if not is_attention(op)]
     outputs = [step.rows_of(op, on_cpu=on_cpu) * op.out_features for op in operators]
-    copies = 3 + on_cpu if step.model.family in STEPWISE_ACTIVATION else 1
+    is_stepwise = family_of(step.model.family).activation is not None
+    copies = 3 + on_cpu if is_stepwise else 1
     # Outputs of blocks of rows and of experts are joined.
     joins = on_cpu and any(op.count > 1 or runs_in_blocks(op) for op in operators)
     joined = 2 * step.hidden if joins else 0

@@ -49,12 +49,12 @@ def _geometric(heads: int, exponents: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _slopes_on(heads: int, mpt_largest: int | None, device: torch.device) -> Tensor:
-    slopes = alibi_slopes(heads) if mpt_largest is None else mpt_slopes(heads, mpt_largest)
+def _slopes_on(heads: int, largest: int | None, device: torch.device) -> Tensor:
+    slopes = alibi_slopes(heads) if largest is None else mpt_slopes(heads, largest)
     return slopes.to(device)
 
 
-def alibi_bias(heads: int, keys: int, like: Tensor, *, mpt_largest: int | None = None) -> Tensor:
+def alibi_bias(heads: int, keys: int, like: Tensor, *, largest: int | None = None) -> Tensor:
     """Return the bias of every key, float32 ``[heads, keys]``, rounded to the dtype of ``like``.
 
     It depends on the key alone: softmax cancels the constant of the query position.
@@ -63,11 +63,11 @@ def alibi_bias(heads: int, keys: int, like: Tensor, *, mpt_largest: int | None =
         heads: number of heads.
         keys: number of keys.
         like: tensor with the dtype and device of the layer.
-        mpt_largest: largest exponent of MPT's slopes, which are not rounded; ``None`` for BLOOM.
+        largest: largest exponent of MPT's slopes, which are not rounded; ``None`` for BLOOM.
     """
-    slopes = _slopes_on(heads, mpt_largest, like.device)
+    slopes = _slopes_on(heads, largest, like.device)
     bias = slopes[:, None] * torch.arange(keys, device=like.device)
-    if mpt_largest is not None:
+    if largest is not None:
         return bias
     return bias.to(like.dtype).to(torch.float32)
 

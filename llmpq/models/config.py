@@ -15,9 +15,10 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from llmpq.errors import SpecError, bad_field
 from llmpq.logging import get_logger
-from llmpq.models.adapter import TESTED, UNSUPPORTED, Skeleton, family_of
+from llmpq.models.adapter import Skeleton
 from llmpq.models.attention import KVShape
 from llmpq.spec.facts.model_fields import CONFIG_FILE, model_fields
+from llmpq.spec.families import family_of
 from llmpq.spec.huggingface.language import language_fields
 
 _logger = get_logger(__name__)
@@ -73,11 +74,11 @@ def prepare_config(config: PreTrainedConfig) -> tuple[PreTrainedConfig, Skeleton
     """
     prepared = copy.deepcopy(config)
     _check_layers(prepared)
-    model_type = prepared.model_type
-    if model_type in UNSUPPORTED:
-        raise SpecError(f"model family {model_type}: not supported: {UNSUPPORTED[model_type]}")
-    if model_type not in TESTED:
-        _logger.warning("family %s was not tested against transformers", model_type)
+    family = family_of(prepared.model_type)
+    if family.unsupported is not None:
+        raise SpecError(f"model family {family.name}: not supported: {family.unsupported}")
+    if not family.is_tested:
+        _logger.warning("family %s was not tested against transformers", family.name)
     skeleton = Skeleton.of(prepared)
     chosen = skeleton.model.config
     prepared._attn_implementation = chosen._attn_implementation

@@ -173,7 +173,7 @@ class Master(nn.Module):
         super().__init__()
         self.config = config
         skeleton = Skeleton.of(config)
-        self._family = skeleton.family
+        self._parts = skeleton.family.parts
         self._layout = layout_of(config)
         for name in skeleton.known_parts:
             part = getattr(skeleton.decoder, name)
@@ -187,7 +187,7 @@ class Master(nn.Module):
     @property
     def embedding_name(self) -> str:
         """Name of the token embedding, such as ``embed_tokens``."""
-        return self._family.embedding
+        return self._parts.embedding
 
     @torch.inference_mode()
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
@@ -200,16 +200,17 @@ class Master(nn.Module):
         Returns:
             ``[1, N, H]`` in the weights' dtype; ``[1, N, W]`` where a token has a ``TokenLayout``.
         """
-        family = self._family
-        hidden: Tensor = self.get_submodule(family.embedding)(token_ids)
-        if family.embedding_multiplier is not None:
-            hidden = hidden * getattr(self.config, family.embedding_multiplier)
-        hidden = self._pass(family.project_in, hidden)
-        if family.positions is not None:
-            module = self.get_submodule(family.positions)
+        parts = self._parts
+        hidden: Tensor = self.get_submodule(parts.embedding)(token_ids)
+        if parts.embedding_multiplier is not None:
+            hidden = hidden * getattr(self.config, parts.embedding_multiplier)
+        hidden = self._pass(parts.project_in, hidden)
+        if parts.positions is not None:
+            module = self.get_submodule(parts.positions)
             known = positions.to(token_ids.device)
-            hidden = hidden + family.embed_positions(module, known)
-        hidden = self._pass(family.embedding_norm, hidden)
+            skips_mask = parts.positions_after_mask
+            hidden = hidden + (module(None, position_ids=known) if skips_mask else module(known))
+        hidden = self._pass(parts.embedding_norm, hidden)
         return hidden if self._layout is None else self._message(self._layout, token_ids, hidden)
 
     @torch.inference_mode()
@@ -222,12 +223,12 @@ class Master(nn.Module):
         Returns:
             ``[R, V]`` float32.
         """
-        family = self._family
+        parts = self._parts
         scores = self._head(self.head_inputs(hidden))
-        if family.logits_multiplier is not None:
-            scores = scores * getattr(self.config, family.logits_multiplier)
-        if family.logits_divisor is not None:
-            scores = scores / getattr(self.config, family.logits_divisor)
+        if parts.logits_multiplier is not None:
+            scores = scores * getattr(self.config, parts.logits_multiplier)
+        if parts.logits_divisor is not None:
+            scores = scores / getattr(self.config, parts.logits_divisor)
         cap = getattr(self.config, "final_logit_softcapping", None)
         if cap is not None:
             scores = torch.tanh(scores / cap) * cap
@@ -238,14 +239,14 @@ class Master(nn.Module):
         """Return what the head multiplies, ``[R, K]``, for ``hidden`` ``[R, H]`` or ``[R, W]``."""
         if self._layout is not None:
             hidden = self._merged(self._layout.hidden_of(hidden), self._layout)
-        hidden = self._pass(self._family.final_norm, hidden)
-        return self._pass(self._family.project_out, hidden)
+        hidden = self._pass(self._parts.final_norm, hidden)
+        return self._pass(self._parts.project_out, hidden)
 
     def _message(self, layout: TokenLayout, token_ids: Tensor, hidden: Tensor) -> Tensor:
         """Return what travels for each token (Gemma 3n, Gemma 4): ``[R, T, W]``."""
         own = None
         if layout.own:
-            table, projection, norm = map(self.get_submodule, self._family.own_embeddings)
+            table, projection, norm = map(self.get_submodule, self._parts.own_embeddings)
             assert isinstance(table, nn.Embedding)
             # Tokens beyond the table have the first row, as in Gemma 3n of transformers.
             known = torch.where(token_ids < table.num_embeddings, token_ids, 0)
@@ -268,13 +269,13 @@ class Master(nn.Module):
         return torch.stack(merged).mean(dim=0)
 
     def _streams(self, which: int) -> Iterable[nn.Module]:
-        return self.get_submodule(self._family.streams[which]).children()
+        return self.get_submodule(self._parts.streams[which]).children()
 
     def _head(self, hidden: Tensor) -> Tensor:
         if self.lm_head is not None:
             scores: Tensor = self.lm_head(hidden)
             return scores
-        embedding = self.get_submodule(self._family.embedding)
+        embedding = self.get_submodule(self._parts.embedding)
         assert isinstance(embedding, nn.Embedding)
         return nn.functional.linear(hidden, embedding.weight)
 

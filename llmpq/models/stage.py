@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from functools import cache
+from operator import attrgetter
 from typing import cast
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from llmpq.errors import SpecError
-from llmpq.models.adapter import TESTED, Family, Skeleton, accepts, family_of
+from llmpq.models.adapter import Skeleton, accepts
 from llmpq.models.attention import (
     Attention,
     DecodeAttention,
@@ -33,6 +34,7 @@ from llmpq.models.attention_patches import alibi_bias, use_own_attention
 from llmpq.models.config import has_latent_attention, kv_sources, layer_chunk, layer_window
 from llmpq.models.master import SharedKV, TokenLayout, layout_of
 from llmpq.models.rotary import RotaryTables, Table, build_rotary, spans_of
+from llmpq.spec.families import Family, family_of
 from llmpq.spec.runtime_constants import ACTIVATION_BLOCK_VALUES, KV_BLOCK_SIZE, ROW_BLOCK
 
 _IN_BLOCKS = "runs_in_row_blocks"
@@ -50,9 +52,6 @@ class DecoderStage(nn.Module):
         layers: from ``build_layer`` in order, weights loaded.
         first_layer: index of ``layers[0]`` in the whole model.
         skeleton: skeleton of the model; by default it is built (5 ms).
-
-    Attributes:
-        has_alibi: whether :meth:`score_bias` is added to the scores.
     """
 
     def __init__(
@@ -69,14 +68,12 @@ class DecoderStage(nn.Module):
         rotary = build_rotary(config, skeleton)
         self.rotary = None if rotary is None else RotaryTables(rotary, config)
         family = family_of(config.model_type)
-        self.has_alibi = family.alibi
+        self._alibi = family.alibi
         for layer in layers:
             _install(layer, family)
         # Attention in blocks needs the stored keys and values unchanged.
         self.attends_to_cache = (
-            family.attends_to_cache
-            and config.model_type in TESTED
-            and not has_latent_attention(config)
+            family.attends_to_cache and family.is_tested and not has_latent_attention(config)
         )
         indices = range(first_layer, first_layer + len(layers))
         self.layout = layout_of(config)
@@ -95,6 +92,11 @@ class DecoderStage(nn.Module):
             for layer in layers
         ]
         self.eval()
+
+    @property
+    def has_alibi(self) -> bool:
+        """Whether :meth:`score_bias` is added to the scores."""
+        return self._alibi is not None
 
     @property
     def end_layer(self) -> int:
@@ -203,9 +205,10 @@ class DecoderStage(nn.Module):
             like: tensor with the dtype and device of the layers.
         """
         heads: int = self.config.num_attention_heads
-        is_mpt = self.config.model_type == "mpt"
-        largest = self.config.attn_config.alibi_bias_max if is_mpt else None
-        return alibi_bias(heads, longest, like, mpt_largest=largest)
+        assert self._alibi is not None
+        field = self._alibi.largest
+        largest = None if field is None else attrgetter(field)(self.config)
+        return alibi_bias(heads, longest, like, largest=largest)
 
     @torch.inference_mode()
     def run_layer(self, index: int, hidden: Tensor, arguments: LayerArguments) -> Tensor:
@@ -245,14 +248,13 @@ class DecoderStage(nn.Module):
         tables: list[Table] | None,
     ) -> list[LayerArguments]:
         shared: LayerArguments = {"position_ids": positions}
-        if self.has_alibi:
-            name = "position_bias" if self.config.model_type == "mpt" else "alibi"
-            shared[name] = self.score_bias(longest, hidden)
-        elif self.config.model_type == "falcon":
-            shared["alibi"] = None
+        if self._alibi is not None:
+            shared[self._alibi.argument] = self.score_bias(longest, hidden)
         found = []
         for index in range(len(self.layers)):
             own = dict(shared)
+            if self._alibi is None and accepts(self.layers[index].forward, "alibi"):
+                own["alibi"] = None
             own[self._cache_arguments[index]] = view
             if accepts(self.layers[index].forward, "shared_kv_states"):
                 # Gemma 4 of transformers 5.17 leaves the last keys and values there, read by none.

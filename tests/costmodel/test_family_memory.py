@@ -7,14 +7,13 @@ import json
 import pytest
 import torch
 from helpers.live_tensors import LiveTensors
-from helpers.tiny_configs import SIZES, stored_fields, tiny_config
+from helpers.tiny_configs import SIZES, TESTED, stored_fields, tiny_config
 
 from llmpq.costmodel.exact_bytes import layer_kv_bytes, token_kv_bytes
 from llmpq.costmodel.memory import ForwardShape, live_bytes, temporary_bytes
 from llmpq.dist.kv.blocks import slot_blocks
 from llmpq.dist.kv.cache import KVCache
 from llmpq.models import DecoderStage, PackedBatch, build_layer, kv_shapes, load_config
-from llmpq.models.adapter import TESTED
 from llmpq.quant.modules.layer import fuse_norms_, quantize_layer_
 from llmpq.spec.huggingface.families import model_from_config, model_types
 from llmpq.spec.plan import MicroBatching

@@ -9,6 +9,11 @@ from typing import Any
 import pytest
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+from llmpq.spec.families import known_families
+
+TESTED = frozenset(family.name for family in known_families() if family.is_tested)
+"""Model types whose tokens and logits are tested against transformers."""
+
 SIZES: dict[str, Any] = {
     "vocab_size": 100,
     "hidden_size": 32,

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from helpers.tiny_configs import GEMMA4_EXPERTS, tiny_config
+from helpers.tiny_configs import GEMMA4_EXPERTS, TESTED, tiny_config
 from helpers.tiny_models import (
     Pipeline,
     Sequences,
@@ -18,7 +18,6 @@ from helpers.tiny_models import (
 from llmpq.dist.kv.cache import KVCache
 from llmpq.errors import SpecError
 from llmpq.models import Checkpoint, DecoderStage, PackedBatch, kv_shapes, load_config
-from llmpq.models.adapter import TESTED
 from llmpq.quant.loading.assembly import matrices_of
 from llmpq.quant.loading.loader import load_stage
 from llmpq.quant.quantizers.rtn import quantize

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.tiny_configs import stored_fields, tiny_config
+from helpers.tiny_configs import TESTED, stored_fields, tiny_config
 from torch import nn
 from transformers import BloomConfig, LlamaConfig, OPTConfig
 from transformers.models.bloom.modeling_bloom import BloomMLP
@@ -13,7 +13,6 @@ from transformers.models.opt.modeling_opt import OPTDecoderLayer
 
 from llmpq.costmodel.memory import runs_in_blocks
 from llmpq.models import build_layer
-from llmpq.models.adapter import TESTED
 from llmpq.models.stage import use_row_blocks
 from llmpq.spec.huggingface.families import model_from_config, model_types
 from llmpq.spec.runtime_constants import ROW_BLOCK

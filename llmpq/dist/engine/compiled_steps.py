@@ -4,8 +4,8 @@ The layers of transformers stay the definition: when a stage is loaded, some lay
 are computed both ways on random numbers, and a stage with a layer that differs runs operator by
 operator, with a logged reason. So does a stage whose layers the compiled step does not know. Layers
 of one kind run the same code on weights of the same shapes and precisions. How the modules of a
-kind are combined is tried, and the scores of attention are as transformers asks for them. Prompts
-run in parts of ``STEP_ROWS`` tokens, each through all layers.
+layer are combined is in the record of the family, and the scores of attention are as transformers
+asks for them. Prompts run in parts of ``STEP_ROWS`` tokens, each through all layers.
 
 Shapes: N tokens, H hidden size.
 """
@@ -31,7 +31,8 @@ from llmpq.models import DecoderStage, PackedBatch, kv_shapes
 from llmpq.models.attention import Attention, LayerAttention, ScoreOptions
 from llmpq.quant.modules.linear import QuantExperts
 from llmpq.quant.modules.steps.append import LayerStep, append_layer
-from llmpq.quant.modules.steps.parts import LayerForm, LayerParts, RotaryRows, forms_of, parts_of
+from llmpq.quant.modules.steps.parts import LayerParts, RotaryRows, parts_of
+from llmpq.spec.families import LayerForm, family_of
 from llmpq.spec.precision import Precision
 
 logger = get_logger(__name__)
@@ -166,6 +167,8 @@ class CompiledSteps:
 
     def _append(self, index: int, choice: LayerChoice) -> None:
         number, (form, scores) = self._layers.first_layer + index, choice
+        if form.rotation is not None and not self._rotary.buffers:
+            raise UnsupportedStepError("no rotary embedding")
         step = LayerStep(
             hidden=self._hidden,
             rotary=None if form.rotation is None else self._rotary.buffers[number],
@@ -188,11 +191,18 @@ def _checked(kind: Sequence[int]) -> list[int]:
 def _kinds(layers: DecoderStage) -> list[list[int]]:
     kinds: dict[Hashable, list[int]] = {}
     for index, layer in enumerate(layers.layers):
-        kinds.setdefault((layers.span_of(index), _form_of(layer)), []).append(index)
+        kind = layers.span_of(index), _form_of(layers, index), _kind_of(layer)
+        kinds.setdefault(kind, []).append(index)
     return list(kinds.values())
 
 
-def _form_of(layer: nn.Module) -> Hashable:
+def _form_of(layers: DecoderStage, index: int) -> LayerForm:
+    """Return how the modules of a layer are combined, as the record of the family says."""
+    family = family_of(layers.config.model_type)
+    return family.form_of(layers.config, layers.first_layer + index)
+
+
+def _kind_of(layer: nn.Module) -> Hashable:
     """Return all that decides what a layer computes, but the values of its weights.
 
     A function that one object has in place of its class's is a form of its own.
@@ -284,51 +294,42 @@ class _Trial:
         """
         found: dict[int, LayerChoice] = {}
         for kind in _kinds(self._layers):
-            choice: LayerChoice | None = None
+            form = _form_of(self._layers, kind[0])
+            scores: StepScores | None = None
             for index in _checked(kind):
                 try:
-                    choice = self._choose(index, None if choice is None else choice[0])
+                    scores = self._check(index, form)
                 except UnsupportedStepError as error:
                     number = self._layers.first_layer + index
                     raise UnsupportedStepError(f"layer {number}: {error}") from None
-            assert choice is not None
-            found |= dict.fromkeys(kind, choice)
+            assert scores is not None
+            found |= dict.fromkeys(kind, (form, scores))
         return {index: found[index] for index in sorted(found)}
 
     @torch.inference_mode()
-    def _choose(self, index: int, form: LayerForm | None) -> LayerChoice:
-        """Return a choice with which the compiled step computes what a layer does.
+    def _check(self, index: int, form: LayerForm) -> StepScores:
+        """Return the scores with which the compiled step computes what a layer does.
 
         Args:
             index: of the layer in the stage.
-            form: the only one to try; ``None`` for all that the layer may have.
+            form: of the layer.
 
         Raises:
-            UnsupportedStepError: there is none.
+            UnsupportedStepError: the layer has no compiled step, or computes something else.
         """
-        parts = parts_of(self._layers.layers[index])
-        expected, scores = self._expected(index, parts)
-        rotates = self._layers.rotary is not None or parts.positions is not None
-        least, reason = float("inf"), None
-        for tried in forms_of(parts, rotates=rotates) if form is None else [form]:
-            try:
-                steps = CompiledSteps(self._layers, self._cache, {index: (tried, scores)})
-            except UnsupportedStepError as error:
-                reason = reason or error
-                continue
-            found = steps.run(self._hidden, self._batch)
-            # Where two experts are as good but for rounding, the layer may choose another one.
-            is_clear = ~(steps.margins(self._batch.rows) < LIMITS[self._cache.dtype])
-            if not is_clear.any():
-                reason = reason or UnsupportedStepError("experts that are equally good")
-                continue
-            difference = self._difference(found, expected, is_clear)
-            if difference <= LIMITS[self._cache.dtype]:
-                return tried, scores
-            least = min(least, difference)
-        if reason is not None and least == float("inf"):
-            raise reason
-        raise UnsupportedStepError(f"computes something else (relative difference {least:.2g})")
+        expected, scores = self._expected(index, parts_of(self._layers.layers[index]))
+        steps = CompiledSteps(self._layers, self._cache, {index: (form, scores)})
+        found = steps.run(self._hidden, self._batch)
+        # Where two experts are as good but for rounding, the layer may choose another one.
+        is_clear = ~(steps.margins(self._batch.rows) < LIMITS[self._cache.dtype])
+        if not is_clear.any():
+            raise UnsupportedStepError("experts that are equally good")
+        difference = self._difference(found, expected, is_clear)
+        if not difference <= LIMITS[self._cache.dtype]:
+            raise UnsupportedStepError(
+                f"computes something else (relative difference {difference:.2g})"
+            )
+        return scores
 
     def _expected(self, index: int, parts: LayerParts) -> tuple[Tensor, StepScores]:
         """Return what a layer computes, and the scores of its attention."""

@@ -51,7 +51,7 @@ def fused_source(tensors: TensorFiles, name: str, shape: tuple[int, ...]) -> Ten
     Raises:
         SpecError: no spelling is found, or the shapes or dtypes of the parts differ.
     """
-    joined = _dbrx_source(tensors, name, shape)
+    joined = _rows_source(tensors, name, shape)
     if joined is not None:
         return joined
     parts = _find_parts(tensors, name)
@@ -93,7 +93,7 @@ def part_spellings(name: str) -> Iterator[tuple[str, ...]]:
                 yield tuple(f"{base}{{}}.{part}" for part in spelling)
 
 
-def _dbrx_source(tensors: TensorFiles, name: str, shape: tuple[int, ...]) -> TensorSource | None:
+def _rows_source(tensors: TensorFiles, name: str, shape: tuple[int, ...]) -> TensorSource | None:
     """Return the source of a fused parameter that is stored as DBRX does; ``None`` if it is not.
 
     ``w1`` and ``v1``, gate and up, have the outputs of all experts as rows ``[E * F, H]``; ``w2``

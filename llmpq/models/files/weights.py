@@ -53,55 +53,15 @@ from llmpq.models.files.tensor_formats import (
     WrappedRows,
 )
 from llmpq.models.master import Master
+from llmpq.spec.families import family_of
 from llmpq.spec.gguf.config import config_bytes, config_of
+from llmpq.spec.gguf.form import EXPERT_NAMES, IN_CONFIG, OTHER_NAMES, GgufForm
 from llmpq.spec.gguf.header import GgufHeader, GgufTensor, find_gguf, read_header
 from llmpq.spec.huggingface.gptq import find_config
 from llmpq.spec.huggingface.quantization import CodesConfig, codes_config
 from llmpq.spec.safetensors.headers import SafetensorsHeader
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-_LAYER = {
-    "attn_norm.weight": "input_layernorm.weight",
-    "attn_q.weight": "self_attn.q_proj.weight",
-    "attn_k.weight": "self_attn.k_proj.weight",
-    "attn_v.weight": "self_attn.v_proj.weight",
-    "attn_qkv.weight": "self_attn.qkv_proj.weight",
-    "attn_output.weight": "self_attn.o_proj.weight",
-    "attn_q.bias": "self_attn.q_proj.bias",
-    "attn_k.bias": "self_attn.k_proj.bias",
-    "attn_v.bias": "self_attn.v_proj.bias",
-    "attn_output.bias": "self_attn.o_proj.bias",
-    "attn_q_norm.weight": "self_attn.q_norm.weight",
-    "attn_k_norm.weight": "self_attn.k_norm.weight",
-    "ffn_norm.weight": "post_attention_layernorm.weight",
-    "ffn_gate.weight": "mlp.gate_proj.weight",
-    "ffn_up.weight": "mlp.up_proj.weight",
-    "ffn_down.weight": "mlp.down_proj.weight",
-    "ffn_gate.bias": "mlp.gate_proj.bias",
-    "ffn_up.bias": "mlp.up_proj.bias",
-    "ffn_down.bias": "mlp.down_proj.bias",
-    "ffn_gate_inp.weight": "mlp.gate.weight",
-}
-_EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
-_FOUR_NORMS = {
-    "post_attention_norm.weight": "post_attention_layernorm.weight",
-    "ffn_norm.weight": "pre_feedforward_layernorm.weight",
-    "post_ffw_norm.weight": "post_feedforward_layernorm.weight",
-}
-_OF_FAMILY = {
-    "gemma2": _FOUR_NORMS,
-    "gemma3_text": _FOUR_NORMS,
-    "phi3": {"ffn_up.weight": "mlp.gate_up_proj.weight"},
-}
-_OTHER = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_IN_CONFIG = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
-_INTERLEAVED = {"llama", "mixtral"}  # models whose queries and keys the converter reorders
-_SHIFTED_NORMS = {"gemma", "gemma2", "gemma3_text"}  # norms that multiply by 1 + weight
 
 
 class GgufFiles(TensorFiles):
@@ -246,14 +206,15 @@ def _parts(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, Encoded]:
     Raises:
         SpecError: a tensor has no place.
     """
-    family = str(config["model_type"])
-    layer_names = _LAYER | _OF_FAMILY.get(family, {})
+    family = family_of(str(config["model_type"]))
+    assert family.gguf is not None
+    layer_names = family.gguf.layer_names()
     found: dict[str, Encoded] = {}
     for stored, tensor in header.tensors.items():
         block, _, rest = stored.removeprefix("blk.").partition(".")
-        expert = _EXPERTS.get(rest.removesuffix(".weight"))
-        if stored in _OTHER:
-            found[_OTHER[stored]] = _encoded(stored, tensor)
+        expert = EXPERT_NAMES.get(rest.removesuffix(".weight"))
+        if stored in OTHER_NAMES:
+            found[OTHER_NAMES[stored]] = _encoded(stored, tensor)
         elif stored.startswith("blk.") and rest in layer_names:
             found[f"model.layers.{block}.{layer_names[rest]}"] = _encoded(stored, tensor)
         elif stored.startswith("blk.") and expert and len(tensor.shape) == 3:
@@ -263,15 +224,17 @@ def _parts(header: GgufHeader, config: Mapping[str, Any]) -> dict[str, Encoded]:
             for index in range(count):
                 part = RowSlice(stored=whole, first=index * rows, end=(index + 1) * rows)
                 found[f"{prefix}.{index}.{expert}.weight"] = part
-        elif stored not in _IN_CONFIG:
-            raise SpecError(f"{tensor.file}: tensor '{stored}': has no place in a {family} model")
-    return {name: _adapted(name, part, family, config) for name, part in found.items()}
+        elif stored not in IN_CONFIG:
+            raise SpecError(
+                f"{tensor.file}: tensor '{stored}': has no place in a {family.name} model"
+            )
+    return {name: _adapted(name, part, family.gguf, config) for name, part in found.items()}
 
 
-def _adapted(name: str, part: Encoded, family: str, config: Mapping[str, Any]) -> Encoded:
+def _adapted(name: str, part: Encoded, form: GgufForm, config: Mapping[str, Any]) -> Encoded:
     """Undo what llama.cpp's converter does to some tensors of a family."""
     module = name.rpartition(".")[0]
-    if family in _INTERLEAVED and module.endswith(("self_attn.q_proj", "self_attn.k_proj")):
+    if form.interleaves_heads and module.endswith(("self_attn.q_proj", "self_attn.k_proj")):
         is_query = module.endswith("q_proj")
         heads = config["num_attention_heads" if is_query else "num_key_value_heads"]
         if part.shape[0] % (2 * heads):
@@ -279,7 +242,7 @@ def _adapted(name: str, part: Encoded, family: str, config: Mapping[str, Any]) -
                 f"tensor '{part.name}': found {part.shape[0]} rows, expected {heads} heads"
             )
         return InterleavedRows(stored=part, heads=heads)
-    if family in _SHIFTED_NORMS and module.endswith("norm"):
+    if form.has_shifted_norms and module.endswith("norm"):
         return ShiftedRows(stored=part)
     return part
 
@@ -585,7 +548,7 @@ class Checkpoint:
         """
         path = self.skeleton.decoder_path
         root = f"{path}." if path else ""
-        heads = (self.skeleton.head_path, self.skeleton.family.stored_head or "lm_head")
+        heads = (self.skeleton.head_path, self.skeleton.family.parts.stored_head or "lm_head")
         is_head = any(stored.startswith(f"{head}.") for head in heads)
         if self._root == root or is_head or not stored.startswith(self._root):
             return stored
@@ -727,8 +690,8 @@ class Checkpoint:
         """
         head = self.skeleton.head_path
         names = [f"{start}{head}.{suffix}" for start in ("", "model.", "language_model.")]
-        if self.skeleton.family.stored_head is not None:
-            names.insert(0, f"{self.skeleton.family.stored_head}.{suffix}")
+        if self.skeleton.family.parts.stored_head is not None:
+            names.insert(0, f"{self.skeleton.family.parts.stored_head}.{suffix}")
         return next((name for name in names if name in self.tensors), names[0])
 
 

@@ -19,11 +19,12 @@ from llmpq.spec.facts.model_fields import (
     absolute_model_path,
     model_fields,
 )
+from llmpq.spec.families import Family, family_of, known_families
 from llmpq.spec.huggingface.config import HIDDEN, Config, class_sizes, family_defaults
 from llmpq.spec.huggingface.described import MODEL_FILE, read_model_file
 from llmpq.spec.huggingface.gptq import stored_head, stored_precisions
 from llmpq.spec.huggingface.language import language_fields
-from llmpq.spec.huggingface.variants import VARIANTS, Variant
+from llmpq.spec.huggingface.sizes import Sizes
 from llmpq.spec.model import LayerSpec, ModelSpec
 
 
@@ -40,9 +41,8 @@ def load_model_dir(path: str | Path) -> ModelSpec:
     file = folder / CONFIG_FILE
     config, name = model_fields(folder), absolute_model_path(folder).name
     described = folder / MODEL_FILE
-    family = language_fields(config).get("model_type")
-    is_known = isinstance(family, str) and family in VARIANTS
-    if not is_known and described.is_file():
+    family = _family(language_fields(config))
+    if (family is None or family.sizes is None) and described.is_file():
         model = replace(read_model_file(described), name=name)
     else:
         model = model_from_config(config, name, str(file))
@@ -55,7 +55,7 @@ def load_model_dir(path: str | Path) -> ModelSpec:
 
 def model_types() -> tuple[str, ...]:
     """Return the ``model_type`` of every family that can be planned, sorted."""
-    return tuple(sorted(VARIANTS))
+    return tuple(sorted(family.name for family in known_families() if family.sizes is not None))
 
 
 def model_from_config(config: Mapping[str, Any], name: str, where: str) -> ModelSpec:
@@ -67,44 +67,49 @@ def model_from_config(config: Mapping[str, Any], name: str, where: str) -> Model
     fields = Config(config, where)
     is_part = isinstance(config.get("text_config"), Mapping)
     config = language_fields(config)
-    family = config.get("model_type")
+    family = _family(config)
     if config.get("is_encoder_decoder"):
         raise fields.error("is_encoder_decoder", True, "a decoder-only model")
-    if not isinstance(family, str) or family not in VARIANTS:
+    if family is None or family.sizes is None:
         raise fields.error(
             "model_type",
-            family,
+            config.get("model_type"),
             f"one of {', '.join(model_types())}, or a description by 'llmpq-profile describe'",
         )
-    defaults = family_defaults()[family]
+    defaults = family_defaults()[family.name]
     if is_part:
-        defaults = {**defaults, **class_sizes()[family]}
-    return _read(VARIANTS[family], Config(config, where, defaults=defaults), family, name)
+        defaults = {**defaults, **class_sizes()[family.name]}
+    return _read(family.sizes, Config(config, where, defaults=defaults), family.name, name)
 
 
-def _read(variant: Variant, fields: Config, family: str, name: str) -> ModelSpec:
-    layers = _layers(variant, fields)
+def _family(fields: Mapping[str, Any]) -> Family | None:
+    model_type = fields.get("model_type")
+    return family_of(model_type) if isinstance(model_type, str) else None
+
+
+def _read(sizes: Sizes, fields: Config, family: str, name: str) -> ModelSpec:
+    layers = _layers(sizes, fields)
     kinds = tuple(dict.fromkeys(layers))
     return ModelSpec(
         name=name,
         family=family,
         hidden_size=fields.size(*HIDDEN),
         vocab_size=fields.size("vocab_size"),
-        head_in_features=variant.width(fields),
-        max_positions=variant.max_positions(fields),
+        head_in_features=sizes.width(fields),
+        max_positions=sizes.max_positions(fields),
         layer_types=kinds,
         layer_kinds=tuple(kinds.index(layer) for layer in layers),
-        embedding_parameters=variant.embedding_parameters(fields),
-        final_parameters=variant.final_parameters(fields),
-        head_parameters=variant.head_parameters(fields),
+        embedding_parameters=sizes.embedding_parameters(fields),
+        final_parameters=sizes.final_parameters(fields),
+        head_parameters=sizes.head_parameters(fields),
         dtype=fields.dtype(),
-        sent_features=variant.sent_features(fields),
+        sent_features=sizes.sent_features(fields),
     )
 
 
-def _layers(variant: Variant, fields: Config) -> list[LayerSpec]:
-    norms = variant.layer_norm_parameters(fields)
-    parts = variant.attention(fields), variant.feed_forward(fields), variant.windows(fields)
+def _layers(sizes: Sizes, fields: Config) -> list[LayerSpec]:
+    norms = sizes.layer_norm_parameters(fields)
+    parts = sizes.attention(fields), sizes.feed_forward(fields), sizes.windows(fields)
     return [
         LayerSpec(
             linears=attention.linears + feed_forward.linears,

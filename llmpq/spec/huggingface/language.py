@@ -9,16 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-LANGUAGE_MODELS = {
-    "kimi_k2": "deepseek_v3",
-    "qwen2_vl": "qwen2",
-    "qwen2_vl_text": "qwen2",
-    "qwen2_5_vl": "qwen2",
-    "qwen2_5_vl_text": "qwen2",
-    "qwen3_vl_text": "qwen3",
-    "qwen3_vl_moe_text": "qwen3_moe",
-}
-"""Model types that equal another one: on text, or but for the name of their own code."""
+from llmpq.spec.families import family_of
+
 _TIE = "tie_word_embeddings"
 _SHARED = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id")
 _ROPE = ("rope_parameters", "rope_scaling")
@@ -41,10 +33,10 @@ def language_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _renamed(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     model_type = fields.get("model_type")
-    if not isinstance(model_type, str) or model_type not in LANGUAGE_MODELS:
+    if not isinstance(model_type, str) or (name := family_of(model_type).name) == model_type:
         return fields
     found = dict(fields)
-    found["model_type"] = LANGUAGE_MODELS[model_type]
+    found["model_type"] = name
     for name in _ROPE:
         rope = found.get(name)
         if isinstance(rope, Mapping):

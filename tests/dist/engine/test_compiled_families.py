@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import pytest
@@ -17,8 +18,10 @@ from helpers.decode_steps import (
 from helpers.tiny_configs import SIZES, tiny_config
 from helpers.tiny_models import generate_alone, load_reference, make_tiny_model_script
 
+from llmpq.dist.engine import compiled_steps
 from llmpq.dist.engine.compiled_steps import CompiledSteps, step_runner_of
 from llmpq.quant.loading.loader import load_stage
+from llmpq.spec.families import LayerForm, family_of
 
 pytestmark = pytest.mark.skipif(not HAS_STEPS, reason="needs AVX-512 and a C compiler")
 
@@ -212,3 +215,17 @@ def test_other_layers_run_operator_by_operator(case, tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="llmpq"):
         assert step_runner_of(stage, cache_of(stage)) is None
     assert f"steps run operator by operator: {reason}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "form", [LayerForm(rotation="pairs"), LayerForm(rotation=None), LayerForm(is_parallel=True)]
+)
+def test_a_layer_that_is_not_of_the_form_of_its_record_runs_operator_by_operator(
+    form, tmp_path, caplog, monkeypatch
+):
+    record = dataclasses.replace(family_of("llama"), form=form)
+    monkeypatch.setattr(compiled_steps, "family_of", lambda _: record)
+    stage = _stage(_save(tmp_path, "llama", {}), 16)
+    with caplog.at_level(logging.INFO, logger="llmpq"):
+        assert step_runner_of(stage, cache_of(stage)) is None
+    assert "steps run operator by operator: layer 0: computes something else" in caplog.text

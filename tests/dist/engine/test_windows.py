@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers.ranks import make_plan, make_split_plan, run_threads, serve_script
 from helpers.scripted_channel import Script
-from helpers.tiny_configs import stored_fields, tiny_config
+from helpers.tiny_configs import TESTED, stored_fields, tiny_config
 from helpers.tiny_models import generate_alone, load_reference, load_stage
 
 from llmpq.assigner.forecast import stage_memory
@@ -26,7 +26,6 @@ from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.launch.rank import window_blocks_of, window_of
 from llmpq.errors import StageError
 from llmpq.models import PackedBatch, kv_shapes, load_config
-from llmpq.models.adapter import TESTED
 from llmpq.models.config import largest_window
 from llmpq.options.engine import EngineOptions
 from llmpq.spec.huggingface.families import load_model_dir, model_from_config, model_types

@@ -37,7 +37,8 @@ from llmpq.kernels.cpu.step import (
 from llmpq.models.expert_layouts import ClampedGate
 from llmpq.quant.modules.layer import FusedNorm
 from llmpq.quant.modules.linear import DenseLinear, GatedActivation, QuantExperts, QuantLinear
-from llmpq.quant.modules.steps.parts import LayerForm, MixtureParts, MlpParts, parts_of
+from llmpq.quant.modules.steps.parts import MixtureParts, MlpParts, parts_of
+from llmpq.spec.families import LayerForm
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,

@@ -1,8 +1,8 @@
 """What the modules of a decoder layer do, by their names in transformers.
 
 All weights of a layer must belong to a module that is known here. How the modules are combined is
-:class:`LayerForm`; where the names leave a choice, ``forms_of`` returns every one. ``RotaryRows``
-are cosines and sines of the tokens of a compiled step.
+the ``LayerForm`` of the family. ``RotaryRows`` are cosines and sines of the tokens of a compiled
+step.
 
 Shapes: R rows (tokens), P positions.
 """
@@ -10,9 +10,8 @@ Shapes: R rows (tokens), P positions.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +20,6 @@ from llmpq.kernels.cpu.step import StepProgram, UnsupportedStepError
 from llmpq.models import DecoderStage, PackedBatch
 from llmpq.models.rotary import RotaryTables
 from llmpq.quant.modules.linear import DenseLinear, QuantExperts, QuantLinear
-
-Rotation = Literal["halves", "pairs", "short"]
-"""Features rotated together: half of them apart, or neighbours. ``short``: half of them apart, with
-tables that have each angle once."""
 
 # Norms before and after attention, before and after the MLP; those of the most norms come first.
 _NORMS: tuple[tuple[str | None, str | None, str | None, str | None], ...] = (
@@ -156,23 +151,6 @@ class LayerParts:
     positions: Tensor | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerForm:
-    """How the modules of a layer are combined.
-
-    Attributes:
-        rotation: how features are rotated; ``None`` for a layer without rotation.
-        norms_late: whether the heads are normed after the rotation.
-        is_parallel: whether the MLP reads the input of the layer, not the output of attention.
-        by_heads: whether a single projection makes query, key and value head by head.
-    """
-
-    rotation: Rotation | None = "halves"
-    norms_late: bool = False
-    is_parallel: bool = False
-    by_heads: bool = False
-
-
 def parts_of(layer: nn.Module) -> LayerParts:
     """Return the modules of a layer.
 
@@ -200,32 +178,6 @@ def parts_of(layer: nn.Module) -> LayerParts:
     _check_weights(layer, found)
     _check_bounds(layer.get_submodule(attention))
     return found
-
-
-_ROTATIONS: tuple[Rotation | None, ...] = ("halves", "pairs", "short", None)
-
-
-def forms_of(parts: LayerParts, *, rotates: bool) -> Iterator[LayerForm]:
-    """Yield the forms that a layer may have, the usual ones first.
-
-    Args:
-        parts: of the layer.
-        rotates: whether its model has a rotary embedding.
-    """
-    before, after, second, last = parts.norms
-    rotations = _ROTATIONS if rotates else (None,)
-    has_head_norms = rotates and any(parts.head_norms)
-    can_be_both = before is not None and second is not None and after is None and last is None
-    choices = itertools.product(
-        (False, True) if has_head_norms else (False,),
-        (False, True) if can_be_both else (second is None and before is not None,),
-        (False, True) if len(parts.projections) == 1 else (False,),
-        rotations,
-    )
-    for norms_late, is_parallel, by_heads, rotation in choices:
-        yield LayerForm(
-            rotation=rotation, norms_late=norms_late, is_parallel=is_parallel, by_heads=by_heads
-        )
 
 
 def _mlp_of(layer: nn.Module) -> MlpParts:

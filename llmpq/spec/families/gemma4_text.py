@@ -9,26 +9,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from llmpq.spec.families import Family, ModelParts
 from llmpq.spec.huggingface.attention import AttentionSizes
 from llmpq.spec.huggingface.config import HEADS, HIDDEN, Config
 from llmpq.spec.huggingface.feed_forward import FeedForward, Gated, has_bias, linear
+from llmpq.spec.huggingface.sizes import Sizes
 from llmpq.spec.huggingface.windows import FULL, SLIDING
 
+OWN_EMBEDDINGS = (
+    "embed_tokens_per_layer",
+    "per_layer_model_projection",
+    "per_layer_projection_norm",
+)
 _PERIOD = 6
 _GLOBAL_HEAD_DIM = 512
 """Default size of a head in layers of full attention."""
 
 
-def attention(fields: Config) -> Sequence[AttentionSizes]:
+def _attention(fields: Config) -> Sequence[AttentionSizes]:
     """Return the attention of every layer."""
     kinds = _kinds(fields)
     return [
-        _attention(fields, index, is_full=kind == FULL, source=source)
+        _attention_of(fields, index, is_full=kind == FULL, source=source)
         for index, (kind, source) in enumerate(zip(kinds, kv_sources(fields, kinds), strict=True))
     ]
 
 
-def windows(fields: Config) -> Sequence[int | None]:
+def _windows(fields: Config) -> Sequence[int | None]:
     """Return the window of every layer."""
     window = fields.size("sliding_window")
     return [window if kind == SLIDING else None for kind in _kinds(fields)]
@@ -49,12 +56,12 @@ def kv_sources(fields: Config, kinds: Sequence[str]) -> list[int | None]:
     return [None if index < first else last_of_kind[kind] for index, kind in enumerate(kinds)]
 
 
-def sent_features(fields: Config) -> int | None:
+def _sent_features(fields: Config) -> int | None:
     """Return the numbers that a stage sends for each token; ``None`` for the hidden states alone.
 
     Embeddings of single layers, and keys and values that later layers read, travel with them.
     """
-    return sent_beside(fields, attention(fields), fields.size(*HIDDEN))
+    return sent_beside(fields, _attention(fields), fields.size(*HIDDEN))
 
 
 def sent_beside(fields: Config, layers: Sequence[AttentionSizes], hidden: int) -> int | None:
@@ -65,7 +72,7 @@ def sent_beside(fields: Config, layers: Sequence[AttentionSizes], hidden: int) -
     return None if total == fields.size(*HIDDEN) else total
 
 
-def feed_forward(fields: Config) -> Sequence[FeedForward]:
+def _feed_forward(fields: Config) -> Sequence[FeedForward]:
     """Return the feed-forward of every layer, with what the layer has beside it."""
     count, width = fields.layers(), fields.size("intermediate_size")
     is_wide = fields.flag_or("use_double_wide_mlp", default=False)
@@ -93,7 +100,9 @@ def embedding_parameters(fields: Config) -> int:
     return rows * fields.layers() * size + size
 
 
-def _attention(fields: Config, index: int, *, is_full: bool, source: int | None) -> AttentionSizes:
+def _attention_of(
+    fields: Config, index: int, *, is_full: bool, source: int | None
+) -> AttentionSizes:
     hidden, heads, bias = (
         fields.size(*HIDDEN),
         fields.size(*HEADS),
@@ -189,3 +198,18 @@ def own_embedding(fields: Config) -> FeedForward:
 
 def _own_size(fields: Config) -> int:
     return fields.size("hidden_size_per_layer_input", default=0, minimum=0)
+
+
+FAMILY = Family(
+    name="gemma4_text",
+    sizes=Sizes(
+        attention=_attention,
+        feed_forward=_feed_forward,
+        windows=_windows,
+        norms=4,
+        other_embeddings=embedding_parameters,
+        sent_features=_sent_features,
+    ),
+    parts=ModelParts(own_embeddings=OWN_EMBEDDINGS),
+    sends_more=True,
+)

@@ -1,0 +1,157 @@
+"""Model families: a record of each, in a file of its own that is named after its ``model_type``.
+
+A family is added with one file: ``FAMILY`` states what differs from Llama, the default of every
+field. A file of another model type with the record of a family says that both are the same on text.
+The records import no torch: planner, loader and runtime read the same.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+from llmpq.spec.gguf.form import GgufForm
+from llmpq.spec.huggingface.sizes import Sizes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelParts:
+    """Names of the modules before and after the layers, and of the fields that scale.
+
+    Attributes:
+        embedding: the token embedding.
+        positions: learned position embedding, if any.
+        positions_after_mask: whether the module ``positions`` has a mask as first argument, which
+            it does not read where positions are given.
+        project_in: projection of embeddings narrower than the residual stream.
+        embedding_norm: norm applied to the embeddings.
+        final_norm: norm after the last layer; optional in a model.
+        project_out: projection before the head.
+        stored_head: name of the head in checkpoints, if it differs from that in transformers.
+        own_embeddings: what makes the embeddings of single layers; optional in a model.
+        streams: what makes the hidden states of a token from its embedding, and one of them again.
+        embedding_multiplier: configuration field that scales embeddings.
+        logits_multiplier: configuration field that scales logits.
+        logits_divisor: configuration field that divides logits.
+        applied_scales: configuration fields of scales that transformers' modules apply.
+    """
+
+    embedding: str = "embed_tokens"
+    positions: str | None = None
+    positions_after_mask: bool = False
+    project_in: str | None = None
+    embedding_norm: str | None = None
+    final_norm: str = "norm"
+    project_out: str | None = None
+    stored_head: str | None = None
+    own_embeddings: tuple[str, ...] = ()
+    streams: tuple[str, ...] = ()
+    embedding_multiplier: str | None = None
+    logits_multiplier: str | None = None
+    logits_divisor: str | None = None
+    applied_scales: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alibi:
+    """Linear bias of the scores by key (Press et al., "Train Short, Test Long", 2022).
+
+    Attributes:
+        argument: of a layer that takes the bias.
+        largest: dotted configuration field of the largest exponent of the slopes, which are not
+            rounded then; ``None`` for powers of the number of heads.
+    """
+
+    argument: str = "alibi"
+    largest: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerForm:
+    """How the modules of a layer are combined; compiled steps are verified against the layer.
+
+    Attributes:
+        rotation: features rotated together: half of them apart, or neighbours. ``short``: half of
+            them apart, with tables that have each angle once. ``None`` for a layer without
+            rotation.
+        norms_late: whether the heads are normed after the rotation.
+        is_parallel: whether the MLP reads the input of the layer, not the output of attention.
+        by_heads: whether a single projection makes query, key and value head by head.
+    """
+
+    rotation: Literal["halves", "pairs", "short"] | None = "halves"
+    norms_late: bool = False
+    is_parallel: bool = False
+    by_heads: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """All that planner and runtime know of the models of one ``model_type``.
+
+    Attributes:
+        name: ``model_type`` of transformers.
+        sizes: operators and parameters; ``None`` if they are only described
+            (``llmpq-profile describe``).
+        parts: modules around the layers.
+        form: of every layer, or a function of transformers' configuration and a layer's number.
+        alibi: bias of the scores, if any.
+        writes_scores: whether attention writes out its scores, as they are capped or have sinks.
+        activation: activation of a layer that is a formula of tensor operations, computed
+            blockwise; ``None`` for one operation.
+        attends_to_cache: whether a layer attends to its cached keys and values unchanged, query
+            heads of a group next to each other.
+        sends_more: whether stages may send more than hidden states (``models.master``).
+        gguf: how llama.cpp's converter stores the models; ``None`` if such files are not read.
+        is_tested: whether tokens and logits are tested against transformers. A family without is
+            run with a warning.
+        unsupported: why it cannot be run although its modules are of the usual shape.
+    """
+
+    name: str
+    sizes: Sizes | None = None
+    parts: ModelParts = ModelParts()
+    form: LayerForm | Callable[[Any, int], LayerForm] = LayerForm()
+    alibi: Alibi | None = None
+    writes_scores: bool = False
+    activation: str | None = None
+    attends_to_cache: bool = True
+    sends_more: bool = False
+    gguf: GgufForm | None = None
+    is_tested: bool = True
+    unsupported: str | None = None
+
+    def form_of(self, config: Any, layer: int) -> LayerForm:
+        """Return how the modules of a layer are combined.
+
+        Args:
+            config: of transformers.
+            layer: its number in the model.
+        """
+        return self.form if isinstance(self.form, LayerForm) else self.form(config, layer)
+
+
+@cache
+def family_of(model_type: str) -> Family:
+    """Return the record of a model type; one with the defaults if there is none."""
+    if model_type not in _model_types():
+        return Family(name=model_type, is_tested=False)
+    record: Family = importlib.import_module(f"{__name__}.{model_type}").FAMILY
+    return record
+
+
+def known_families() -> Iterator[Family]:
+    """Yield the record of every family, by name."""
+    for model_type in sorted(_model_types()):
+        family = family_of(model_type)
+        if family.name == model_type:
+            yield family
+
+
+@cache
+def _model_types() -> frozenset[str]:
+    return frozenset(module.name for module in pkgutil.iter_modules(__path__))

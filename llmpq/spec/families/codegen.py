@@ -1,0 +1,13 @@
+"""CodeGen: GPT-J with queries, keys and values as one matrix."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from llmpq.spec.families import Family, gptj
+
+FAMILY = Family(
+    name="codegen",
+    sizes=replace(gptj.SIZES, attention=replace(gptj.ATTENTION, names=("qkv_proj", "out_proj"))),
+    parts=gptj.PARTS,
+)

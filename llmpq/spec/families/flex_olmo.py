@@ -1,0 +1,12 @@
+"""FlexOlmo: OLMo 2 with experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from llmpq.spec.families import Family, mixtral, olmo2
+
+FAMILY = Family(
+    name="flex_olmo",
+    sizes=replace(olmo2.SIZES, feed_forward=mixtral.MIXTURE),
+)

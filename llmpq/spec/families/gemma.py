@@ -1,0 +1,21 @@
+"""Gemma: norms that multiply by 1 + weight, scaled embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llmpq.spec.families import Family
+from llmpq.spec.gguf.form import GELU, GgufForm, GgufMetadata
+from llmpq.spec.huggingface.sizes import Sizes
+
+
+def _fields(metadata: GgufMetadata) -> dict[str, Any]:
+    del metadata
+    return {"architectures": ["GemmaForCausalLM"]} | GELU
+
+
+FAMILY = Family(
+    name="gemma",
+    sizes=Sizes(),
+    gguf=GgufForm(architecture="gemma", fields=_fields, has_shifted_norms=True),
+)

@@ -1,0 +1,12 @@
+"""GLM 4: GLM with four norms."""
+
+from __future__ import annotations
+
+from llmpq.spec.families import Family, LayerForm, glm, phi3
+from llmpq.spec.huggingface.sizes import Sizes
+
+FAMILY = Family(
+    name="glm4",
+    sizes=Sizes(attention=glm.ATTENTION, feed_forward=phi3.FEED_FORWARD, norms=4),
+    form=LayerForm(rotation="pairs"),
+)

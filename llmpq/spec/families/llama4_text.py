@@ -1,0 +1,24 @@
+"""Llama 4: chunks that attend to themselves, experts in some layers, complex rotations."""
+
+from __future__ import annotations
+
+from llmpq.spec.families import Family
+from llmpq.spec.huggingface import windows
+from llmpq.spec.huggingface.feed_forward import Experts, Gated, by_list
+from llmpq.spec.huggingface.sizes import Sizes
+
+FAMILY = Family(
+    name="llama4_text",
+    sizes=Sizes(
+        feed_forward=Experts(
+            prefix="feed_forward",
+            router="router",
+            widths=("intermediate_size",),
+            shared="shared_expert",
+            shared_width=lambda fields: fields.size("intermediate_size"),
+            layers=by_list,
+            dense=Gated(prefix="feed_forward", widths=("intermediate_size_mlp",)),
+        ),
+        windows=windows.chunks,
+    ),
+)

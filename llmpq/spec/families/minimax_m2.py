@@ -1,0 +1,12 @@
+"""MiniMax-M2: experts, queries and keys normed over all heads."""
+
+from __future__ import annotations
+
+from llmpq.spec.families import Family, mixtral
+from llmpq.spec.huggingface.attention import SelfAttention
+from llmpq.spec.huggingface.sizes import Sizes
+
+FAMILY = Family(
+    name="minimax_m2",
+    sizes=Sizes(attention=SelfAttention(norm="rows", bias=False), feed_forward=mixtral.MIXTURE),
+)

@@ -1,0 +1,14 @@
+"""OLMo 2: norms after attention and feed-forward, queries and keys normed over all heads."""
+
+from __future__ import annotations
+
+from llmpq.spec.families import Family
+from llmpq.spec.huggingface.attention import SelfAttention
+from llmpq.spec.huggingface.sizes import Sizes
+
+SIZES = Sizes(attention=SelfAttention(norm="rows"))
+
+FAMILY = Family(
+    name="olmo2",
+    sizes=SIZES,
+)

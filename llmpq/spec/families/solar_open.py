@@ -1,0 +1,13 @@
+"""Solar Open: experts in all layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from llmpq.spec.families import Family, deepseek_v2
+from llmpq.spec.huggingface.sizes import Sizes
+
+FAMILY = Family(
+    name="solar_open",
+    sizes=Sizes(feed_forward=replace(deepseek_v2.MIXTURE, layers=None)),
+)
