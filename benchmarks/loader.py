@@ -26,11 +26,12 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from llmpq.dist.launch.process_environment import tune_malloc_for_loading
+from llmpq.kernels import choose_backend
 from llmpq.models import Checkpoint
-from llmpq.quant import quantize, stored_bytes
-from llmpq.quant.loading.assembly import LayerAssembly, matrices_of
+from llmpq.quant import QuantLinear, quantize, stored_bytes
 from llmpq.quant.loading.loader import load_stage
 from llmpq.quant.loading.weight_cache import WeightCache
+from llmpq.quant.modules.layer import matrices_of
 from llmpq.spec.precision import default_precision
 
 DTYPE = torch.bfloat16
@@ -190,11 +191,12 @@ def _parts(options: argparse.Namespace) -> Figures:
         weights = [state.pop(matrix.key) for matrix in matrices]
         with _timed(seconds, "quantize"):
             packed = [quantize(weight, precision, DTYPE) for weight in weights]
-        assembly = LayerAssembly(layer, DTYPE, None)
         with _timed(seconds, "place"):
-            assembly.fill(state)
+            layer.load_state_dict(state, strict=False, assign=True)
             for matrix, item in zip(matrices, packed, strict=True):
-                assembly.install(matrix, item)
+                shape = (matrix.out_features, matrix.in_features)
+                kernel = choose_backend("cpu", precision, DTYPE, *shape)
+                layer.set_submodule(matrix.module, QuantLinear(item, None, kernel))
     return seconds
 
 

@@ -30,7 +30,7 @@ from llmpq.calibration.quantize import QuantizeJob, quantize_checkpoint
 from llmpq.models import Checkpoint
 from llmpq.quant import quantize
 from llmpq.quant.checkpoint.reader import GptqCheckpoint
-from llmpq.quant.loading.assembly import matrices_of
+from llmpq.quant.modules.layer import matrices_of
 from llmpq.spec.precision import Precision, default_precision
 
 WINDOW = 512

@@ -34,10 +34,13 @@ from llmpq.quant.checkpoint.writer import (
     compressed_config,
     compressed_parts,
 )
-from llmpq.quant.loading.assembly import Matrix, matrices_of
-from llmpq.quant.loading.head import head_key
-from llmpq.quant.loading.loader import load_master
-from llmpq.quant.modules.layer import has_common_layout, quantizable_names
+from llmpq.quant.loading.loader import head_key, load_master
+from llmpq.quant.modules.layer import (
+    Matrix,
+    has_common_layout,
+    matrices_of,
+    quantizable_names,
+)
 from llmpq.quant.quantizers.gptq import GptqOptions, gptq, round_integers
 from llmpq.quant.quantizers.integer import IntegerWeight
 from llmpq.spec.fields import read_json

@@ -22,7 +22,7 @@ from llmpq.calibration.walk import Progress
 from llmpq.indicator.base import IndicatorInput, Scores
 from llmpq.indicator.rounding import mean_squared_step
 from llmpq.models import Checkpoint
-from llmpq.quant.loading.assembly import matrices_of
+from llmpq.quant.modules.layer import matrices_of
 
 Rounding = Literal["deterministic", "stochastic"]
 

@@ -28,8 +28,8 @@ from llmpq.indicator.rounding import mean_squared_step, squared_error
 from llmpq.indicator.variance import input_spread
 from llmpq.models import Checkpoint
 from llmpq.quant import quantize
-from llmpq.quant.loading.assembly import matrices_of
 from llmpq.quant.loading.loader import load_stage
+from llmpq.quant.modules.layer import matrices_of
 from llmpq.spec.precision import default_precision
 
 torch.set_num_threads(1)

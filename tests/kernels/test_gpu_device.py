@@ -17,7 +17,7 @@ from llmpq.kernels.gpu import cuda, triton_int
 from llmpq.kernels.gpu import device as gpu_device
 from llmpq.kernels.gpu.device import exact_dtype, open_device
 from llmpq.kernels.registry import choose_backend
-from llmpq.quant.loading import layer_reader
+from llmpq.quant.loading import loader
 from llmpq.quant.loading.loader import load_stage
 from llmpq.spec.precision import default_precision
 
@@ -96,7 +96,7 @@ def test_the_trial_of_triton_runs_on_the_numbered_gpu(current, monkeypatch):
 def test_every_thread_that_loads_opens_the_device(tiny_model, monkeypatch):
     """The reader, and the threads that prepare layers: each starts with GPU 0 otherwise."""
     opened = []
-    monkeypatch.setattr(layer_reader, "open_device", opened.append)
+    monkeypatch.setattr(loader, "open_device", opened.append)
     folder = tiny_model("llama", seed=1)
     load_stage(folder, 0, 3, [3, 4, 8], dtype=torch.float32, device="cpu", backend="reference")
     assert len(opened) > 1

@@ -18,8 +18,8 @@ from helpers.tiny_models import (
 from llmpq.dist.kv.cache import KVCache
 from llmpq.errors import SpecError
 from llmpq.models import Checkpoint, DecoderStage, PackedBatch, kv_shapes, load_config
-from llmpq.quant.loading.assembly import matrices_of
 from llmpq.quant.loading.loader import load_stage
+from llmpq.quant.modules.layer import matrices_of
 from llmpq.quant.quantizers.rtn import quantize
 from llmpq.spec.precision import default_precision
 

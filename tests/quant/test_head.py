@@ -13,8 +13,7 @@ from llmpq.costmodel.exact_bytes import master_bytes
 from llmpq.dist.io.prompts import Request
 from llmpq.errors import SpecError
 from llmpq.kernels.cpu.native import library
-from llmpq.quant.loading.head import head_key
-from llmpq.quant.loading.loader import load_master
+from llmpq.quant.loading.loader import head_key, load_master
 from llmpq.quant.loading.weight_cache import WeightCache
 from llmpq.quant.modules.layer import stored_bytes
 from llmpq.quant.modules.linear import TiedEmbedding

@@ -20,10 +20,10 @@ from llmpq.quant import (
     quantize_layer_,
     stored_bytes,
 )
-from llmpq.quant.loading import layer_reader, weight_cache
-from llmpq.quant.loading.assembly import matrices_of
+from llmpq.quant.loading import loader, weight_cache
 from llmpq.quant.loading.loader import load_master, load_stage
 from llmpq.quant.loading.weight_cache import WeightCache, entry_layout
+from llmpq.quant.modules.layer import matrices_of
 from llmpq.quant.quantizers import rtn
 from llmpq.spec.precision import default_precision, linear_bytes
 
@@ -200,7 +200,7 @@ def test_the_second_start_quantizes_nothing(tiny_model, cache, family):
 def test_a_matrix_quantized_in_blocks_equals_one_quantized_whole(tiny_model, monkeypatch, dtype):
     model_dir = tiny_model("llama", seed=1, shape=SHAPE)
     whole, _ = load_cached(model_dir, None, dtype=dtype)
-    monkeypatch.setattr(layer_reader, "BLOCK_WEIGHTS", 2000)
+    monkeypatch.setattr(loader, "BLOCK_WEIGHTS", 2000)
     blocks, _ = load_cached(model_dir, None, dtype=dtype)
     assert same_weights(whole, blocks)
 

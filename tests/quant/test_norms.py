@@ -7,8 +7,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mistral.modeling_mistral import MistralRMSNorm
 
-from llmpq.kernels.cpu.norm import can_norm
-from llmpq.quant.modules.layer import FusedNorm, fuse_norms_
+from llmpq.quant.modules.layer import FusedNorm, can_norm, fuse_norms_
 
 pytestmark = pytest.mark.skipif(not can_norm(torch.ones(16)), reason="no C compiler")
 

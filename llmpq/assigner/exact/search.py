@@ -2,7 +2,7 @@
 
 The pair of least proven bound takes one more step: first from its bound without contiguity to the
 lattice's, by a short and then a long ascent; then to levels above it, by enumerating every plan
-below a level as labels over stage columns (``csrc/labels.c``). When the least bound passes the
+below a level as labels over stage columns (``csrc/search.c``). When the least bound passes the
 incumbent, the incumbent is the best plan. At the time limit, or when columns or labels exceed their
 limit, the incumbent is returned with the bound proven so far.
 

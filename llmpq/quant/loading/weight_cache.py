@@ -34,7 +34,7 @@ from llmpq.kernels.cpu.tiles import TiledWeight, tiled_shapes
 from llmpq.kernels.packed import PackedWeight, packed_row_bytes
 from llmpq.logging import get_logger
 from llmpq.models.files.sources import TORCH_DTYPES, read_into
-from llmpq.quant.loading.assembly import Matrix
+from llmpq.quant.modules.layer import Matrix
 from llmpq.spec.precision import Precision
 from llmpq.spec.safetensors.headers import DTYPE_BITS
 
@@ -227,6 +227,31 @@ class WeightCache:
                 total -= size
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CacheEntry:
+    """The place of some matrices in a cache.
+
+    Attributes:
+        cache: the folder.
+        key: name of the entry.
+        layout: of its tensors.
+        is_valid: whether the weights are still those that the key names.
+    """
+
+    cache: WeightCache
+    key: str
+    layout: EntryLayout
+    is_valid: Callable[[], bool]
+
+    def read(self) -> dict[str, Tensor] | None:
+        """Return its tensors; see :meth:`WeightCache.read`."""
+        return self.cache.read(self.key, self.layout)
+
+    def write(self) -> EntryWriter | None:
+        """Begin it; see :meth:`WeightCache.write`."""
+        return self.cache.write(self.key, self.layout)
+
+
 class EntryWriter:
     """Writes one entry, tensor by tensor, in any order; for one thread.
 
@@ -298,7 +323,8 @@ class BackgroundWriter:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="load-write")
-        self._entry: EntryWriter | None = None
+        self._entry: CacheEntry | None = None
+        self._file: EntryWriter | None = None
         self._written: list[Future[None]] = []
 
     def __enter__(self) -> BackgroundWriter:
@@ -306,19 +332,20 @@ class BackgroundWriter:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._thread.shutdown()
-        if self._entry is not None:
-            self._entry.abort()
+        if self._file is not None:
+            self._file.abort()
         if kind is None:
             for done in self._written:
                 done.result()
 
-    def begin(self, entry: EntryWriter | None) -> None:
-        """Begin an entry; ``None`` writes nothing until the next one."""
-        self._entry = entry
+    def add(self, entry: CacheEntry, name: str, weight: PackedWeight | TiledWeight) -> None:
+        """Write a matrix of an entry, which the first one begins.
 
-    def add(self, name: str, weight: PackedWeight | TiledWeight) -> None:
-        """Write a matrix. Tiles stay in the model; packed rows are dropped, so wait for them."""
-        if self._entry is None:
+        Tiles stay in the model; packed rows are dropped, so wait for them.
+        """
+        if entry is not self._entry:
+            self._entry, self._file = entry, entry.write()
+        if self._file is None:
             return
         if isinstance(weight, TiledWeight):
             parts = weight.parts
@@ -326,15 +353,16 @@ class BackgroundWriter:
             parts = {"codes": weight.codes, "scales": weight.scales}
             parts |= {} if weight.zeros is None else {"zeros": weight.zeros}
         for part, tensor in parts.items():
-            self._written.append(self._thread.submit(self._entry.add, f"{name}.{part}", tensor))
+            self._written.append(self._thread.submit(self._file.add, f"{name}.{part}", tensor))
         if isinstance(weight, PackedWeight):
             self._written[-1].result()
 
-    def end(self, is_valid: Callable[[], bool]) -> None:
-        """Finish the entry, or delete it if ``is_valid`` returns False once all is written."""
-        if self._entry is not None:
-            self._written.append(self._thread.submit(_finish, self._entry, is_valid))
-            self._entry = None
+    def end(self) -> None:
+        """Finish the entry, or delete it if it is not valid once all is written."""
+        if self._entry is not None and self._file is not None:
+            finish = self._thread.submit(_finish, self._file, self._entry.is_valid)
+            self._written.append(finish)
+        self._entry = self._file = None
 
 
 def _finish(entry: EntryWriter, is_valid: Callable[[], bool]) -> None:

@@ -1,17 +1,23 @@
 """Quantize a decoder layer in place: which operators, and which modules replace them.
 
 Linear operators and the experts of mixtures are quantized; norms, biases and routers are not.
-Operators are found by the type of module, not by the model family.
+Operators are found by the type of module, not by the model family. ``matrices_of`` lists their
+matrices under the names that checkpoints in GPTQ's format and the cache of the loader use, too.
 
-Norms are replaced by a compiled kernel that computes the same. Only classes whose ``forward`` has
+Norms are replaced by a compiled kernel that computes the same in one pass over the rows, where
+torch needs seven. Only classes whose ``forward`` has
 the same bytecode as Llama's are replaced: Gemma, for example, adds one to the weight, and Olmo
 rounds at another place.
+
+Shape legend: E experts, N output features, K input features, H hidden.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
+from ctypes import byref
+from dataclasses import dataclass
 from types import CodeType
 
 import torch
@@ -20,7 +26,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from llmpq.errors import SpecError
 from llmpq.kernels.cpu.dense import can_prepack, is_whole
-from llmpq.kernels.cpu.norm import can_norm, rms_norm
+from llmpq.kernels.cpu.native import TYPES, Norm, library
 from llmpq.kernels.registry import choose_backend
 from llmpq.models.expert_layouts import BiasedExperts, DbrxMixture
 from llmpq.quant.modules.linear import DenseLinear, QuantExperts, QuantLinear, QuantStack, gate_of
@@ -54,6 +60,39 @@ def fuse_norms_(module: nn.Module) -> None:
             module.set_submodule(name, FusedNorm(part))
 
 
+def can_norm(weight: Tensor) -> bool:
+    """Return whether rows of ``weight``'s length, type and place can be normed here."""
+    fits = weight.dim() == 1 and weight.numel() % _NORM_LANES == 0 and weight.dtype in TYPES
+    return fits and weight.device.type == "cpu" and library() is not None
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Return ``weight * (x / sqrt(mean(x^2) + epsilon))`` of each row ``[..., K]``, in x's dtype.
+
+    ``x`` has the dtype of ``weight``; the mean is float32, and the row is rounded to its dtype
+    before the weight multiplies it, as in transformers' Llama.
+    """
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    columns = weight.numel()
+    call = Norm(
+        x=x.data_ptr(),
+        weight=weight.data_ptr(),
+        y=y.data_ptr(),
+        rows=x.numel() // columns,
+        columns=columns,
+        epsilon=epsilon,
+        type=TYPES[x.dtype],
+        weight_type=TYPES[weight.dtype],
+        rounds=True,
+        threads=torch.get_num_threads(),
+    )
+    loaded = library()
+    assert loaded is not None
+    loaded.kernels_norm(byref(call))
+    return y
+
+
 def _is_like_llama(part: nn.Module) -> bool:
     found, expected = _code_of(type(part)), _code_of(LlamaRMSNorm)
     if found is None or expected is None or not hasattr(part, "variance_epsilon"):
@@ -70,6 +109,7 @@ def _numbers(code: CodeType) -> list[object]:
     return [constant for constant in code.co_consts if not isinstance(constant, str)]
 
 
+_NORM_LANES = 16
 _ROUTER_NAMES = frozenset(
     {
         *("gate", "router", "shared_expert_gate"),
@@ -160,6 +200,69 @@ def _ordered(views: Sequence[nn.Linear]) -> list[nn.Module]:
         else view
         for view in views
     ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matrix:
+    """One weight matrix that a plan quantizes.
+
+    Attributes:
+        name: of the operator, relative to the layer: ``self_attn.q_proj``, or
+            ``mlp.experts.gate_up_proj.3`` for the fourth expert.
+        module: of the module it belongs to.
+        key: of the parameter that holds it, in the layer's ``state_dict``.
+        expert: its index along the parameter's first dimension; ``None`` if the parameter is 2-D.
+        out_features: N.
+        in_features: K.
+    """
+
+    name: str
+    module: str
+    key: str
+    expert: int | None
+    out_features: int
+    in_features: int
+
+
+def matrices_of(layer: nn.Module) -> list[Matrix]:
+    """List the matrices of a layer, which may be on the meta device.
+
+    Raises:
+        SpecError: the layer has none, or experts in an unknown layout.
+    """
+    found = [
+        matrix
+        for name in quantizable_names(layer)
+        for matrix in _of_module(name, layer.get_submodule(name))
+    ]
+    if not found:
+        raise SpecError(f"{type(layer).__name__}: found no linear operator to quantize")
+    return found
+
+
+def _of_module(name: str, module: nn.Module) -> Iterator[Matrix]:
+    if isinstance(module, nn.Linear):
+        rows, columns = module.weight.shape
+        yield Matrix(
+            name=name,
+            module=name,
+            key=f"{name}.weight",
+            expert=None,
+            out_features=rows,
+            in_features=columns,
+        )
+        return
+    for key in expert_keys(module):
+        experts, rows, columns = module.get_parameter(key).shape  # [E, N, K]
+        for expert in range(experts):
+            yield Matrix(
+                name=f"{name}.{key}.{expert}",
+                module=name,
+                key=f"{name}.{key}",
+                expert=expert,
+                out_features=rows,
+                in_features=columns,
+            )
 
 
 def has_common_layout(layer: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-/* Label-setting over the lattice: the exact search of one pair below a limit.
+/* Label-setting over the lattice: all plans of one branch below a limit.
  *
  * A label is a partial plan: its largest prefill and decode times so far, its cost (summed prefill
  * plus theta * degradation), its summed decode time and its degradation. Two facts drop labels.
@@ -22,7 +22,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { BEAM_COLUMNS = 4, MAX_CANDIDATES = 12, CANDIDATE_BYTES = 1 << 26 };
+enum { BEAM_COLUMNS = 4 };
 
 void fill_own(Labels *s) {
     const Problem *p = s->p;
@@ -229,61 +229,6 @@ static int settle(Labels *s) {
     return status;
 }
 
-/* ---- the search ---------------------------------------------------------------------------- */
-
-static int labels_open(Labels *s) {
-    size_t V = (size_t)s->g->nodes, L = (size_t)s->p->layers;
-    size_t cells = cell_at(s->p, 2 * s->p->groups, 0, 0);
-    if (tables_open(&s->tables, s->p, s->g)) return EXACT_NO_MEMORY;
-    s->arrive = malloc(V * (L + 1) * sizeof *s->arrive);
-    s->around = malloc(cells * sizeof *s->around);
-    s->cell = malloc(cells * sizeof *s->cell);
-    s->completion = malloc(V * (L + 1) * sizeof *s->completion);
-    s->entry = malloc(V * (L + 1) * sizeof *s->entry);
-    s->own = malloc(2 * V * sizeof *s->own);
-    s->head = malloc(V * (L + 1) * sizeof *s->head);
-    s->max_candidates = (int32_t)(CANDIDATE_BYTES / (V * (L + 1) * sizeof(Key)));
-    if (s->max_candidates < 1) s->max_candidates = 1;
-    if (s->max_candidates > MAX_CANDIDATES) s->max_candidates = MAX_CANDIDATES;
-    s->candidate = malloc(V * (L + 1) * (size_t)s->max_candidates * sizeof(Key));
-    s->num_candidates = malloc(V * (L + 1));
-    if (!s->arrive || !s->around || !s->cell || !s->completion || !s->entry || !s->own ||
-        !s->head || !s->candidate || !s->num_candidates)
-        return EXACT_NO_MEMORY;
-    return EXACT_DONE;
-}
-
-static void labels_close(Labels *s) {
-    tables_close(&s->tables), columns_close(&s->columns);
-    free(s->arrive), free(s->around), free(s->cell), free(s->completion), free(s->entry);
-    free(s->own), free(s->head), free(s->label), free(s->candidate), free(s->num_candidates);
-}
-
-/* Fill the columns below the limit and their bounds; out->bound is the proven bound. */
-static int prepare(Labels *s) {
-    double limit = s->out->limit;
-    double budget = isfinite(s->p->budget) ? s->x[at_budget(s->p)] * s->p->budget : 0;
-    tables_evaluate(&s->tables, s->x, NULL);
-    fill_around(s, 0);
-    s->columns.limit = s->out->max_columns;
-    int status =
-        columns_fill(&s->columns, &s->tables, s->x, s->around, limit + budget, s->deadline);
-    s->out->states = s->columns.states;
-    if (status) return status;
-    fill_completions(s);
-    fill_around(s, 1);
-    thin_columns(s, limit + budget);
-    s->out->columns = s->columns.size;
-    double bound = refine(s, limit);
-    s->out->bound = bound < limit ? bound : limit;
-    if (bound >= limit) return EXACT_DONE;
-    budget = isfinite(s->p->budget) ? s->x[at_budget(s->p)] * s->p->budget : 0;
-    fill_completions(s);
-    fill_around(s, 1);
-    thin_columns(s, limit + budget);
-    return EXACT_DONE;
-}
-
 /* One pass over all labels below s->best. */
 int enumerate(Labels *s, int beam) {
     size_t places = (size_t)s->g->nodes * ((size_t)s->p->layers + 1);
@@ -310,35 +255,4 @@ void trace(const Labels *s, int32_t *stages, uint64_t *counts) {
         node = before->node, column = before->column, end = before->end, parent = before->parent;
     }
     s->out->stages = n;
-}
-
-/* Find the best plan below out->limit. EXACT_DONE proves that none below it is better; on overflow
- * or deadline the best plan found so far, if any, is returned, and out->bound is proven. x is
- * only read. stages[3 V], counts[V]. */
-int32_t exact_search(const Problem *p, const Lattice *g, const double *x, Search *out,
-                     int32_t *stages, uint64_t *counts) {
-    double own[multipliers(p)];
-    memcpy(own, x, sizeof own);
-    Labels s = {.p = p, .g = g, .x = own, .out = out, .best = out->limit, .best_node = -1};
-    s.high = HUGE_VAL;
-    s.deadline = now() + out->seconds;
-    out->stages = 0, out->kept = 0, out->labels = 0, out->columns = 0, out->states = 0;
-    out->bound = -HUGE_VAL;
-    int status = labels_open(&s);
-    if (!status) status = prepare(&s);
-    if (!status && out->bound < out->limit) {
-        if (out->beam > 0) {
-            s.best = out->beam_limit, s.cap = out->max_labels;
-            fill_completions(&s);
-            fill_own(&s);
-            enumerate(&s, out->beam);
-            if (s.best_node >= 0) trace(&s, stages, counts);
-            out->value = s.best;
-            if (s.best > out->limit) s.best = out->limit;
-            s.best_node = -1;
-        }
-        status = explore(&s, 0, out->bound, stages, counts);
-    }
-    labels_close(&s);
-    return status;
 }

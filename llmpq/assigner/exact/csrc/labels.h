@@ -71,11 +71,12 @@ void thin_columns(Labels *s, double limit);
 double refine(Labels *s, double target);
 /* Price links and columns by x, and sort the columns; above the branch's high: infinite. */
 void price_columns(Labels *s);
-/* Enumerate all plans of the branch below s->best, in parts where needed. */
-int explore(Labels *s, int depth, double bound, int32_t *stages, uint64_t *counts);
-int enumerate(Labels *s, int beam);
-void fill_own(Labels *s);
-void trace(const Labels *s, int32_t *stages, uint64_t *counts);
 Completion link_completion(const Labels *s, int id);
+/* Fill own: what each node's labels pay on their own maxima. */
+void fill_own(Labels *s);
+/* One pass over all labels below s->best, `beam` at each place, or all for 0. */
+int enumerate(Labels *s, int beam);
+/* Write the stages of the best plan, last first: node, first layer, end layer; counts apart. */
+void trace(const Labels *s, int32_t *stages, uint64_t *counts);
 
 #endif

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from llmpq.kernels.cpu.norm import can_norm, rms_norm
+from llmpq.quant.modules.layer import can_norm, rms_norm
 
 pytestmark = pytest.mark.skipif(not can_norm(torch.ones(16)), reason="no C compiler")
 
