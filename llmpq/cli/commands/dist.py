@@ -40,7 +40,7 @@ from llmpq.errors import LlmpqError, SpecError, StageError
 from llmpq.logging import get_logger
 from llmpq.options.declare import add_options, read_options, values_of
 from llmpq.options.engine import EngineOptions
-from llmpq.options.run import HostsRunOptions, RunOptions
+from llmpq.options.run import FaultOptions, HostsRunOptions, RunOptions
 from llmpq.spec.fields import dump_json, write_text
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan import Plan, PlanForecast, Schedule, read_plan
@@ -168,17 +168,14 @@ def _warn_of_nodes(plan: Plan, file: str) -> None:
 
 def _supervise(job: Job, plan: Plan, options: argparse.Namespace) -> Measurement | None:
     """Run the ranks of this host, with restarts, until done or stopped."""
-    supervision = run_options.supervision_of(options)
-    place = run_options.hosts_of(options)
-    with (
-        run_options.run_progress(plan.model.num_layers) as progress,
-        supervision.stop.from_signals(),
-    ):
+    faults = read_options(FaultOptions, options)
+    place, stop = run_options.hosts_of(options), StopRequest()
+    with run_options.run_progress(plan.model.num_layers) as progress, stop.from_signals():
         if place.num_nodes == 1:
-            return run_job(job, hosts=place, progress=progress, supervision=supervision)
+            return run_job(job, progress=progress, stop=stop, **values_of(faults))
         words = ["llmpq-dist", *options.argv] if options.nnodes > 1 else None
         on_host = run_options.HostProgress(progress, place, plan, words)
-        measurement = run_job(job, hosts=place, progress=on_host, supervision=supervision)
+        measurement = run_job(job, hosts=place, progress=on_host, stop=stop, **values_of(faults))
     on_host.say("done")
     return measurement
 
