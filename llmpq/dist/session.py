@@ -1,8 +1,7 @@
 """Session: the ranks of a plan as processes of this host that load once and answer many batches.
 
-One thread starts the ranks and supervises them, as for any run. Requests and answers pass between
-the caller and the master's process over a control channel, a socket in the session's private
-folder. Needs no torch.
+The ranks run in a thread of their own. Requests and answers pass between the caller and the
+master's process over a control channel, a socket in the session's private folder. Needs no torch.
 """
 
 from __future__ import annotations

@@ -264,10 +264,10 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
 
     def _final_error(self, job: Job, error: StageError) -> LlmpqError | None:
         """Return the error to end with, ``None`` to start the ranks again."""
-        has_served, is_engine = self._has_served, job.task == "online"
         self._count_served()
+        is_engine = job.task == "online"
         limit, done = self._faults.max_restarts, self._recent_restarts(is_engine)
-        goes_on = has_served if is_engine else job.task == "generate"
+        goes_on = self._has_served if is_engine else job.task == "generate"
         if error.is_permanent or limit == 0 or self._stop.is_requested or not goes_on:
             return error
         is_idle = self._has_answers and self._tokens == 0  # only the master counts tokens
