@@ -26,10 +26,11 @@ from helpers.processes import is_running, workers_of  # noqa: E402
 from helpers.ranks import make_plan  # noqa: E402
 from helpers.tiny_models import save_tiny_model  # noqa: E402
 
-from llmpq.dist import Supervision, run_job  # noqa: E402
+from llmpq.dist import run_job  # noqa: E402
 from llmpq.dist.io.job import Job  # noqa: E402
 from llmpq.dist.io.prompts import Prompt, write_prompts  # noqa: E402
 from llmpq.dist.io.results import read_results  # noqa: E402
+from llmpq.dist.launch.signals import StopRequest  # noqa: E402
 from llmpq.dist.metrics.measurement import Measurement  # noqa: E402
 from llmpq.dist.metrics.progress import Event  # noqa: E402
 from llmpq.errors import LlmpqError  # noqa: E402
@@ -119,7 +120,8 @@ def execute(  # noqa: PLR0913  what a run is made of
     prompts: Sequence[Prompt],
     act: Callable[[Event], None] = lambda _: None,
     *,
-    supervision: Supervision | None = None,
+    stop: StopRequest | None = None,
+    max_restarts: int = 0,
     step_timeout_s: float = 10.0,
     transport: Transport = "auto",
 ) -> Outcome:
@@ -130,7 +132,8 @@ def execute(  # noqa: PLR0913  what a run is made of
         stages: of the plan.
         prompts: to answer.
         act: called with every event of a rank.
-        supervision: as for ``run_job``; a health file is added.
+        stop: as for ``run_job``.
+        max_restarts: as for ``run_job``.
         step_timeout_s: as for a job.
         transport: as for a job.
     """
@@ -140,13 +143,7 @@ def execute(  # noqa: PLR0913  what a run is made of
         plan = plan_of(stages)
         write_plan(own / "strategy.json", plan)
         write_prompts(own / "prompts.jsonl", prompts)
-        care = supervision or Supervision()
-        care = Supervision(
-            max_restarts=care.max_restarts,
-            drain_timeout_s=care.drain_timeout_s,
-            stop=care.stop,
-            health=own / "health.json",
-        )
+        health = own / "health.json"
         job = Job(
             strategy=own / "strategy.json",
             model_dir=model_for(stages, folder),
@@ -156,9 +153,15 @@ def execute(  # noqa: PLR0913  what a run is made of
             transport=transport,
         )
         outcome = Outcome(error=None, end_s=0.0, measurement=None)
-        with followed(own / "health.json") as outcome.health:
+        with followed(health) as outcome.health:
             try:
-                outcome.measurement = run_job(job, progress=Listener(act), supervision=care)
+                outcome.measurement = run_job(
+                    job,
+                    progress=Listener(act),
+                    stop=stop,
+                    max_restarts=max_restarts,
+                    health=health,
+                )
             except LlmpqError as error:
                 outcome.error = error
             outcome.end_s = time.monotonic()

@@ -18,7 +18,6 @@ from typing import Any
 from bench import (
     ROOT,
     Answers,
-    Supervision,
     execute,
     is_running,
     model_for,
@@ -31,6 +30,7 @@ from bench import (
     write_prompts,
 )
 
+from llmpq.dist.launch.signals import StopRequest
 from llmpq.dist.metrics.progress import Event
 from llmpq.errors import StageError
 
@@ -44,10 +44,10 @@ DRAIN_AFTER_S = 0.2
 class Moment:
     """Does something once, when a run is in a phase."""
 
-    def __init__(self, phase: str, action: Callable[[], object], supervision: Supervision) -> None:
+    def __init__(self, phase: str, action: Callable[[], object], stop: StopRequest) -> None:
         self._phase = phase
         self._action = action
-        self._stop = supervision.stop
+        self._stop = stop
         self._is_set = False
         self.time_s: float | None = None
 
@@ -85,11 +85,9 @@ class Moment:
 def strike(folder: Path, number: signal.Signals, stage: int, phase: str) -> dict[str, Any]:
     """Kill or stop one stage in one phase; tell what the run said, and after how long."""
     prompts = prompts_of(8, 4 if phase == "idle" else 500, 60.0 if phase == "idle" else 0.0)
-    supervision = Supervision()
-    moment = Moment(phase, partial(send, stage, number), supervision)
-    outcome = execute(
-        folder, STAGES, prompts, moment, supervision=supervision, step_timeout_s=STEP_TIMEOUT_S
-    )
+    stop = StopRequest()
+    moment = Moment(phase, partial(send, stage, number), stop)
+    outcome = execute(folder, STAGES, prompts, moment, stop=stop, step_timeout_s=STEP_TIMEOUT_S)
     struck_s = moment.time_s or outcome.end_s
     # While loading it was never healthy.
     sick = [at_s - struck_s for at_s, is_healthy in outcome.health if not is_healthy]
@@ -189,7 +187,7 @@ def recover(folder: Path, seed: int, kills: int, expected: Answers) -> dict[str,
         state["done"] = event.done
 
     prompts = prompts_of(len(expected), RECOVER_TOKENS)
-    outcome = execute(folder, STAGES, prompts, act, supervision=Supervision(max_restarts=kills))
+    outcome = execute(folder, STAGES, prompts, act, max_restarts=kills)
     same = outcome.answers == expected
     once = outcome.lines == len(expected) and len(struck_s) == kills
     worst = max(back_s, default=0.0)

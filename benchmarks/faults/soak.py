@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from bench import Answers, Supervision, execute, prompts_of, send, workers_of
+from bench import Answers, execute, prompts_of, send, workers_of
 from deaths import command, wait_for
 
 from inputs import BAD_LINES, CANARY
@@ -144,10 +144,9 @@ class Soak:
             killer.join()
 
     def _run_once(self) -> None:
-        care = Supervision(max_restarts=10_000)
         self._heard_s = time.monotonic()
         self._before, self._done = self._before + self._done, 0
-        outcome = execute(self._folder, SOAK_STAGES, self._prompts, self._hear, supervision=care)
+        outcome = execute(self._folder, SOAK_STAGES, self._prompts, self._hear, max_restarts=10_000)
         self.runs += 1
         self.served += len(outcome.answers)
         self._expected = self._expected or outcome.answers

@@ -31,6 +31,7 @@ from llmpq.batching.base import (
     check_decision,
 )
 from llmpq.batching.drafts import DraftCandidate, StepDrafts
+from llmpq.batching.drift import DriftMonitor
 from llmpq.batching.engine_step import (
     NO_TOKENS,
     EngineLimits,
@@ -39,7 +40,6 @@ from llmpq.batching.engine_step import (
     ScheduledChunk,
 )
 from llmpq.batching.speculation import MAX_STEP_TOKENS, DraftCredit
-from llmpq.batching.workload_shift import LengthMonitor
 from llmpq.errors import LlmpqError
 from llmpq.spec.precision import Phase
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
@@ -97,7 +97,7 @@ class PolicyScheduler:
         *,
         part_tokens: int | None = None,
         drafts: StepDrafts | None = None,
-        monitor: LengthMonitor | None = None,
+        monitor: DriftMonitor | None = None,
         first_number: int = 0,
     ) -> None:
         self._policy = policy

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from llmpq.dist import Hosts, Supervision
+from llmpq.dist import Hosts
 from llmpq.dist.io.job import Rendezvous
 from llmpq.dist.launch.launcher import ranks_of_node
 from llmpq.dist.launch.task_environment import Task, started_task
@@ -20,11 +20,10 @@ from llmpq.dist.metrics.progress import BarProgress, Event, RunProgress, SilentP
 from llmpq.errors import SpecError, StoppedError
 from llmpq.options.declare import add_options, read_options, values_of
 from llmpq.options.run import (
-    DrainOptions,
+    FaultOptions,
     HostOptions,
     HostsRunOptions,
     LauncherOptions,
-    LaunchOptions,
     RunOptions,
 )
 from llmpq.spec.plan import Plan
@@ -41,8 +40,7 @@ def add_fault_options(parser: argparse.ArgumentParser) -> None:
         "help": "restart all ranks up to N times after one of them died or hung; finished answers "
         "are kept (default %(default)s)"
     }
-    add_options(faults, LaunchOptions, "max_restarts", max_restarts=restarts)
-    add_options(faults, DrainOptions, "drain_timeout_s")
+    add_options(faults, FaultOptions, "max_restarts", "drain_timeout_s", max_restarts=restarts)
     faults.add_argument(
         "--bad_prompts",
         choices=("skip", "refuse"),
@@ -50,18 +48,7 @@ def add_fault_options(parser: argparse.ArgumentParser) -> None:
         help="skip: answer the other prompts, then exit with status 2; refuse: answer none "
         "(default skip)",
     )
-    faults.add_argument(
-        "--health", metavar="FILE.json", help="file to update with the state of the run"
-    )
-
-
-def supervision_of(options: argparse.Namespace) -> Supervision:
-    """Return the supervision of the run."""
-    return Supervision(
-        max_restarts=read_options(LaunchOptions, options, leaves=["store"]).max_restarts,
-        drain_timeout_s=read_options(DrainOptions, options).drain_timeout_s,
-        health=None if options.health is None else Path(options.health).resolve(),
-    )
+    add_options(faults, FaultOptions, "health")
 
 
 def outcome(measurement: Measurement) -> int:

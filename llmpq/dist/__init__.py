@@ -5,10 +5,8 @@ Importing this package does not load torch; the workers do.
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +21,15 @@ from llmpq.dist.io.prompts import (
 )
 from llmpq.dist.io.results import Result, finished_ids
 from llmpq.dist.io.sampling_params import GREEDY, SamplingParams
-from llmpq.dist.launch.launcher import ranks_of_node
-from llmpq.dist.launch.orphan_cleanup import clean_up_if_killed
-from llmpq.dist.launch.supervisor import Supervision, Supervisor
+from llmpq.dist.launch.ranks import Hosts, Ranks
+from llmpq.dist.launch.signals import StopRequest
 from llmpq.dist.metrics.measurement import Measurement
-from llmpq.dist.metrics.progress import RunProgress, SilentProgress
+from llmpq.dist.metrics.progress import RunProgress
 from llmpq.dist.session import Session
 from llmpq.dist.transport.topology import check_transport, topology_of
 from llmpq.errors import SpecError
+from llmpq.options.declare import read_keywords, with_keywords
+from llmpq.options.run import FaultOptions
 from llmpq.spec.facts.model_fields import absolute_model_path
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan import Plan, read_plan
@@ -43,27 +42,11 @@ __all__ = [
     "Result",
     "SamplingParams",
     "Session",
-    "Supervision",
     "check_job",
     "generate_offline",
     "model_dir_of",
     "run_job",
 ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hosts:
-    """This host's place among those of a run.
-
-    Attributes:
-        num_nodes: how many hosts there are.
-        node_rank: which of them this is; 0 is the master's.
-        address: host and port on which rank 0 waits for the others; unused on one host.
-    """
-
-    num_nodes: int = 1
-    node_rank: int = 0
-    address: tuple[str, int] | None = None
 
 
 def generate_offline(
@@ -99,12 +82,14 @@ def generate_offline(
         )
 
 
+@with_keywords(FaultOptions)
 def run_job(
     job: Job,
     *,
     hosts: Hosts | None = None,
     progress: RunProgress | None = None,
-    supervision: Supervision | None = None,
+    stop: StopRequest | None = None,
+    **options: Any,
 ) -> Measurement | None:
     """Start this host's ranks, wait for their end, return what the master measured.
 
@@ -112,7 +97,8 @@ def run_job(
         job: what to run; its rendezvous is completed here.
         hosts: this host's place; by default all ranks run here.
         progress: receives events.
-        supervision: restarts and early end; by default neither.
+        stop: asks the run to end early.
+        options: those of ``FaultOptions``.
 
     Returns:
         The measurement, ``None`` on a host without the master and from the doctor.
@@ -120,21 +106,10 @@ def run_job(
     Raises:
         LlmpqError: as for :func:`generate_offline`, and ``StoppedError`` when asked to end early.
     """
-    plan, hosts = check_job(job), hosts or Hosts()
-    ranks = ranks_of_node(plan, hosts.node_rank, hosts.num_nodes)
-    # Only this user can enter the folder of the job, the ranks' logs and their sockets.
-    with tempfile.TemporaryDirectory(prefix="llmpq-") as name:
-        folder = Path(name)
-        if hosts.num_nodes == 1:
-            rendezvous = Rendezvous(file=folder / "rendezvous")
-        else:
-            rendezvous = Rendezvous(
-                address=hosts.address, folder=folder, token_file=job.rendezvous.token_file
-            )
-        job = replace(job, rendezvous=rendezvous, launcher_pid=os.getpid())
-        limits, progress = supervision or Supervision(), progress or SilentProgress()
-        with clean_up_if_killed(folder):
-            return Supervisor(job, plan, ranks, folder, limits, progress).run()
+    plan = check_job(job)
+    (faults,) = read_keywords(options, FaultOptions)
+    with Ranks(plan, faults, hosts=hosts, progress=progress, stop=stop) as ranks:
+        return ranks.run(job)
 
 
 def check_job(job: Job) -> Plan:

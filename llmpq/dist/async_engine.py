@@ -1,6 +1,6 @@
 """AsyncEngine: asyncio client of an engine whose ranks run as processes of this host.
 
-One thread starts the ranks, and starts them again when one dies. Requests and tokens pass over a
+A thread starts the ranks, and starts them again when one dies. Requests and tokens pass over a
 control channel. The client keeps the tokens of every unfinished answer: after a restart it adds
 these requests again, and each answer goes on where its client is. Needs no torch.
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -21,9 +21,9 @@ from typing import Any
 from llmpq.dist.io.draft_check import checked_speculation
 from llmpq.dist.io.engine_messages import AddedRequest, added_to_json, output_from_json
 from llmpq.dist.io.generation import GenerationRequest, ServingStats, TokenOutput
-from llmpq.dist.io.job import Job, Rendezvous, check_model
+from llmpq.dist.io.job import check_model
 from llmpq.dist.io.sampling_params import StructuredOutputsParams, TokenLogprobs
-from llmpq.dist.launch.rank_thread import CLOSE_TIMEOUT_S, RankThread
+from llmpq.dist.launch.ranks import CLOSE_TIMEOUT_S, Ranks
 from llmpq.dist.limited.form_checker import FormChecker
 from llmpq.dist.metrics.progress import RunProgress
 from llmpq.errors import SpecError, StageError, StoppedError
@@ -31,7 +31,7 @@ from llmpq.logging import get_logger
 from llmpq.options.declare import read_keywords, values_of, with_keywords
 from llmpq.options.engine import EngineOptions
 from llmpq.options.limits import max_model_len as longest_sequence
-from llmpq.options.run import LaunchOptions, RunOptions
+from llmpq.options.run import FaultOptions, LaunchOptions, RunOptions
 from llmpq.spec.facts.model_fields import absolute_model_path
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan import Plan
@@ -39,8 +39,6 @@ from llmpq.spec.plan import Plan
 __all__ = ["AsyncEngine", "GenerationRequest", "TokenOutput"]
 
 MAX_LINE_BYTES = 1 << 28
-RESTART_WINDOW_S = 300.0
-"""Seconds of serving in which restarts are counted; loading is no serving."""
 MAX_DEATHS = 2
 """A request fails after so many deaths of the ranks in a row without a new token of its own."""
 _log = get_logger(__name__)
@@ -127,29 +125,18 @@ class AsyncEngine:
         error: why the engine has ended for good, ``None`` while it has not.
         max_model_len: most tokens of prompt and answer together.
         vocab_size: tokens are below this number.
-        num_restarts: how often the ranks were started again.
         start_s: seconds of each step of the last start of rank 0.
     """
 
-    def __init__(
-        self,
-        ranks: RankThread,
-        forms: FormChecker,
-        max_restarts: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, ranks: Ranks, listener: socket.socket, forms: FormChecker) -> None:
         self.stats = ServingStats()
         self.error: BaseException | None = None
         self.max_model_len = 0
         self.vocab_size = 0
-        self.num_restarts = 0
         self.start_s: dict[str, float] = {}
         self._ranks = ranks
         self._forms = forms
-        self._max_restarts = max_restarts
-        self._clock = clock
-        self._ready_s: float | None = None  # of the last start
-        self._listener = ranks.listen()
+        self._listener = listener
         self._ended: Future[BaseException] = Future()  # of the thread that starts the ranks
         self._server: asyncio.Server | None = None
         self._writer: asyncio.StreamWriter | None = None  # of a loaded engine
@@ -206,11 +193,13 @@ class AsyncEngine:
         speculation = checked_speculation(plan, own.speculative_config, model_dir)
         own = replace(own, speculative_config=speculation)
         longest_sequence(plan, own, model.max_positions)
-        ranks = RankThread(plan, model_dir, progress)
-        job = replace(ranks.job, task="online", engine=own, **values_of(run, RunOptions))
-        forms = FormChecker(model_dir, run.form_timeout_s)
-        engine = cls(ranks, forms, run.max_restarts, clock)
-        ranks.start(lambda: engine._run_ranks(job), engine._ranks_ended)
+        faults = FaultOptions(max_restarts=run.max_restarts)
+        ranks = Ranks(plan, faults, progress=progress, clock=clock)
+        job, listener = ranks.socket_job(
+            model_dir, task="online", engine=own, **values_of(run, RunOptions)
+        )
+        engine = cls(ranks, listener, FormChecker(model_dir, run.form_timeout_s))
+        ranks.start(job, engine._ranks_ended)
         return engine
 
     async def ready(self) -> AsyncEngine:
@@ -237,13 +226,18 @@ class AsyncEngine:
     def kill(self) -> None:
         """End all ranks at once; for an engine whose :meth:`ready` was never called."""
         self._forms.close()
-        self._ranks.stop(0.0)
+        self._ranks.stop()
         self._ranks.close()
 
     @property
     def is_alive(self) -> bool:
         """Whether the engine answers now; false while it restarts."""
         return self._writer is not None
+
+    @property
+    def num_restarts(self) -> int:
+        """How often the ranks were started again."""
+        return len(self._ranks.restarts)
 
     async def check_form(self, form: StructuredOutputsParams) -> None:
         """Check that a form of answers can be compiled within the limits.
@@ -405,7 +399,7 @@ class AsyncEngine:
         _log.info("ranks started, seconds: %s", ", ".join(steps))
         self.max_model_len, self.vocab_size = message["max_model_len"], message["vocab_size"]
         self._writer = writer
-        self._ready_s = self._clock()
+        self._ranks.serve()
         for answer in self._answers.values():
             self._add(answer)
         self._is_started.set()
@@ -414,33 +408,6 @@ class AsyncEngine:
         if error is None or isinstance(error, StoppedError):
             error = StageError("the engine is closed; start another one")
         self._ended.set_result(error)
-
-    def _run_ranks(self, job: Job) -> None:
-        """Start the ranks until the engine is closed or they fail for good; runs in a thread."""
-        deaths: deque[float] = deque()  # on a clock that runs while the ranks serve
-        served_s = 0.0
-        while True:
-            folder = self._ranks.folder / f"start-{self.num_restarts}"
-            folder.mkdir(mode=0o700)
-            rendezvous = Rendezvous(file=folder / "rendezvous")
-            try:
-                self._ranks.launch(replace(job, rendezvous=rendezvous), folder)
-                return
-            except StageError as error:
-                served_s += self._take_served_s()
-                deaths.append(served_s)
-                while served_s - deaths[0] > RESTART_WINDOW_S:
-                    deaths.popleft()
-                is_first = not self._is_started.is_set()
-                if error.is_permanent or is_first or len(deaths) > self._max_restarts:
-                    raise
-                _log.warning("%s; starting all ranks anew", error)
-            self.num_restarts += 1
-
-    def _take_served_s(self) -> float:
-        """Return how long the last start has served."""
-        ready_s, self._ready_s = self._ready_s, None
-        return 0.0 if ready_s is None else self._clock() - ready_s
 
     def _end(self, error: BaseException) -> None:
         self.error = error

@@ -1,8 +1,7 @@
 """Session: the ranks of a plan as processes of this host that load once and answer many batches.
 
-One thread starts the ranks and supervises them, as for any run. Requests and answers pass between
-the caller and the master's process over a control channel, a socket in the session's private
-folder. Needs no torch.
+The ranks run in a thread of their own. Requests and answers pass between the caller and the
+master's process over a control channel, a socket in the session's private folder. Needs no torch.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import contextlib
 import socket
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,12 +20,12 @@ from llmpq.dist.io.draft_check import checked_speculation
 from llmpq.dist.io.job import check_model
 from llmpq.dist.io.prompts import Prompt, RequestId, prompt_to_json
 from llmpq.dist.io.results import Result, result_from_fields
-from llmpq.dist.launch.rank_thread import CLOSE_TIMEOUT_S, RankThread
+from llmpq.dist.launch.ranks import CLOSE_TIMEOUT_S, Ranks
 from llmpq.dist.metrics.progress import RunProgress
 from llmpq.errors import LlmpqError, SpecError, StageError, StoppedError
 from llmpq.options.declare import read_keywords, values_of, with_keywords
 from llmpq.options.engine import EngineOptions, SpeculationOptions
-from llmpq.options.run import RunOptions
+from llmpq.options.run import FaultOptions, RunOptions
 from llmpq.spec.fields import Fields
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan import Plan
@@ -61,12 +60,13 @@ class Session(contextlib.AbstractContextManager["Session"]):
         schedule_of(plan, None)
         speculation = checked_speculation(plan, asked.speculative_config, model_dir)
         engine = EngineOptions(speculative_config=speculation)
-        self._ranks = _SessionRanks(RankThread(plan, model_dir, progress))
+        ranks = Ranks(plan, FaultOptions(max_restarts=0), progress=progress)
+        self._ranks = _ServedRanks(ranks)
         self._finalizer = weakref.finalize(self, self._ranks.stop)
         self._batch = 0
         self._is_running = False
         try:
-            self._ranks.start(engine=engine, **values_of(run))
+            self._ranks.start(model_dir, engine=engine, **values_of(run))
             self._receive()  # ready
         except BaseException:
             self._ranks.stop()
@@ -161,21 +161,20 @@ class Session(contextlib.AbstractContextManager["Session"]):
         raise self._ranks.take_error() from None
 
 
-class _SessionRanks:
+class _ServedRanks:
     """The ranks of a session, and their control channel."""
 
-    def __init__(self, thread: RankThread) -> None:
-        self._thread = thread
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
         self._listener: socket.socket | None = None
         self._channel: ControlChannel | None = None
         self._error: BaseException | None = None
         self._is_reported = False  # whether the caller has had the error
 
-    def start(self, **options: Any) -> None:
+    def start(self, model_dir: Path, **options: Any) -> None:
         """Start the ranks; the master connects while it starts. ``options`` are those of a job."""
-        job = replace(self._thread.job, task="serve", **options)
-        self._listener = self._thread.listen()
-        self._thread.start(lambda: self._thread.launch(job, self._thread.folder), self._end)
+        job, self._listener = self._ranks.socket_job(model_dir, task="serve", **options)
+        self._ranks.start(job, self._end)
 
     def channel(self) -> ControlChannel:
         """Return the control channel, waiting for the master; ``EOFError`` if the ranks ended."""
@@ -190,7 +189,7 @@ class _SessionRanks:
 
     def take_error(self) -> BaseException:
         """Return why the ranks ended; all of them have when this returns."""
-        self._thread.join(CLOSE_TIMEOUT_S)
+        self._ranks.join(CLOSE_TIMEOUT_S)
         self.stop()
         error = self._error
         if error is None or isinstance(error, StoppedError):
@@ -204,10 +203,10 @@ class _SessionRanks:
         """End the ranks: idle ones by themselves, those that still run after ``timeout_s``."""
         if self._channel is not None:
             self._channel.hang_up()
-        self._thread.stop(timeout_s)
+        self._ranks.stop(timeout_s)
         if self._channel is not None:
             self._channel.close()
-        self._thread.close()
+        self._ranks.close()
 
     def _end(self, error: BaseException | None) -> None:
         self._error = error

@@ -190,9 +190,13 @@ class DrainOptions:
         check_options(self)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchOptions(RunOptions):
-    """Options of ranks that serve until they are closed, and are started again after a fault."""
+@dataclass(frozen=True, kw_only=True)
+class RestartOptions:
+    """How often ranks are started again after one was lost.
+
+    Raises:
+        SpecError: a value cannot be used.
+    """
 
     max_restarts: Annotated[
         int,
@@ -203,6 +207,24 @@ class LaunchOptions(RunOptions):
             "(default %(default)s)",
         ),
     ] = 3
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultOptions(DrainOptions, RestartOptions):
+    """What becomes of a batch when a rank is lost, or when it is asked to end."""
+
+    health: Annotated[
+        Path | None, Option(metavar="FILE.json", help="file to update with the state of the run")
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchOptions(RunOptions, RestartOptions):
+    """Options of ranks that serve until they are closed, and are started again after a fault."""
+
     form_timeout_s: Annotated[
         float,
         Option(

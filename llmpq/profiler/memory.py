@@ -43,7 +43,7 @@ def measure_memory(
         )
         write_plan(job.strategy, plan)
         write_prompts(job.prompts, _prompts(plan, lengths, vocab_size, seed))
-        measurement = run_job(job, progress=progress)
+        measurement = run_job(job, progress=progress, max_restarts=0)
     assert measurement is not None  # rank 0 runs on this host
     return measurement.stages
 

@@ -23,9 +23,9 @@ from llmpq.batching import (
     PolicyScheduler,
     RequestRecord,
 )
+from llmpq.batching.drift import DriftMonitor
 from llmpq.batching.engine_step import EngineRequest, EngineStep
 from llmpq.batching.policy_scheduler import slot_limits
-from llmpq.batching.workload_shift import LengthMonitor
 from llmpq.errors import LlmpqError
 from llmpq.sim.costs import BatchShape, Hop, MicroBatchCosts, batch_shape
 from llmpq.sim.report import Activity, SimReport
@@ -43,7 +43,7 @@ def simulate(
     *,
     num_slots: int,
     with_activities: bool = False,
-    monitor: LengthMonitor | None = None,
+    monitor: DriftMonitor | None = None,
 ) -> SimReport:
     """Simulate a trace.
 

@@ -13,7 +13,7 @@ TOO_WIDE = {
     "llmpq/cli/commands": 15,
     "llmpq/dist/engine": 13,
     "llmpq/dist/io": 13,
-    "llmpq/dist/launch": 15,
+    "llmpq/dist/launch": 14,
     "llmpq/dist/transport": 10,
     "llmpq/spec/huggingface": 11,
 }

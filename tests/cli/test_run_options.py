@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 from dataclasses import replace
 
 import pytest
@@ -15,13 +16,14 @@ from llmpq.cli.run_options import (
     outcome,
     read_run_options,
     store_directory,
-    supervision_of,
 )
-from llmpq.dist import Hosts
+from llmpq.dist import Hosts, run_job
+from llmpq.dist.async_engine import AsyncEngine
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import Event, SilentProgress
 from llmpq.errors import SpecError
-from llmpq.options.run import RunOptions
+from llmpq.options.declare import read_options
+from llmpq.options.run import FaultOptions, RunOptions
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 
 DONE = Measurement(requests=1, generated_tokens=1, latency_s=1.0, load_s=1.0, stages=())
@@ -34,15 +36,21 @@ def options(*words: str) -> argparse.Namespace:
 
 
 def test_defaults_are_three_restarts_and_thirty_seconds():
-    found = supervision_of(options())
+    found = read_options(FaultOptions, options())
     assert (found.max_restarts, found.drain_timeout_s, found.health) == (3, 30.0, None)
     assert options().bad_prompts == "skip"
+
+
+@pytest.mark.parametrize("call", [run_job, AsyncEngine.launch])
+def test_python_and_the_command_have_one_default_of_restarts(call):
+    default = inspect.signature(call).parameters["max_restarts"].default
+    assert default == options().max_restarts
 
 
 @pytest.mark.parametrize("words", [("--max_restarts", "-1"), ("--drain_timeout", "nan")])
 def test_numbers_out_of_range_raise_an_error(words):
     with pytest.raises(SpecError):
-        supervision_of(options(*words))
+        read_options(FaultOptions, options(*words))
 
 
 def test_outcome_of_a_complete_run_is_success(capsys):

@@ -54,7 +54,7 @@ def test_a_schedule_is_searched_written_and_simulated(tmp_path, lengths, capsys)
     assert found["throughput_requests_per_s"] == pytest.approx(tight["requests_per_s"], rel=0.15)
 
 
-def test_workload_shift_is_reported_and_replanned(tmp_path, lengths, capsys):
+def test_drift_is_reported_and_replanned(tmp_path, lengths, capsys):
     made = _plan(tmp_path, capsys, "--policy", "rra", "--lengths", lengths)["schedule"]
     other = tmp_path / "other.json"
     other.write_text('{"schema": 1, "truncated_normal": {"mean": 60, "std": 13, "longest": 80}}')

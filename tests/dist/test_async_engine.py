@@ -20,13 +20,14 @@ from helpers.ranks import make_plan
 
 from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.queue_order import queue_order
-from llmpq.dist.async_engine import RESTART_WINDOW_S, AsyncEngine
+from llmpq.dist.async_engine import AsyncEngine
 from llmpq.dist.engine.online_run import OnlineRun
 from llmpq.dist.io.control_channel import ControlChannel
 from llmpq.dist.io.engine_messages import ModelLimits
 from llmpq.dist.io.generation import GenerationRequest, TokenOutput
 from llmpq.dist.io.sampling_params import SamplingParams, StructuredOutputsParams
-from llmpq.dist.launch import rank_thread
+from llmpq.dist.launch import ranks as module
+from llmpq.dist.launch.ranks import RESTART_WINDOW_S
 from llmpq.dist.transport.endpoint import Endpoint
 from llmpq.errors import SpecError, StageError, StoppedError
 
@@ -95,7 +96,7 @@ class Checked:
 @pytest.fixture
 def ranks(tiny_model, monkeypatch) -> Ranks:
     found = Ranks(tiny_model("llama", seed=1))
-    monkeypatch.setattr(rank_thread, "launch", found.launch)
+    monkeypatch.setattr(module, "launch", found.launch)
     return found
 
 

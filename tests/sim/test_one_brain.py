@@ -24,10 +24,10 @@ from llmpq.batching import (
     Wait,
     make_policy,
 )
+from llmpq.batching.drift import DriftMonitor
 from llmpq.batching.length import Prediction, make_predictor
 from llmpq.batching.policies.multibin import quantile_boundaries
 from llmpq.batching.policy_scheduler import slot_limits
-from llmpq.batching.workload_shift import LengthMonitor, make_length_monitor
 from llmpq.dist.engine.batch_run import BatchRun
 from llmpq.dist.engine.executor import PipelineExecutor
 from llmpq.dist.io.prompts import Request
@@ -305,11 +305,11 @@ def test_runtime_and_simulator_make_the_same_decisions(policy, data, trace, cost
     answers = [item.new_tokens for item in trace]
     replans, group = data.draw(st.booleans()), data.draw(st.integers(1, 4))
 
-    def fresh() -> tuple[Recorder, LengthMonitor | None]:
+    def fresh() -> tuple[Recorder, DriftMonitor | None]:
         prediction = Prediction(predictor="noisy", error=0.3)
         predictor = make_predictor(prediction, [item.prompt_tokens for item in trace], answers)
         made = make_policy(schedule, shape, predictor)
-        return Recorder(made), make_length_monitor(
+        return Recorder(made), DriftMonitor.of(
             schedule, made, replans=replans, group_requests=group
         )
 
@@ -321,12 +321,12 @@ def test_runtime_and_simulator_make_the_same_decisions(policy, data, trace, cost
     assert made.records == report.requests
     assert (monitor is None) == (seen is None)
     if monitor is not None and seen is not None:
-        assert monitor.shifts == seen.shifts
+        assert monitor.drifts == seen.drifts
         assert made.adjusted == monitor.adjusted == seen.adjusted
 
 
 @pytest.mark.parametrize("replans", [False, True])
-def test_both_detect_the_same_shift_at_the_same_request(replans):
+def test_both_detect_the_same_drift_at_the_same_request(replans):
     schedule = Schedule(policy="rra", encode_batch=2, decode_batch=4, decode_iterations=2)
     costs = Costs(prefill=(1, 2), decode=(2, 1), embed=1, project=1, link=1)
     sizes = MicroBatching(prefill=2, decode=2)
@@ -343,8 +343,8 @@ def test_both_detect_the_same_shift_at_the_same_request(replans):
         def tell(_, told=told, recorder=recorder) -> None:
             told.append(len(recorder.decided))
 
-        monitor = make_length_monitor(
-            schedule, policy, replans=replans, group_requests=4, on_shift=tell
+        monitor = DriftMonitor.of(
+            schedule, policy, replans=replans, group_requests=4, on_drift=tell
         )
         if runs:
             run_engine(costs, trace, sizes, 6, recorder, monitor)

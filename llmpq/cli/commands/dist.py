@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from llmpq.batching.drift import Drift
 from llmpq.cli import run_options
 from llmpq.cli.commands import dist_doctor
 from llmpq.cli.common import command_start_s, make_parser, print_json, require, run_command
@@ -27,7 +28,7 @@ from llmpq.cli.options import (
 )
 from llmpq.dist import check_job, model_dir_of, run_job
 from llmpq.dist.io.draft_check import checked_speculation
-from llmpq.dist.io.job import DriftHandling, Job
+from llmpq.dist.io.job import Job
 from llmpq.dist.io.prompts import sort_prompts
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.launch.launcher import rank_environment
@@ -40,7 +41,7 @@ from llmpq.errors import LlmpqError, SpecError, StageError
 from llmpq.logging import get_logger
 from llmpq.options.declare import add_options, read_options, values_of
 from llmpq.options.engine import EngineOptions
-from llmpq.options.run import HostsRunOptions, RunOptions
+from llmpq.options.run import FaultOptions, HostsRunOptions, RunOptions
 from llmpq.spec.fields import dump_json, write_text
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan import Plan, PlanForecast, Schedule, read_plan
@@ -168,17 +169,14 @@ def _warn_of_nodes(plan: Plan, file: str) -> None:
 
 def _supervise(job: Job, plan: Plan, options: argparse.Namespace) -> Measurement | None:
     """Run the ranks of this host, with restarts, until done or stopped."""
-    supervision = run_options.supervision_of(options)
-    place = run_options.hosts_of(options)
-    with (
-        run_options.run_progress(plan.model.num_layers) as progress,
-        supervision.stop.from_signals(),
-    ):
+    faults = read_options(FaultOptions, options)
+    place, stop = run_options.hosts_of(options), StopRequest()
+    with run_options.run_progress(plan.model.num_layers) as progress, stop.from_signals():
         if place.num_nodes == 1:
-            return run_job(job, hosts=place, progress=progress, supervision=supervision)
+            return run_job(job, progress=progress, stop=stop, **values_of(faults))
         words = ["llmpq-dist", *options.argv] if options.nnodes > 1 else None
         on_host = run_options.HostProgress(progress, place, plan, words)
-        measurement = run_job(job, hosts=place, progress=on_host, supervision=supervision)
+        measurement = run_job(job, hosts=place, progress=on_host, stop=stop, **values_of(faults))
     on_host.say("done")
     return measurement
 
@@ -199,7 +197,8 @@ def _job(options: argparse.Namespace, plan: Plan, task: Task | None) -> Job:
         rendezvous=run_options.rendezvous_of(options, task),
         trace=None if options.trace is None else Path(options.trace).resolve(),
         skips_bad_prompts=options.bad_prompts == "skip",
-        drift=DriftHandling(replans=options.replan, lengths=_lengths_file(options)),
+        replans=options.replan,
+        lengths=_lengths_file(options),
         engine=replace(engine, speculative_config=config),
         **values_of(run_options.read_run_options(HostsRunOptions, options)),
     )
@@ -258,16 +257,17 @@ def _report(plan: Plan, measurement: Measurement, job: Job, options: argparse.Na
     """Print predicted and measured times, and write and draw them as the options say."""
     assert job.schedule is not None  # ``_job`` says which
     report = run_report.build_report(plan, measurement, forecast_of(plan, measurement, job))
-    drift = run_report.drift_of_run(job.schedule, measurement)
+    answers = [record.new_tokens for record in measurement.records]
+    drift = Drift.of(job.schedule, answers) if answers else None
     if drift is not None:
         report["drift"] = drift.to_json(measurement.adjusted)
     has_drifted = drift is not None and drift.is_notable
-    if measurement.records and (has_drifted or options.lengths_out is not None):
-        run_report.write_lengths(_lengths_file(options), run_report.lengths_of(measurement))
+    lengths = _lengths_file(options)
+    if answers and (has_drifted or options.lengths_out is not None):
+        run_report.write_lengths(lengths, answers)
     if drift is not None and has_drifted:
-        logger.warning(
-            "%s", run_report.drift_message(drift, job.schedule, job.drift, measurement.adjusted)
-        )
+        text = drift.text(replans=job.replans, adjusted=measurement.adjusted, lengths=lengths)
+        logger.warning("drift: %s", text)
     report["quantizer"] = run_report.quantizer_of(model_dir_of(plan, options.model))
     if options.report is not None:
         write_text(options.report, dump_json(report))

@@ -10,14 +10,8 @@ from typing import Any
 
 from llmpq.assigner.forecast import costs_of_plan
 from llmpq.batching import PipelineShape, make_policy
+from llmpq.batching.drift import Drift, DriftMonitor
 from llmpq.batching.length import make_predictor
-from llmpq.batching.workload_shift import (
-    LengthMonitor,
-    WorkloadShift,
-    compare_lengths,
-    describe_shift,
-    make_length_monitor,
-)
 from llmpq.cli.common import make_parser, print_json, run_command
 from llmpq.cli.engine_simulation import (
     add_engine_options,
@@ -125,7 +119,7 @@ def _run(options: argparse.Namespace) -> int:
     prompts = [item.prompt_tokens for item in trace]
     predictor = make_predictor(prediction_of(options), prompts, answers)
     policy = make_policy(schedule, shape, predictor)
-    monitor = make_length_monitor(schedule, policy, replans=options.replan)
+    monitor = DriftMonitor.of(schedule, policy, replans=options.replan)
     report = simulate(
         _costs(plan, options.profile),
         policy,
@@ -138,7 +132,7 @@ def _run(options: argparse.Namespace) -> int:
         write_text(options.trace_out, chrome_trace(report, _stage_names(plan)))
     record = {"policy": schedule.policy, "skipped": skipped, **report.to_json()}
     record["answer_tokens_per_s"] = answer_rate(report.requests)
-    drift = compare_lengths(schedule, answers)
+    drift = Drift.of(schedule, answers)
     if drift is not None and monitor is not None:
         record["drift"] = drift.to_json(monitor.adjusted)
     for stage, name in zip(record["stages"], _stage_names(plan), strict=True):
@@ -148,7 +142,8 @@ def _run(options: argparse.Namespace) -> int:
     else:
         print(_text(plan, record, report))
         if drift is not None and monitor is not None and drift.is_notable:
-            print(_drift_text(drift, monitor))
+            text = drift.text(replans=options.replan, adjusted=monitor.adjusted)
+            print(f"drift          {text}")
     return 0
 
 
@@ -183,19 +178,6 @@ def _requests(options: argparse.Namespace, plan: Plan) -> Sequence[TraceRequest]
 
 def _stage_names(plan: Plan) -> list[str]:
     return [plan.device_of(stage).label for stage in plan.stages]
-
-
-def _drift_text(drift: WorkloadShift, monitor: LengthMonitor) -> str:
-    if monitor.adjusted:
-        advice = f"went on with {', '.join(map(str, monitor.adjusted))} decode iterations"
-    elif drift.suggested is not None:
-        advice = f"--replan would take {drift.suggested.decode_iterations} decode iterations"
-    else:
-        advice = "other stages would suit them"
-    return (
-        f"drift          {describe_shift(drift)}; {advice}; a bound is kept only by a new search "
-        "(llmpq-algo --policy, with --lengths of these)"
-    )
 
 
 def _text(plan: Plan, record: dict[str, Any], report: SimReport) -> str:

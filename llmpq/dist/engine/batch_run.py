@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from llmpq.batching import PolicyScheduler, RequestRecord
+from llmpq.batching.drift import DriftMonitor
 from llmpq.batching.engine_step import EngineLimits, EngineRequest
 from llmpq.batching.speculation import SpeculativeConfig
-from llmpq.batching.workload_shift import LengthMonitor
 from llmpq.dist.engine.draft_model import Drafter
 from llmpq.dist.engine.engine import Engine, NewTokens, RunningSequence
 from llmpq.dist.engine.executor import StepExecutor
@@ -108,7 +108,7 @@ class BatchRun:
         scheduler: PolicyScheduler,
         limits: EngineLimits,
         clock: StageClock,
-        monitor: LengthMonitor | None = None,
+        monitor: DriftMonitor | None = None,
         grammars: GrammarCompiler | None = None,
         lookup: SpeculativeConfig | None = None,
         draft_model: Drafter | None = None,

@@ -60,22 +60,6 @@ class Rendezvous:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DriftHandling:
-    """What to do when answer lengths differ from those that the schedule was made for.
-
-    Attributes:
-        replans: whether RRA changes its number of decode iterations.
-        lengths: file for the observed lengths, the input of a new search; ``None`` for none.
-    """
-
-    replans: bool = False
-    lengths: Path | None = None
-
-
-TOLD_ONLY = DriftHandling()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Job(HostsRunOptions):
     """Everything a run needs: plan, model, prompts, where its output goes, and its options.
 
@@ -94,6 +78,8 @@ class Job(HostsRunOptions):
         prediction: what policies know of answer lengths.
         skips_bad_prompts: whether prompts that cannot be served are skipped and reported; otherwise
             one of them ends the run before it begins.
+        replans: whether RRA changes its number of decode iterations after drift.
+        lengths: file for the observed answer lengths, the input of a new search; ``None`` for none.
         engine: options of the task ``online``; its ``speculative_config`` is that of all tasks.
         start_s, launch_s: when the command began, and when it started the workers of this host, by
             ``time.perf_counter``; ``None`` if that is not known.
@@ -113,7 +99,8 @@ class Job(HostsRunOptions):
     schedule: Schedule | None = None
     prediction: Prediction = ORACLE
     skips_bad_prompts: bool = False
-    drift: DriftHandling = TOLD_ONLY
+    replans: bool = False
+    lengths: Path | None = None
     engine: EngineOptions = field(default_factory=EngineOptions)
     start_s: float | None = None
     launch_s: float | None = None

@@ -1,1 +1,1 @@
-"""Start, supervise and stop the processes of a run."""
+"""Start, watch, restart and stop the processes of a run."""

@@ -50,7 +50,7 @@ from llmpq.dist.launch.signals import DrainFlag
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import Event, RunProgress, TokenCounter
 from llmpq.dist.metrics.recorder import Recorder, RecordingCommunicator
-from llmpq.dist.metrics.report import length_monitor_for
+from llmpq.dist.metrics.report import drift_monitor
 from llmpq.dist.metrics.stats import StageClock
 from llmpq.dist.transport.channels import RankChannels
 from llmpq.dist.transport.communicator import (
@@ -591,7 +591,8 @@ class MasterRank:
     def _batch_run(self, requests: Sequence[Request]) -> tuple[PolicyScheduler, BatchRun]:
         context, plan = self._context, self._context.plan
         policy = policy_of(plan, self._schedule, context.job.prediction, requests)
-        monitor = length_monitor_for(self._schedule, policy, context.job.drift)
+        job = context.job
+        monitor = drift_monitor(self._schedule, policy, replans=job.replans, lengths=job.lengths)
         scheduler = PolicyScheduler(
             policy,
             self._limits,

@@ -18,14 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.batching import BatchingPolicy, summarise
-from llmpq.batching.workload_shift import (
-    LengthMonitor,
-    WorkloadShift,
-    compare_lengths,
-    describe_shift,
-    make_length_monitor,
-)
-from llmpq.dist.io.job import DriftHandling
+from llmpq.batching.drift import Drift, DriftMonitor
 from llmpq.dist.metrics.core_time import busy_text, is_busy
 from llmpq.dist.metrics.measurement import Measurement, StageStats, seconds_of
 from llmpq.logging import get_logger
@@ -296,56 +289,27 @@ def _table_row(stage: dict[str, Any]) -> tuple[str, ...]:
     return (*cells, f"{stage['busy_fraction']:.0%}", f"{stage['wait_fraction']:.0%}")
 
 
-def length_monitor_for(
-    schedule: Schedule, policy: BatchingPolicy, handling: DriftHandling
-) -> LengthMonitor | None:
-    """Return the monitor of answer lengths, ``None`` if the schedule does not depend on lengths."""
-    monitor: LengthMonitor | None = None
+def drift_monitor(
+    schedule: Schedule, policy: BatchingPolicy, *, replans: bool, lengths: Path | None
+) -> DriftMonitor | None:
+    """Return the monitor of a run's answers, ``None`` if the schedule does not depend on lengths.
 
-    def on_shift(drift: WorkloadShift) -> None:
-        assert monitor is not None
-        logger.info("%s", drift_message(drift, schedule, handling))
-        if handling.lengths is not None:
-            write_lengths(handling.lengths, monitor.observed)
-
-    monitor = make_length_monitor(schedule, policy, replans=handling.replans, on_shift=on_shift)
-    return monitor
-
-
-def drift_message(
-    drift: WorkloadShift, schedule: Schedule, handling: DriftHandling, adjusted: Sequence[int] = ()
-) -> str:
-    """Return the message about a drift: what was observed, what the run does, what else helps.
-
-    A finished run changed to the ``adjusted`` decode iterations.
+    Drift is logged, and the lengths so far are written to the file ``lengths``.
     """
-    own = ""
-    if adjusted:
-        own = f"went on with {', '.join(map(str, adjusted))} decode iterations; "
-    elif drift.suggested is not None:
-        does = "going on with" if handling.replans else "--replan would take"
-        own = f"{does} {drift.suggested.decode_iterations} decode iterations; "
-    file = "FILE" if handling.lengths is None else handling.lengths
-    return (
-        f"drift: {describe_shift(drift)}; {own}a latency bound is kept only by a new search: "
-        f"llmpq-algo --policy {schedule.policy} --lengths {file}"
-    )
+
+    def on_drift(drift: Drift) -> None:
+        assert monitor is not None
+        logger.info("drift: %s", drift.text(replans=replans, lengths=lengths))
+        if lengths is not None:
+            write_lengths(lengths, monitor.observed)
+
+    monitor = DriftMonitor.of(schedule, policy, replans=replans, on_drift=on_drift)
+    return monitor
 
 
 def write_lengths(file: Path, new_tokens: Sequence[int]) -> None:
     """Write lengths as ``llmpq-algo --lengths`` and ``llmpq-sim --lengths`` read them."""
     write_text(file, dump_json(to_json(empirical(new_tokens))))
-
-
-def drift_of_run(schedule: Schedule, measurement: Measurement) -> WorkloadShift | None:
-    """Compare all answers of a run with its schedule; ``None`` if it does not depend on lengths."""
-    lengths = lengths_of(measurement)
-    return compare_lengths(schedule, lengths) if lengths else None
-
-
-def lengths_of(measurement: Measurement) -> list[int]:
-    """Return the tokens of every answer of a run."""
-    return [record.new_tokens for record in measurement.records]
 
 
 def quantizer_of(model_dir: Path) -> str:

@@ -11,7 +11,7 @@ import pytest
 from helpers.ranks import make_plan
 
 from llmpq.batching import RequestRecord
-from llmpq.batching.workload_shift import GROUP_REQUESTS
+from llmpq.batching.drift import GROUP_REQUESTS
 from llmpq.cli.commands.dist import forecast_of, main
 from llmpq.dist.io.job import Job
 from llmpq.dist.metrics.measurement import Measurement, StageStats
@@ -163,7 +163,7 @@ def test_run_uses_its_schedule_and_reports_latencies(files, capsys, options, pol
 
 @pytest.mark.dist
 @pytest.mark.parametrize("replan", [False, True])
-def test_run_reports_a_workload_shift(files, capfd, tmp_path, replan):
+def test_run_reports_drift(files, capfd, tmp_path, replan):
     schedule = Schedule(
         policy="rra", encode_batch=2, decode_batch=4, decode_iterations=1, mean_new_tokens=3.0
     )
@@ -189,7 +189,7 @@ def test_run_reports_a_workload_shift(files, capfd, tmp_path, replan):
 
 
 @pytest.mark.dist
-def test_run_without_a_workload_shift_reports_none(files, capfd):
+def test_run_without_drift_reports_none(files, capfd):
     schedule = Schedule(policy="rra", encode_batch=1, decode_batch=2, decode_iterations=4)
     write_plan(files["--strat_file_name"], replace(make_plan((0, 1, 3)), schedule=schedule))
     line = {"id": "a", "prompt_token_ids": [1, 2], "max_new_tokens": 8, "ignore_eos": True}

@@ -10,7 +10,7 @@ import pytest
 from helpers.ranks import make_plan
 
 from llmpq.batching.length import Prediction
-from llmpq.dist.io.job import DriftHandling, Job, Rendezvous, check_model, read_job, write_job
+from llmpq.dist.io.job import Job, Rendezvous, check_model, read_job, write_job
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.errors import SpecError
 from llmpq.spec.fields import digest_of
@@ -42,7 +42,8 @@ def test_round_trip(tmp_path, rendezvous):
         schedule=Schedule(policy="multibin", decode_batch=4, boundaries=(3.0, 9.5)),
         prediction=Prediction(predictor="noisy", error=0.5, seed=3),
         pins_workers=False,
-        drift=DriftHandling(replans=True, lengths=Path("/somewhere/lengths.json")),
+        replans=True,
+        lengths=Path("/somewhere/lengths.json"),
     )
     write_job(tmp_path / "job.json", job)
     assert read_job(tmp_path / "job.json") == job

@@ -16,7 +16,7 @@ from helpers.processes import At, is_running, wait_for, workers_of
 from helpers.ranks import make_plan, run_threads
 
 from llmpq.cli.commands.dist import main
-from llmpq.dist import Job, Supervision, run_job
+from llmpq.dist import Job, run_job
 from llmpq.dist.io.prompts import Prompt, Request, write_prompts
 from llmpq.dist.io.results import read_results
 from llmpq.errors import StageError
@@ -56,7 +56,7 @@ def test_a_run_survives_the_death_of_a_rank(tiny_model, tmp_path, victim):
     model_dir = tiny_model("llama", seed=1)
     job = job_of(tmp_path, model_dir)
     progress = At(150, lambda: kill(victim))
-    run_job(job, progress=progress, supervision=Supervision(max_restarts=1))
+    run_job(job, progress=progress, max_restarts=1)
     found = {result.id: result.token_ids for result in read_results(job.output)}
     assert found == undisturbed(model_dir)
 
@@ -72,7 +72,7 @@ def test_a_rank_that_dies_again_and_again_ends_the_run(tiny_model, tmp_path):
         run_job(
             job_of(tmp_path, tiny_model("llama", seed=1)),
             progress=Always(1, lambda: kill(1)),
-            supervision=Supervision(max_restarts=1),
+            max_restarts=1,
         )
 
 

@@ -57,4 +57,4 @@ def test_tokens_are_those_of_one_process(job):
 def test_a_lost_rank_ends_the_run(job, sent, message):
     progress = At(20, lambda: os.kill(workers_of(os.getpid())[1], sent))
     with pytest.raises(StageError, match=rf"stage 1 \(rank 1, .*{message}"):
-        run_job(replace(job, step_timeout_s=2.0), progress=progress)
+        run_job(replace(job, step_timeout_s=2.0), progress=progress, max_restarts=0)

@@ -14,21 +14,31 @@ from helpers.clocks import PATIENCE_S
 from helpers.ranks import make_plan
 
 from llmpq.dist.io.job import Job
-from llmpq.dist.launch import supervisor as module
+from llmpq.dist.launch import ranks as module
+from llmpq.dist.launch.ranks import Hosts, Ranks
 from llmpq.dist.launch.signals import StopRequest, drain_file
-from llmpq.dist.launch.supervisor import Supervision, Supervisor
 from llmpq.dist.metrics.measurement import Measurement
-from llmpq.dist.metrics.progress import Event, SilentProgress
+from llmpq.dist.metrics.progress import Event
 from llmpq.errors import CapacityError, SpecError, StageError, StoppedError
+from llmpq.options.run import FaultOptions
+from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 
 PLAN = make_plan((0, 1, 3))
+CPU = DeviceGroup(type="test_cpu", count=1)
+CLUSTER = Cluster(
+    name="two", nodes=(Node(name="a", devices=(CPU,)), Node(name="b", devices=(CPU,)))
+)
+SECOND_HOST = {
+    "plan": make_plan((0, 1, 3), cluster=CLUSTER),
+    "hosts": Hosts(num_nodes=2, node_rank=1, address=("127.0.0.1", 1)),
+}
 DONE = Measurement(requests=1, generated_tokens=1, latency_s=1.0, load_s=1.0, stages=())
 
 
 class Generations:
     """Stands for ``launch``: plays one generation after the other."""
 
-    def __init__(self, *plays: Callable[[Job, Path, Supervisor], None]) -> None:
+    def __init__(self, *plays: Callable[[Job, Path, Ranks], None]) -> None:
         self.jobs: list[Job] = []
         self._plays = list(plays)
 
@@ -40,7 +50,7 @@ class Generations:
 
 
 def dies(tokens: int = 0, answers: int = 0, error: Exception | None = None):
-    def play(job: Job, folder: Path, monitor: Supervisor) -> None:
+    def play(job: Job, folder: Path, monitor: Ranks) -> None:
         monitor.report(Event(rank=0, kind="tokens", done=tokens, total=9))
         with job.output.open("a") as file:
             for number in range(answers):
@@ -52,20 +62,28 @@ def dies(tokens: int = 0, answers: int = 0, error: Exception | None = None):
     return play
 
 
-def ends(job: Job, folder: Path, monitor: Supervisor) -> None:
+def ends(job: Job, folder: Path, monitor: Ranks) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["job.json"]
 
 
-def supervise(tmp_path, monkeypatch, *plays, ranks=(0, 1), task="generate", **options):
+class Run:
+    """Ranks with their job."""
+
+    def __init__(self, ranks: Ranks, job: Job) -> None:
+        self._ranks, self._job = ranks, job
+
+    def run(self) -> Measurement | None:
+        with self._ranks:
+            return self._ranks.run(self._job)
+
+
+def supervise(tmp_path, monkeypatch, *plays, plan=PLAN, hosts=None, stop=None, **options):
+    task = options.pop("task", "generate")
     generations = Generations(*plays)
     monkeypatch.setattr(module, "launch", generations)
-    folder = tmp_path / "private"
-    folder.mkdir()
     paths = {name: tmp_path / name for name in ("strategy", "model_dir", "prompts", "output")}
-    run = Supervisor(
-        Job(**paths, task=task), PLAN, ranks, folder, Supervision(**options), SilentProgress()
-    )
-    return generations, run
+    ranks = Ranks(plan, FaultOptions(**options), hosts=hosts, stop=stop)
+    return generations, Run(ranks, Job(**paths, task=task))
 
 
 def test_a_lost_rank_is_made_up_for_by_a_new_start(tmp_path, monkeypatch, caplog):
@@ -99,7 +117,7 @@ def test_two_starts_without_a_token_are_enough(tmp_path, monkeypatch):
 
 def test_a_host_without_the_master_does_not_count_tokens(tmp_path, monkeypatch):
     _, run = supervise(
-        tmp_path, monkeypatch, dies(), dies(), dies(), ends, ranks=(1,), max_restarts=3
+        tmp_path, monkeypatch, dies(), dies(), dies(), ends, **SECOND_HOST, max_restarts=3
     )
     run.run()
 
@@ -120,6 +138,25 @@ def test_what_another_start_would_not_cure_ends_the_run(tmp_path, monkeypatch, e
     assert len(generations.jobs) == 1
 
 
+def test_an_engine_is_started_anew_in_its_folder_once_it_has_served(tmp_path, monkeypatch):
+    found = []
+
+    def lost(job: Job, folder: Path, monitor: Ranks) -> None:
+        found.append(sorted(path.name for path in folder.iterdir()))
+        (folder / "rendezvous").touch()
+        if len(found) == 1:
+            monitor.serve()
+        raise StageError("stage 1: was ended by SIGKILL")
+
+    monkeypatch.setattr(module, "launch", Generations(lost, lost, lost))
+    with Ranks(PLAN, FaultOptions(max_restarts=2)) as ranks:
+        job, _ = ranks.socket_job(tmp_path, task="online")
+        with pytest.raises(StageError, match="anew 2 of 2 times, no more"):
+            ranks.run(job)
+    assert found == [["control", "job.json", "strategy.json"]] * 3
+    assert len(ranks.restarts) == 2
+
+
 def test_nothing_but_answers_is_started_anew(tmp_path, monkeypatch):
     _, run = supervise(tmp_path, monkeypatch, dies(5), task="hidden", max_restarts=3)
     with pytest.raises(StageError):
@@ -129,7 +166,7 @@ def test_nothing_but_answers_is_started_anew(tmp_path, monkeypatch):
 @pytest.mark.parametrize("wrong", [{"max_restarts": -1}, {"drain_timeout_s": float("nan")}])
 def test_numbers_out_of_range_are_refused(wrong):
     with pytest.raises(SpecError):
-        Supervision(**wrong)
+        FaultOptions(**wrong)
 
 
 def test_health_follows_the_run(tmp_path, monkeypatch):
@@ -139,7 +176,7 @@ def test_health_follows_the_run(tmp_path, monkeypatch):
     def look(*_) -> None:
         seen.append(json.loads(path.read_text()))
 
-    def dies_watched(job: Job, folder: Path, monitor: Supervisor) -> None:
+    def dies_watched(job: Job, folder: Path, monitor: Ranks) -> None:
         look()
         monitor.report(Event(rank=0, kind="tokens", done=3, total=9))
         look()
@@ -153,7 +190,11 @@ def test_health_follows_the_run(tmp_path, monkeypatch):
     assert [one["restarts"] for one in seen] == [0, 0, 1, 1]
     assert seen[2]["cause"] == "stage 1: was ended by SIGKILL"
     _, run = supervise(
-        (tmp_path / "b").mkdir() or tmp_path / "b", monkeypatch, dies(5), health=path
+        (tmp_path / "b").mkdir() or tmp_path / "b",
+        monkeypatch,
+        dies(5),
+        max_restarts=0,
+        health=path,
     )
     with pytest.raises(StageError):
         run.run()
@@ -177,7 +218,7 @@ def asked(seconds_ago: float) -> StopRequest:
 
 
 def checks(serving: bool):
-    def play(job: Job, folder: Path, monitor: Supervisor) -> None:
+    def play(job: Job, folder: Path, monitor: Ranks) -> None:
         if serving:
             monitor.report(Event(rank=0, kind="tokens", done=0, total=9))
         monitor.check()
@@ -199,9 +240,9 @@ def test_a_drain_is_bounded(tmp_path, monkeypatch):
         run.run()
 
 
-@pytest.mark.parametrize(("serving", "ranks"), [(False, (0, 1)), (True, (1,))])
-def test_a_run_that_has_begun_nothing_ends_at_once(tmp_path, monkeypatch, serving, ranks):
-    _, run = supervise(tmp_path, monkeypatch, checks(serving), ranks=ranks, stop=asked(0))
+@pytest.mark.parametrize(("serving", "place"), [(False, {}), (True, SECOND_HOST)])
+def test_a_run_that_has_begun_nothing_ends_at_once(tmp_path, monkeypatch, serving, place):
+    _, run = supervise(tmp_path, monkeypatch, checks(serving), **place, stop=asked(0))
     with pytest.raises(StoppedError, match="nothing had begun") as caught:
         run.run()
     assert caught.value.exit_status == 130
