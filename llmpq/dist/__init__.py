@@ -29,7 +29,6 @@ from llmpq.dist.launch.supervisor import Supervision, Supervisor
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import RunProgress, SilentProgress
 from llmpq.dist.session import Session
-from llmpq.dist.transport.topology import check_transport, topology_of
 from llmpq.errors import SpecError
 from llmpq.spec.facts.model_fields import absolute_model_path
 from llmpq.spec.huggingface.families import load_model_dir
@@ -143,7 +142,6 @@ def check_job(job: Job) -> Plan:
     model = load_model_dir(job.model_dir)
     check_model(plan, job.model_dir, model)
     schedule_of(plan, job.schedule)
-    check_transport(job.transport, topology_of(plan))
     _check_prompts(job, request_limits(plan, model, (), job.sampling))
     finished_ids(job.output, resume=job.resume)
     return plan

@@ -31,7 +31,7 @@ from llmpq.dist.transport.frames import (
     encode_header,
     encode_tables,
 )
-from llmpq.dist.transport.socket_communicator import FrameReader, FrameWriter
+from llmpq.dist.transport.socket_links import SocketReader, SocketWriter
 from llmpq.errors import StageError
 from llmpq.models import KVShape
 from llmpq.spec.plan import Handover, handovers_of
@@ -93,9 +93,9 @@ class Pair:
         self.made = cache(0, 3, is_transient=True, kv_bits=kv_bits)
         self.held = cache(0, 3, is_transient=False, kv_bits=kv_bits)
         self.send_link = KVSendLink(
-            handover=handover, name="stage 0", writer=FrameWriter(self.ends[0], limits(kv_bits))
+            handover=handover, name="stage 0", writer=SocketWriter(self.ends[0], limits(kv_bits))
         )
-        reader = FrameReader(self.ends[1], limits(kv_bits), timeout_s)
+        reader = SocketReader(self.ends[1], limits(kv_bits), timeout_s)
         receive_link = KVReceiveLink(handover=handover, name="stage 1", reader=reader)
         self.sender: KVSender | None = None
         self.receiver = KVReceiver(self.held, receive_links=[receive_link], timeout_s=timeout_s)
@@ -196,7 +196,7 @@ def send_until_error(sender: KVSender, rows: list[Row]) -> None:
 
 def test_a_prefill_stage_waits_for_the_link_and_names_a_peer_that_takes_nothing(pair):
     ends = socket.socketpair()  # without a reader and with a small kernel buffer
-    writer = FrameWriter(ends[0], limits())
+    writer = SocketWriter(ends[0], limits())
     ends[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
     send_link = replace(pair.send_link, writer=writer)
     sender = KVSender(pair.made, buffer_blocks=ROWS, send_links=[send_link], timeout_s=0.3)
@@ -282,12 +282,12 @@ def test_a_ring_takes_no_keys_and_values():
 )
 def test_a_frame_that_does_not_belong_on_a_link_is_an_error(frame):
     made, ends = cache(0, 3, is_transient=False), socket.socketpair()
-    writer = FrameWriter(ends[0], limits())
+    writer = SocketWriter(ends[0], limits())
     # This link carries layers 0 and 1 alone.
     receive_link = KVReceiveLink(
         handover=Handover(source=1, target=0, first_layer=0, end_layer=2),
         name="stage 1",
-        reader=FrameReader(ends[1], limits(), 5.0),
+        reader=SocketReader(ends[1], limits(), 5.0),
     )
     receiver = KVReceiver(made, receive_links=[receive_link], timeout_s=PATIENCE_S)
     if frame.cached is not None:

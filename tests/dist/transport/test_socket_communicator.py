@@ -17,6 +17,8 @@ import torch
 from helpers.clocks import PATIENCE_S
 from helpers.frames import LARGE, large_prefill
 
+from llmpq.dist.transport.channels import RingCommunicator
+from llmpq.dist.transport.communicator import LinkClosedError
 from llmpq.dist.transport.errors import PeerLostError
 from llmpq.dist.transport.frames import (
     Frame,
@@ -26,11 +28,7 @@ from llmpq.dist.transport.frames import (
     encode_header,
     encode_tables,
 )
-from llmpq.dist.transport.socket_communicator import (
-    FrameReader,
-    LinkClosedError,
-    SocketCommunicator,
-)
+from llmpq.dist.transport.socket_links import SocketReader, SocketWriter
 from llmpq.errors import StageError
 
 NAMES = ["stage 0 (rank 0)", "stage 1 (rank 1)"]
@@ -42,16 +40,15 @@ class Ends:
     def __init__(self) -> None:
         self.forth = socket.socketpair()
         self.back = socket.socketpair()
-        self.made: list[SocketCommunicator] = []
+        self.made: list[RingCommunicator] = []
 
-    def rank(self, rank: int, timeout_s: float = PATIENCE_S) -> SocketCommunicator:
+    def rank(self, rank: int, timeout_s: float = PATIENCE_S) -> RingCommunicator:
         pairs = (self.forth, self.back) if rank == 0 else (self.back, self.forth)
-        one = SocketCommunicator(
+        one = RingCommunicator(
             rank=rank,
             names=NAMES,
-            limits=LARGE,
-            outgoing=pairs[0][0],
-            incoming=pairs[1][1],
+            writer=SocketWriter(pairs[0][0], LARGE, is_shared=True),
+            reader=SocketReader(pairs[1][1], LARGE, timeout_s, is_shared=True),
             timeout_s=timeout_s,
         )
         self.made.append(one)
@@ -234,7 +231,7 @@ def test_damaged_streams_raise_typed_errors_or_give_the_frames_sent(count):
     for _ in range(count):
         data = _damaged(rng, parts)
         into, out = socket.socketpair()
-        reader = FrameReader(out, LARGE, timeout_s=PATIENCE_S)
+        reader = SocketReader(out, LARGE, timeout_s=PATIENCE_S)
         into.sendall(data)
         into.close()
         try:
@@ -282,7 +279,7 @@ def test_an_announced_size_allocates_no_memory(ends):
     assert _resident_bytes() - before < 1 << 20
 
 
-def _receive(communicator: SocketCommunicator, count: int) -> None:
+def _receive(communicator: RingCommunicator, count: int) -> None:
     for _ in range(count):
         communicator.recv()
 
