@@ -197,11 +197,22 @@ def run_draft_rank(context: RankContext) -> None:
         run_draft_model(context.job, context.plan, device, context.communicator, context.progress)
 
 
-def serve_script(plan: Plan, model_dir: Path, script: Script, engine: EngineOptions) -> None:
+def serve_script(
+    plan: Plan,
+    model_dir: Path,
+    script: Script,
+    engine: EngineOptions,
+    transport: str = "threads",
+) -> None:
     """Serve what a script adds: the stages of a plan in threads, the master in this one."""
     longest = max_model_len(plan, engine, None)
     limits = frame_limits(plan, model_dir, engine_limits(plan, engine), longest)
-    ring = in_process_ring(len(plan.stages), limits) if len(plan.stages) > 1 else []
+    ring: Sequence[Communicator] = []
+    if transport != "threads":
+        made = connected_channels(plan, limits, transport=transport)
+        ring = [one.communicator for one in made if one.communicator is not None]
+    elif len(plan.stages) > 1:
+        ring = in_process_ring(len(plan.stages), limits)
     contexts = rank_contexts(plan, model_dir, ring, task="online", engine=engine)
     threads = [threading.Thread(target=run_stage, args=(one,)) for one in contexts[1:]]
     for thread in threads:

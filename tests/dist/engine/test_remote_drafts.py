@@ -12,6 +12,7 @@ import torch
 from helpers.answer_drafts import draft_freely
 from helpers.block_steps import BlockSteps
 from helpers.draft_plans import with_draft, with_idle_device
+from helpers.links import TRANSPORTS
 from helpers.online_runs import fresh
 from helpers.ranks import (
     connected_channels,
@@ -138,23 +139,31 @@ def test_drafts_are_those_of_the_model_beside_the_master(small, model_dir, monke
         end.close()
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(("stages", "place"), [(1, "idle"), (3, "idle"), (3, "stage"), (2, "idle")])
-def test_a_placed_draft_model_changes_no_token(model_dir, expected, monkeypatch, stages, place):
+def test_a_placed_draft_model_changes_no_token(
+    model_dir, expected, monkeypatch, stages, place, transport
+):
     draft_freely(monkeypatch)
-    plan = placed(model_dir, stages, place)
-    answers, made = run_threads(plan, model_dir, requests(), speculative=config_of(model_dir))
+    plan, config = placed(model_dir, stages, place), config_of(model_dir)
+    answers, made = run_threads(
+        plan, model_dir, requests(), speculative=config, transport=transport
+    )
     assert [list(answers[number][0]) for number in range(len(PROMPTS))] == expected
     assert 0 < made.accepted_tokens == made.draft_tokens
     assert made.draft is not None
     assert made.draft.rank == len(plan.stages) == len(made.stages)
 
 
-def serve_online(plan, model_dir: Path, script: Script, config, run_drafts=run_draft_rank) -> int:
+def serve_online(
+    plan, model_dir: Path, script: Script, config, run_drafts=run_draft_rank, transport="sockets"
+) -> int:
     """Run the ranks of a plan in threads, the master in this one; return the accepted tokens."""
     engine = EngineOptions(speculative_config=config)
     own = engine_limits(plan, engine)
     longest = max_model_len(plan, engine, None)
-    channels = connected_channels(plan, frame_limits(plan, model_dir, own, longest))
+    limits = frame_limits(plan, model_dir, own, longest)
+    channels = connected_channels(plan, limits, transport=transport)
     contexts = [
         replace(one, channels=own)
         for one, own in zip(
@@ -188,11 +197,14 @@ def script_of() -> Script:
     return script
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(("stages", "place"), [(1, "idle"), (3, "stage")])
-def test_an_engine_answers_as_without_it(model_dir, expected, monkeypatch, stages, place):
+def test_an_engine_answers_as_without_it(
+    model_dir, expected, monkeypatch, stages, place, transport
+):
     draft_freely(monkeypatch)
-    script = script_of()
-    made = serve_online(placed(model_dir, stages, place), model_dir, script, config_of(model_dir))
+    script, plan = script_of(), placed(model_dir, stages, place)
+    made = serve_online(plan, model_dir, script, config_of(model_dir), transport=transport)
     assert [script.tokens(str(number)) for number in range(len(PROMPTS))] == expected
     sizes = [len(output.token_ids) for outputs in script.outputs.values() for output in outputs]
     assert max(sizes) == 4
