@@ -1,6 +1,6 @@
 """Run one plan on two "hosts": network namespaces joined by a wire of 1 Gbit/s and 1 ms.
 
-    sudo python scripts/two_hosts.py [--rate_mbit 1000] [--delay_ms 1] [--transport auto|gloo]
+    sudo python scripts/two_hosts.py [--rate_mbit 1000] [--delay_ms 1] [--transport auto|torch]
 
 Each host runs the documented ``llmpq-dist doctor`` and ``llmpq-dist`` commands with its
 ``--node_rank``; nothing but the wire joins them (``scripts/boxes/wire.py``). Prints one JSON
@@ -106,7 +106,6 @@ def run_both(both: list[Host], verb: str | None, words: list[str]) -> dict[str, 
     command += ["--json", "--nnodes", "2", "--master_addr", both[0].address]
     command += ["--master_port", str(PORT)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    environment["GLOO_SOCKET_IFNAME"] = "eth0"
     ends = [
         subprocess.Popen(
             ["ip", "netns", "exec", host.name, *command, "--node_rank", str(rank)],

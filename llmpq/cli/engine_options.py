@@ -34,7 +34,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "plan's own cost model",
     )
     add_options(engine, EngineOptions, "max_model_len", "prefix_caching", "speculative_config")
-    add_options(engine, LaunchOptions, "max_restarts", "form_timeout_s", "step_timeout_s")
+    names = ("max_restarts", "form_timeout_s", "step_timeout_s", "transport")
+    add_options(engine, LaunchOptions, *names)
     add_store_options(engine)
 
 

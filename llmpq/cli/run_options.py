@@ -22,9 +22,9 @@ from llmpq.options.declare import add_options, read_options, values_of
 from llmpq.options.run import (
     FaultOptions,
     HostOptions,
-    HostsRunOptions,
     LauncherOptions,
     RunOptions,
+    Transport,
 )
 from llmpq.spec.plan import Plan
 
@@ -134,7 +134,7 @@ def add_host_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup
     """Add the hosts of a run and return their group."""
     hosts = parser.add_argument_group("several hosts (each runs this command)")
     add_options(hosts, HostOptions)
-    add_options(hosts, HostsRunOptions, "transport")
+    add_options(hosts, RunOptions, "transport")
     return hosts
 
 
@@ -193,6 +193,18 @@ def rendezvous_of(options: argparse.Namespace, task: Task | None = None) -> Rend
     if task is None or task.launcher == "torchrun":
         return Rendezvous(from_environment=True, token_file=token_file)
     return Rendezvous(address=_address_of(options, task), token_file=token_file)
+
+
+def transport_of(options: argparse.Namespace, *, is_rank: bool = False) -> Transport:
+    """Return what carries frames: by default torch.distributed under another launcher.
+
+    Args:
+        options: of the command.
+        is_rank: whether torchrun started this process.
+    """
+    is_started = options.nnodes == 1 and started_task(os.environ) is not None
+    is_torch = options.transport == "auto" and (is_rank or is_started)
+    return "torch" if is_torch else options.transport
 
 
 def _address_of(options: argparse.Namespace, task: Task) -> tuple[str, int]:

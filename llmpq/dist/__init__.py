@@ -26,7 +26,6 @@ from llmpq.dist.launch.signals import StopRequest
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import RunProgress
 from llmpq.dist.session import Session
-from llmpq.dist.transport.topology import check_transport, topology_of
 from llmpq.errors import SpecError
 from llmpq.options.declare import read_keywords, with_keywords
 from llmpq.options.run import FaultOptions
@@ -118,7 +117,6 @@ def check_job(job: Job) -> Plan:
     model = load_model_dir(job.model_dir)
     check_model(plan, job.model_dir, model)
     schedule_of(plan, job.schedule)
-    check_transport(job.transport, topology_of(plan))
     _check_prompts(job, request_limits(plan, model, (), job.sampling))
     finished_ids(job.output, resume=job.resume)
     return plan

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from llmpq.options.declare import Option, check_options
 from llmpq.units import GIB
 
-Transport = Literal["auto", "gloo"]
+Transport = Literal["auto", "sockets", "torch", "gloo"]
 
 
 def host_name(text: str) -> str:
@@ -113,22 +113,17 @@ class RunOptions:
         tuple[tuple[str, str], ...],
         Option(accept=_pairs, help="variables of the ranks besides those of this process"),
     ] = ()
-
-    def __post_init__(self) -> None:
-        check_options(self)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostsRunOptions(RunOptions):
-    """Options of the ranks of a plan that may be on several hosts."""
-
     transport: Annotated[
         Transport,
         Option(
-            help="auto: unix sockets inside a host, TCP between hosts; gloo: torch.distributed, "
-            "for comparison, without authentication"
+            help="sockets: unix sockets and shared memory inside a host, TCP between hosts; torch "
+            "(gloo: its old name): torch.distributed, unauthenticated, NCCL between GPUs; auto: "
+            "torch where torchrun, srun or mpirun start the command"
         ),
     ] = "auto"
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

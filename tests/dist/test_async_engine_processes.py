@@ -66,11 +66,14 @@ async def tokens_of(
     return found
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_streams_go_on_when_a_rank_is_killed(model_dir, expected, rank):
+@pytest.mark.parametrize(
+    ("rank", "transport"),
+    [pytest.param(0, "auto", marks=pytest.mark.slow), (1, "auto"), (1, "torch")],
+)
+def test_streams_go_on_when_a_rank_is_killed(model_dir, expected, rank, transport):
     async def main() -> None:
         plan = make_plan((0, 1, 3), batch=4, prompt_tokens=16, new_tokens=24)
-        engine = await AsyncEngine.start(plan, model_dir, token_budget=9)
+        engine = await AsyncEngine.start(plan, model_dir, token_budget=9, transport=transport)
         try:
             assert engine.max_model_len == 40
             found = await asyncio.gather(*(tokens_of(engine, n) for n in range(6)))

@@ -186,8 +186,7 @@ def test_the_command_reports_and_resumes(tiny_model, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_two_hosts_meet_at_an_address(tiny_model, tmp_path, monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+def test_two_hosts_meet_at_an_address(tiny_model, tmp_path):
     model_dir = tiny_model("llama", seed=1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

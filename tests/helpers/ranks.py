@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import socket
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from helpers.clocks import PATIENCE_S
 from helpers.in_process_ring import in_process_ring
+from helpers.links import open_links
 from helpers.scripted_channel import Script
 
 from llmpq.batching.speculation import SpeculativeConfig
@@ -34,7 +34,7 @@ from llmpq.dist.metrics.progress import RunProgress, SilentProgress
 from llmpq.dist.transport.channels import RankChannels, make_rank_channels
 from llmpq.dist.transport.communicator import Communicator
 from llmpq.dist.transport.frames import FrameLimits
-from llmpq.dist.transport.topology import Link, topology_of
+from llmpq.dist.transport.topology import topology_of
 from llmpq.options.engine import EngineOptions
 from llmpq.options.limits import engine_limits, max_model_len
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
@@ -151,18 +151,19 @@ def cpu_cluster(count: int) -> Cluster:
     return Cluster(name="here", nodes=(Node(name="here", devices=(group,)),))
 
 
-def socket_junctions(
-    plan: Plan, limits: FrameLimits, timeout_s: float = PATIENCE_S
+def connected_channels(
+    plan: Plan,
+    limits: FrameLimits,
+    timeout_s: float = PATIENCE_S,
+    transport: str = "sockets",
 ) -> list[RankChannels]:
-    """The junctions of all ranks, over socket pairs."""
+    """The channels of all ranks, connected over a transport."""
     topology = topology_of(plan, has_drafts=True)
-    ends: list[dict[Link, socket.socket]] = [{} for _ in plan.rank_devices]
-    for link in topology.links:
-        ends[link.source][link], ends[link.target][link] = socket.socketpair()
-    names = [f"stage {rank} (rank {rank})" for rank in range(len(ends))]
+    links = open_links(topology, len(plan.rank_devices), transport)
+    names = [f"stage {rank} (rank {rank})" for rank in range(len(links))]
     return [
         make_rank_channels(rank, names, limits, topology, own, timeout_s)
-        for rank, own in enumerate(ends)
+        for rank, own in enumerate(links)
     ]
 
 
@@ -196,11 +197,22 @@ def run_draft_rank(context: RankContext) -> None:
         run_draft_model(context.job, context.plan, device, context.communicator, context.progress)
 
 
-def serve_script(plan: Plan, model_dir: Path, script: Script, engine: EngineOptions) -> None:
+def serve_script(
+    plan: Plan,
+    model_dir: Path,
+    script: Script,
+    engine: EngineOptions,
+    transport: str = "threads",
+) -> None:
     """Serve what a script adds: the stages of a plan in threads, the master in this one."""
     longest = max_model_len(plan, engine, None)
     limits = frame_limits(plan, model_dir, engine_limits(plan, engine), longest)
-    ring = in_process_ring(len(plan.stages), limits) if len(plan.stages) > 1 else []
+    ring: Sequence[Communicator] = []
+    if transport != "threads":
+        made = connected_channels(plan, limits, transport=transport)
+        ring = [one.communicator for one in made if one.communicator is not None]
+    elif len(plan.stages) > 1:
+        ring = in_process_ring(len(plan.stages), limits)
     contexts = rank_contexts(plan, model_dir, ring, task="online", engine=engine)
     threads = [threading.Thread(target=run_stage, args=(one,)) for one in contexts[1:]]
     for thread in threads:
@@ -224,8 +236,13 @@ def run_threads(
     progress: RunProgress | None = None,
     speculative: SpeculativeConfig | None = None,
     run_drafts: Callable[[RankContext], None] = run_draft_rank,
+    transport: str = "threads",
 ) -> tuple[Answers, Measurement]:
-    """Run every rank of ``plan`` in a thread; the master in this one."""
+    """Run every rank of ``plan`` in a thread; the master in this one.
+
+    ``transport`` is of :func:`open_links`; queues of this process connect a plan without other
+    links than one ring by default, sockets every other one.
+    """
     answers: Answers = {}
 
     def finish(answer: FinishedAnswer) -> None:
@@ -234,10 +251,12 @@ def run_threads(
 
     limits = frame_limits(plan, model_dir, has_drafts=speculative is not None)
     engine = EngineOptions(speculative_config=speculative)
-    if plan.is_split or plan.draft_rank is not None:
+    if transport == "threads" and (plan.is_split or plan.draft_rank is not None):
+        transport = "sockets"
+    if transport != "threads":
         channels = [
             replace(one, communicator=one.communicator and wrap(one.communicator))
-            for one in socket_junctions(plan, limits)
+            for one in connected_channels(plan, limits, transport=transport)
         ]
         contexts = rank_contexts(plan, model_dir, [], progress, engine=engine)
         contexts = [

@@ -41,7 +41,7 @@ from llmpq.errors import LlmpqError, SpecError, StageError
 from llmpq.logging import get_logger
 from llmpq.options.declare import add_options, read_options, values_of
 from llmpq.options.engine import EngineOptions
-from llmpq.options.run import FaultOptions, HostsRunOptions, RunOptions
+from llmpq.options.run import FaultOptions, RunOptions
 from llmpq.spec.fields import dump_json, write_text
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan import Plan, PlanForecast, Schedule, read_plan
@@ -200,7 +200,8 @@ def _job(options: argparse.Namespace, plan: Plan, task: Task | None) -> Job:
         replans=options.replan,
         lengths=_lengths_file(options),
         engine=replace(engine, speculative_config=config),
-        **values_of(run_options.read_run_options(HostsRunOptions, options)),
+        **values_of(run_options.read_run_options(RunOptions, options))
+        | {"transport": run_options.transport_of(options, is_rank=options.no_auto)},
     )
 
 

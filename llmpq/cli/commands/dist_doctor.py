@@ -12,14 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.cli.common import make_parser, print_json, require, run_command
-from llmpq.cli.run_options import HostProgress, add_host_options, hosts_of, rendezvous_of
+from llmpq.cli.run_options import (
+    HostProgress,
+    add_host_options,
+    hosts_of,
+    rendezvous_of,
+    transport_of,
+)
 from llmpq.dist import model_dir_of, run_job
 from llmpq.dist.io.job import Job
 from llmpq.dist.io.prompts import Prompt, write_prompts
 from llmpq.dist.metrics.progress import SilentProgress
 from llmpq.errors import SpecError
 from llmpq.options.declare import add_options, read_options, values_of
-from llmpq.options.run import HostsRunOptions, RunOptions
+from llmpq.options.run import RunOptions
 from llmpq.spec.fields import read_json
 from llmpq.spec.plan import read_plan
 from llmpq.units import format_bytes, format_seconds
@@ -54,7 +60,7 @@ def _run(options: argparse.Namespace) -> int:
             output=output,
             task="doctor",
             rendezvous=rendezvous_of(options),
-            **values_of(read_options(HostsRunOptions, options)),
+            **values_of(read_options(RunOptions, options, transport=transport_of(options))),
         )
         place, progress = hosts_of(options), None
         if place.num_nodes > 1:

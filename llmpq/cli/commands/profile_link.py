@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
 def _start_both(arguments: list[str]) -> int:
     """Start both ends on this machine; the first one prints and writes."""
     cores = available_cores()
-    environment = {**os.environ, **cpu_environment(1), "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**os.environ, **cpu_environment(1)}
     with tempfile.TemporaryDirectory() as folder:
         own = ["--rendezvous", str(Path(folder) / "store"), "--node_rank"]
         command = [sys.executable, "-m", "llmpq.cli.commands.profile", *arguments, *own]

@@ -11,7 +11,7 @@ from llmpq.dist.io.sampling_params import GREEDY, SamplingParams
 from llmpq.errors import SpecError
 from llmpq.logging import get_logger
 from llmpq.options.engine import EngineOptions
-from llmpq.options.run import HostsRunOptions
+from llmpq.options.run import RunOptions
 from llmpq.spec.catalog import resolve_model
 from llmpq.spec.fields import (
     Fields,
@@ -60,7 +60,7 @@ class Rendezvous:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job(HostsRunOptions):
+class Job(RunOptions):
     """Everything a run needs: plan, model, prompts, where its output goes, and its options.
 
     Attributes:

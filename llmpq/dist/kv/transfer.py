@@ -1,6 +1,6 @@
 """Transfer of keys and values from the stages that prefill to those that decode (WAA).
 
-Experimental: runs on CPUs and with sockets only.
+Experimental: runs on CPUs only.
 
 A prefill stage computes into one of two buffers of transient blocks while a thread sends the other.
 A decode stage's thread stores what arrives while the stage decodes other rows. So a stage waits
@@ -29,9 +29,9 @@ import torch
 from llmpq.dist.kv.blocks import blocks_of
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.kv.storage import TokenIndex
+from llmpq.dist.transport.communicator import FrameReader, FrameWriter, LinkClosedError
 from llmpq.dist.transport.errors import peer_closed, peer_silent
 from llmpq.dist.transport.frames import Frame, FrameKind, Row
-from llmpq.dist.transport.socket_communicator import FrameReader, FrameWriter, LinkClosedError
 from llmpq.errors import StageError
 from llmpq.spec.plan import PREFILL_BUFFERS, Handover, Plan
 

@@ -192,8 +192,6 @@ def _start(
     own = rank_environment(plan, rank, ranks, available, job.store) | dict(job.environment)
     environment = os.environ | own
     environment["PYTHONPATH"] = python_path(os.environ)
-    if job.rendezvous.file is not None:
-        environment["GLOO_SOCKET_IFNAME"] = "lo"
     command = [sys.executable, "-P", "-m", "llmpq.dist.launch.worker"]
     log_file = _log_file(folder, rank)
     log_file.touch(mode=0o600)

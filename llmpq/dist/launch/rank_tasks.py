@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -53,6 +54,7 @@ from llmpq.dist.transport.endpoint import Endpoint
 from llmpq.dist.transport.errors import stage_name
 from llmpq.dist.transport.rendezvous import RankIdentity, connect
 from llmpq.dist.transport.topology import topology_of
+from llmpq.dist.transport.torch_links import CPU
 from llmpq.errors import SpecError
 from llmpq.spec.fields import dump_json, write_text
 from llmpq.spec.gguf.tokenizer import missing_tokenizer
@@ -210,4 +212,13 @@ def _identity(job: Job, plan: Plan, rank: int) -> RankIdentity:
             has_drafts=job.engine.speculative_config is not None,
         ),
         timeout_s=job.step_timeout_s,
+        device=_device(plan, rank),
     )
+
+
+def _device(plan: Plan, rank: int) -> torch.device:
+    """Return the device of a rank; the CPU for a missing one, which fails after connecting."""
+    try:
+        return torch_device(plan, rank)
+    except SpecError:
+        return CPU

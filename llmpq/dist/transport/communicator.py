@@ -5,11 +5,16 @@ answers to the master. An implementation guarantees that the frames of a link ar
 checked and in order, that ``send`` does not wait for the peer to be idle, and that no call outlasts
 a peer that died or hangs. ``transport.rendezvous`` connects the ranks, ``StageWorker`` answers the
 control messages: ready, shutdown with statistics, and errors.
+
+Below the rings are links, each from one rank to any other. :class:`Links` is what a transport
+implements: ``socket_links`` over sockets and shared memory, ``torch_links`` over torch.distributed.
+Everything above, such as heartbeats and time limits, is the same for both (``channels``).
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -17,7 +22,8 @@ import torch
 
 from llmpq.dist.metrics.measurement import StageStats
 from llmpq.dist.transport.errors import error_from_status
-from llmpq.dist.transport.frames import Frame, FrameKind
+from llmpq.dist.transport.frames import Frame, FrameKind, FrameLimits
+from llmpq.dist.transport.topology import Link
 from llmpq.errors import CapacityError, LlmpqError, SpecError, StageError
 from llmpq.spec.fields import Fields, from_json
 
@@ -62,6 +68,89 @@ class Communicator(Protocol):
 
     def close(self) -> None:
         """Finish sending and close the connections."""
+        ...
+
+
+class LinkClosedError(Exception):
+    """The other end of a link is gone; the caller, which knows its name, reports it."""
+
+
+class FrameWriter(Protocol):
+    """The sending end of a link.
+
+    Only ``drain`` and ``close`` wait for the peer. All methods but ``close`` raise
+    ``LinkClosedError`` once the peer is gone.
+    """
+
+    def write(self, frame: Frame) -> None:
+        """Start sending a frame, whose tensor must not change any more."""
+        ...
+
+    def flush(self) -> bool:
+        """Send what can be sent at once; return whether no more calls are needed."""
+        ...
+
+    def wait(self, timeout_s: float | None, wake: int, *, for_room: bool) -> None:
+        """Wait until the descriptor ``wake`` is readable or, if asked, ``flush`` can send more."""
+        ...
+
+    def drain(self, timeout_s: float, limit_s: float = math.inf) -> bool:
+        """Send all that is left; return whether the peer took it.
+
+        ``timeout_s`` is the longest time in which it takes nothing, ``limit_s`` that for all of it.
+        """
+        ...
+
+    def close(self, timeout_s: float) -> None:
+        """Give the peer ``timeout_s`` seconds to take the rest, and close the link."""
+        ...
+
+
+class FrameReader(Protocol):
+    """The receiving end of a link. A frame's tensor is valid until the next frame is read."""
+
+    @property
+    def last_received_s(self) -> float:
+        """When bytes last arrived, on the monotonic clock."""
+        ...
+
+    def read(self, *, is_waiting: bool = False) -> Frame | None:
+        """Return the next frame if all of it is here, else ``None``.
+
+        ``is_waiting`` may wait for a payload whose header is here.
+
+        Raises:
+            LinkClosedError: the peer is gone.
+            StageError: the bytes are not a frame of this run; the link cannot be used any more.
+        """
+        ...
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when ``read`` may find more."""
+        ...
+
+    def close(self) -> None:
+        """Close the link."""
+        ...
+
+
+class Links(Protocol):
+    """The open links of one rank, as a transport made them."""
+
+    @property
+    def transport(self) -> str:
+        """Of the ring link to the next rank: ``unix``, ``tcp``, ``gloo`` or ``nccl``."""
+        ...
+
+    def writer(self, link: Link, limits: FrameLimits) -> FrameWriter:
+        """Return the sending end of a link, of which this rank is the source."""
+        ...
+
+    def reader(self, link: Link, limits: FrameLimits, timeout_s: float) -> FrameReader:
+        """Return the receiving end of a link, of which this rank is the target.
+
+        ``timeout_s`` limits the wait for the rest of a frame that has begun.
+        """
         ...
 
 

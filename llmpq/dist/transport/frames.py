@@ -75,7 +75,7 @@ class FrameKind(IntEnum):
 
 
 _KINDS = {int(kind): kind for kind in FrameKind}
-_TENSOR_KINDS = (FrameKind.PREFILL, FrameKind.DECODE, FrameKind.MIXED)
+TENSOR_KINDS = (FrameKind.PREFILL, FrameKind.DECODE, FrameKind.MIXED)
 LAST_KINDS = (FrameKind.SHUTDOWN, FrameKind.ERROR)
 """No frame follows one of these."""
 
@@ -229,13 +229,11 @@ class Frame:
 
     @property
     def payload(self) -> Tensor | None:
-        """The bytes after the header, on the CPU; ``None`` if there are none."""
+        """The bytes after the header, on the tensor's device; ``None`` if there are none."""
         if self.hidden is not None:
-            # Sockets and gloo send host memory: the states of a CUDA stage are copied here.
-            hidden = self.hidden if self.hidden.is_cpu else self.hidden.to("cpu")
-            return hidden.reshape(-1).view(torch.uint8)
+            return self.hidden.reshape(-1).view(torch.uint8)
         if self.cached is not None:
-            return self.cached.to("cpu").contiguous().reshape(-1)
+            return self.cached.contiguous().reshape(-1)
         if self.text:
             return torch.frombuffer(bytearray(self.text), dtype=torch.uint8)
         return None
@@ -307,7 +305,7 @@ def decode_header(data: bytes, limits: FrameLimits, sequence: int, buffers: int 
     _expect("version", version, VERSION)
     _expect("plan digest", digest, limits.digest)
     _expect("sequence number", number, sequence)
-    if buffer > (buffers if kind in _TENSOR_KINDS else 0):
+    if buffer > (buffers if kind in TENSOR_KINDS else 0):
         raise _refused("buffer", buffer, f"at most {buffers}, and 0 without hidden states")
     if kind not in _KINDS:
         raise _refused("kind", kind, f"one of {list(_KINDS)}")
@@ -329,7 +327,7 @@ def decode_header(data: bytes, limits: FrameLimits, sequence: int, buffers: int 
         _check_cached(header, dtype, limits)
         return header
     _expect("layer", layer, 0)
-    if frame.kind in _TENSOR_KINDS:
+    if frame.kind in TENSOR_KINDS:
         _check_tensor(header, limits)
     else:
         _expect("dtype and shape of a control frame", (dtype, *header.shape), (0, 0, 0, 0))
@@ -350,7 +348,7 @@ def assemble(header: Header, tables: bytes, payload: Tensor | None, limits: Fram
     frame = replace(header.frame, rows=_read_blocks(header, tables, limits))
     if payload is None:
         return frame
-    if frame.kind in _TENSOR_KINDS:
+    if frame.kind in TENSOR_KINDS:
         assert header.dtype is not None  # checked with the header
         hidden = payload.view(header.dtype).view(1, *header.shape[1:])  # [1, N, H]
         return replace(frame, hidden=hidden)

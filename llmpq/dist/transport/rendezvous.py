@@ -22,10 +22,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
+import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # torch lists no exports
 
 from llmpq.dist.io.job import START_TIMEOUT_S, Rendezvous
 from llmpq.dist.transport.channels import RankChannels, make_rank_channels
+from llmpq.dist.transport.communicator import Links
 from llmpq.dist.transport.endpoint import (
     HANDSHAKE_S,
     Acceptor,
@@ -38,8 +40,9 @@ from llmpq.dist.transport.endpoint import (
     send_json,
 )
 from llmpq.dist.transport.frames import FrameLimits
-from llmpq.dist.transport.topology import Link, Topology, check_transport, one_ring
-from llmpq.dist.transport.torch_communicator import TorchCommunicator, open_store
+from llmpq.dist.transport.socket_links import SocketLinks
+from llmpq.dist.transport.topology import Link, Topology, one_ring
+from llmpq.dist.transport.torch_links import CPU, TorchLinks, gpu_of, open_store
 from llmpq.errors import SpecError, StageError
 from llmpq.options.run import Transport
 from llmpq.spec.fields import Fields, Rule, from_json, to_json
@@ -53,13 +56,17 @@ _CLOCK = struct.Struct("<d")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankIdentity:
-    """One rank before the rendezvous: its number of ``world_size``, and its name in messages."""
+    """One rank before the rendezvous: its number of ``world_size``, and its name in messages.
+
+    ``device`` is where its hidden states are.
+    """
 
     rank: int
     world_size: int
     name: str
     limits: FrameLimits
     timeout_s: float
+    device: torch.device = CPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +79,7 @@ class PeerInfo:
         host: equal for ranks that see the same network and the same files.
         path: of its socket file.
         address, port: of its TCP listener, ``None`` if all ranks share a host.
+        gpu: identifier of its GPU, ``None`` if NCCL cannot use one here.
     """
 
     rank: int
@@ -81,6 +89,7 @@ class PeerInfo:
     path: str
     address: str | None = None
     port: int | None = None
+    gpu: str | None = None
 
     def endpoint_for(self, other: PeerInfo) -> Endpoint:
         """Return the fastest endpoint at which ``other`` reaches this rank."""
@@ -123,7 +132,6 @@ def connect(
         SpecError: the ranks have different plans, models or tokens.
     """
     topology = topology or one_ring(identity.world_size)
-    check_transport(transport, topology)
     rank = identity.rank
     with contextlib.ExitStack() as stack:
         folder = rendezvous.private_folder
@@ -147,6 +155,7 @@ def connect(
                 path=path,
                 address=address,
                 port=port,
+                gpu=gpu_of(identity.device),
             )
 
         table, token = _exchange(identity, rendezvous, describe)
@@ -157,22 +166,31 @@ def connect(
                     "expected the same strategy file and configuration on every host"
                 )
         names = [peer.name for peer in table.peers]
-        if transport == "gloo":
-            communicator = TorchCommunicator(
-                rank=rank,
-                names=names,
-                limits=identity.limits,
-                store=open_store(rendezvous, rank, identity.world_size),
-                timeout_s=identity.timeout_s,
-            )
-            channels = RankChannels(communicator=communicator, transport=transport)
+        if transport in ("torch", "gloo"):
+            links: Links = _torch_links(identity, rendezvous, table, topology)
         else:
-            sockets = _connect_links(rank, table, token, listeners, topology)
-            limits, timeout_s = identity.limits, identity.timeout_s
-            channels = make_rank_channels(rank, names, limits, topology, sockets, timeout_s)
+            links = SocketLinks(rank, _connect_links(rank, table, token, listeners, topology))
+        channels = make_rank_channels(
+            rank, names, identity.limits, topology, links, identity.timeout_s
+        )
         return replace(
             channels, clock_offset_s=table.clock_offset_s, clock_error_s=table.clock_error_s
         )
+
+
+def _torch_links(
+    identity: RankIdentity, rendezvous: Rendezvous, table: PeerTable, topology: Topology
+) -> Links:
+    """Return the links of a rank over torch.distributed; gloo listens where the rank did."""
+    rank = identity.rank
+    return TorchLinks(
+        rank=rank,
+        topology=topology,
+        store=PrefixStore(table.session, open_store(rendezvous, rank, identity.world_size)),
+        host=table.peers[rank].address or "127.0.0.1",
+        gpus=[peer.gpu for peer in table.peers],
+        device=identity.device,
+    )
 
 
 def _connect_links(

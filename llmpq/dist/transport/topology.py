@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmpq.errors import SpecError
-from llmpq.options.run import Transport
 from llmpq.spec.plan import Handover, Plan, handovers_of
 from llmpq.spec.precision import Phase
 
@@ -79,17 +77,3 @@ def topology_of(plan: Plan, *, has_drafts: bool = False) -> Topology:
 def one_ring(world_size: int) -> Topology:
     """Return the topology of a ring of all ranks."""
     return Topology(rings=(tuple(range(world_size)),))
-
-
-def check_transport(transport: Transport, topology: Topology) -> None:
-    """Check that a transport offers the links of a topology; ``SpecError`` if it does not."""
-    if transport == "gloo" and topology.handovers:
-        raise SpecError(
-            "transport: found 'gloo', which has one ring only: expected 'auto' for a plan whose "
-            "prefill and decode have stages of their own"
-        )
-    if transport == "gloo" and topology.draft_rank is not None:
-        raise SpecError(
-            "transport: found 'gloo', which has one ring only: expected 'auto' for a plan whose "
-            "draft model is on another device than stage 0"
-        )

@@ -50,11 +50,18 @@ def expected_tokens(model_dir: Path) -> list[list[int]]:
     return _expected[model_dir]
 
 
-def serve(model_dir: Path, num_stages: int, script: Script, kv_bits: int = 32, **options) -> None:
+def serve(
+    model_dir: Path,
+    num_stages: int,
+    script: Script,
+    kv_bits: int = 32,
+    transport: str = "threads",
+    **options,
+) -> None:
     """Run the stages of a plan in threads, the master in this one."""
     plan = make_plan(CUTS[num_stages], batch=4, prompt_tokens=48, new_tokens=16, prefill=2)
     plan = replace(plan, kv_bits=kv_bits)
-    serve_script(plan, model_dir, script, EngineOptions(**options))
+    serve_script(plan, model_dir, script, EngineOptions(**options), transport)
 
 
 def script_of(params: SamplingParams = FREE) -> Script:
@@ -77,7 +84,9 @@ def test_tokens_equal_generate(tiny_model, family, num_stages):
         assert script.tokens(str(number)) == tokens
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize(
+    ("num_stages", "transport"), [(1, "threads"), (2, "threads"), (3, "torch")]
+)
 @pytest.mark.parametrize(
     "options",
     [
@@ -89,10 +98,10 @@ def test_tokens_equal_generate(tiny_model, family, num_stages):
         {"scheduler": "spf", "token_budget": 7},
     ],
 )
-def test_limits_change_no_token(tiny_model, num_stages, options):
+def test_limits_change_no_token(tiny_model, num_stages, transport, options):
     model_dir = tiny_model("llama", seed=1)
     script = script_of()
-    serve(model_dir, num_stages, script, **options)
+    serve(model_dir, num_stages, script, transport=transport, **options)
     for number, tokens in enumerate(expected_tokens(model_dir)):
         assert script.tokens(str(number)) == tokens
 

@@ -63,12 +63,16 @@ def _requests(gap_s: float) -> list[Request]:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("stages", CUTS)
+@pytest.mark.parametrize(
+    ("stages", "transport"), [*((stages, "threads") for stages in CUTS), (3, "torch")]
+)
 @pytest.mark.parametrize("gap_s", [0.0, 0.015], ids=["at once", "one by one"])
-def test_tokens_are_the_same_under_every_policy(name, stages, gap_s, model_dir, expected):
+def test_tokens_are_the_same_under_every_policy(
+    name, stages, transport, gap_s, model_dir, expected
+):
     plan = make_plan(CUTS[stages], prefill=2, decode=2, batch=SLOTS)
     plan = replace(plan, schedule=SCHEDULES[name])
-    answers, measurement = run_threads(plan, model_dir, _requests(gap_s))
+    answers, measurement = run_threads(plan, model_dir, _requests(gap_s), transport=transport)
     assert {number: list(tokens) for number, (tokens, _) in answers.items()} == dict(
         enumerate(expected)
     )
@@ -81,13 +85,15 @@ def test_tokens_are_the_same_under_every_policy(name, stages, gap_s, model_dir, 
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("stages", [1, 3])
-def test_drafts_change_no_token(name, stages, model_dir, expected, monkeypatch):
+@pytest.mark.parametrize(("stages", "transport"), [(1, "threads"), (3, "threads"), (3, "torch")])
+def test_drafts_change_no_token(name, stages, transport, model_dir, expected, monkeypatch):
     sequences = [prompt + answer for prompt, answer in zip(PROMPTS, expected, strict=True)]
     draft_freely(monkeypatch, AnswerDrafts(sequences))
     plan = make_plan(CUTS[stages], prefill=2, decode=2, batch=SLOTS)
     plan = replace(plan, schedule=SCHEDULES[name])
-    answers, made = run_threads(plan, model_dir, _requests(0.0), speculative=DRAFTS)
+    answers, made = run_threads(
+        plan, model_dir, _requests(0.0), speculative=DRAFTS, transport=transport
+    )
     assert [list(answers[number][0]) for number in range(len(PROMPTS))] == expected
     assert [record.new_tokens for record in made.records] == NEW_TOKENS
     assert 0 < made.accepted_tokens < made.draft_tokens

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.answer_drafts import DRAFTS, AnswerDrafts, draft_freely
+from helpers.links import TRANSPORTS
 from helpers.ranks import make_plan, make_split_plan, run_threads
 from helpers.tiny_models import load_reference, save_tiny_model
 
@@ -70,23 +71,28 @@ def _tokens(answers) -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize("cuts", CUTS)
-@pytest.mark.parametrize("decode", [1, 2, 4])
-def test_tokens_are_those_of_transformers(cuts, decode, model_dir, expected):
+@pytest.mark.parametrize(
+    ("decode", "transport"), [(1, "sockets"), (2, "sockets"), (4, "sockets"), (2, "torch")]
+)
+def test_tokens_are_those_of_transformers(cuts, decode, transport, model_dir, expected):
     plan = make_split_plan(*CUTS[cuts], prefill=2, decode=decode, batch=SLOTS)
-    answers, measurement = run_threads(plan, model_dir, _requests())
+    answers, measurement = run_threads(plan, model_dir, _requests(), transport=transport)
     assert _tokens(answers) == expected
     assert measurement.policy == "waa"
     assert [record.new_tokens for record in measurement.records] == NEW_TOKENS
     assert [stage.rank for stage in measurement.stages] == list(range(len(plan.stages)))
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("decode", [1, 4])
-def test_drafts_change_no_token(decode, model_dir, expected, monkeypatch):
+def test_drafts_change_no_token(decode, transport, model_dir, expected, monkeypatch):
     sequences = [prompt + expected[number] for number, prompt in enumerate(PROMPTS)]
     draft_freely(monkeypatch, AnswerDrafts(sequences))
     cuts = CUTS["2+2, different cuts"]
     plan = make_split_plan(*cuts, prefill=2, decode=decode, batch=SLOTS)
-    answers, made = run_threads(plan, model_dir, _requests(), speculative=DRAFTS)
+    answers, made = run_threads(
+        plan, model_dir, _requests(), speculative=DRAFTS, transport=transport
+    )
     assert _tokens(answers) == expected
     assert 0 < made.accepted_tokens < made.draft_tokens
 
@@ -110,12 +116,13 @@ def test_an_answer_may_end_early_and_its_slot_goes_to_the_next(model_dir, expect
     assert _tokens(answers) == cut
 
 
-def test_8_bit_keys_and_values_travel_as_they_are_stored(model_dir):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_8_bit_keys_and_values_travel_as_they_are_stored(transport, model_dir):
     alone = replace(make_plan((0, 3), prefill=2, decode=2, batch=SLOTS), kv_bits=8)
     plan = make_split_plan(
         *CUTS["2+2, different cuts"], kv_bits=8, prefill=2, decode=2, batch=SLOTS
     )
-    assert _tokens(run_threads(plan, model_dir, _requests())[0]) == _tokens(
+    assert _tokens(run_threads(plan, model_dir, _requests(), transport=transport)[0]) == _tokens(
         run_threads(alone, model_dir, _requests())[0]
     )
 

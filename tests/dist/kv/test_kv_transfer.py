@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.clocks import PATIENCE_S
+from helpers.links import TRANSPORTS, open_links
 from helpers.ranks import make_split_plan
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,7 +32,8 @@ from llmpq.dist.transport.frames import (
     encode_header,
     encode_tables,
 )
-from llmpq.dist.transport.socket_communicator import FrameReader, FrameWriter
+from llmpq.dist.transport.socket_links import SocketReader, SocketWriter
+from llmpq.dist.transport.topology import Link, Topology
 from llmpq.errors import StageError
 from llmpq.models import KVShape
 from llmpq.spec.plan import Handover, handovers_of
@@ -87,20 +89,25 @@ def held(kept: KVCache, layer: int, rows: list[Row]) -> torch.Tensor:
 class Pair:
     """A stage that prefills all layers and one that decodes them."""
 
-    def __init__(self, timeout_s: float = PATIENCE_S, kv_bits: int | None = None) -> None:
-        self.ends = socket.socketpair()
+    def __init__(
+        self, transport: str, timeout_s: float = PATIENCE_S, kv_bits: int | None = None
+    ) -> None:
         handover = Handover(source=1, target=0, first_layer=0, end_layer=len(SHAPES))
+        link = Link(source=1, target=0, handover=handover)
+        self.ends = open_links(Topology(rings=(), handovers=(handover,)), 2, transport)
         self.made = cache(0, 3, is_transient=True, kv_bits=kv_bits)
         self.held = cache(0, 3, is_transient=False, kv_bits=kv_bits)
         self.send_link = KVSendLink(
-            handover=handover, name="stage 0", writer=FrameWriter(self.ends[0], limits(kv_bits))
+            handover=handover, name="stage 0", writer=self.ends[1].writer(link, limits(kv_bits))
         )
-        reader = FrameReader(self.ends[1], limits(kv_bits), timeout_s)
+        reader = self.ends[0].reader(link, limits(kv_bits), timeout_s)
         receive_link = KVReceiveLink(handover=handover, name="stage 1", reader=reader)
         self.sender: KVSender | None = None
+        self.is_unused = True  # the sending end
         self.receiver = KVReceiver(self.held, receive_links=[receive_link], timeout_s=timeout_s)
 
     def start(self, timeout_s: float = PATIENCE_S) -> KVSender:
+        self.is_unused = False
         self.sender = KVSender(
             self.made, buffer_blocks=ROWS, send_links=[self.send_link], timeout_s=timeout_s
         )
@@ -109,14 +116,14 @@ class Pair:
     def close(self) -> None:
         if self.sender is not None:
             self.sender.close()
+        elif self.is_unused:
+            self.send_link.writer.close(0.0)
         self.receiver.close()
-        for end in self.ends:
-            end.close()
 
 
-@pytest.fixture
-def pair() -> Iterator[Pair]:
-    made = Pair()
+@pytest.fixture(params=TRANSPORTS)
+def pair(request) -> Iterator[Pair]:
+    made = Pair(request.param)
     yield made
     made.close()
 
@@ -133,9 +140,12 @@ def step(rows: list[Row]) -> list[Row]:
     return [replace(row, first=row.length, length=row.length + 1) for row in rows]
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("kv_bits", [None, 8])
-def test_every_layer_arrives_as_it_was_stored_in_the_blocks_of_the_decoding_rank(kv_bits):
-    pair = Pair(kv_bits=kv_bits)
+def test_every_layer_arrives_as_it_was_stored_in_the_blocks_of_the_decoding_rank(
+    kv_bits, transport
+):
+    pair = Pair(transport, kv_bits=kv_bits)
     sender = pair.start()
     sent = []
     for origin, (slots, lengths) in enumerate([([3, 0], [6, 2]), ([4], [1]), ([1, 2], [3, 3])]):
@@ -196,7 +206,7 @@ def send_until_error(sender: KVSender, rows: list[Row]) -> None:
 
 def test_a_prefill_stage_waits_for_the_link_and_names_a_peer_that_takes_nothing(pair):
     ends = socket.socketpair()  # without a reader and with a small kernel buffer
-    writer = FrameWriter(ends[0], limits())
+    writer = SocketWriter(ends[0], limits())
     ends[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
     send_link = replace(pair.send_link, writer=writer)
     sender = KVSender(pair.made, buffer_blocks=ROWS, send_links=[send_link], timeout_s=0.3)
@@ -231,8 +241,9 @@ def test_a_prefill_rank_that_is_gone_is_named(pair):
     assert caught.value.rank == 1
 
 
-def test_silence_is_named_in_time():
-    pair = Pair(timeout_s=0.2)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_silence_is_named_in_time(transport):
+    pair = Pair(transport, timeout_s=0.2)
     start_s = time.monotonic()
     with pytest.raises(PeerLostError, match=r"stage 1: found no sign of life for 0.2 s"):
         pair.receiver.acquire(step(rows_of([0], [1], origin=0)))
@@ -282,12 +293,12 @@ def test_a_ring_takes_no_keys_and_values():
 )
 def test_a_frame_that_does_not_belong_on_a_link_is_an_error(frame):
     made, ends = cache(0, 3, is_transient=False), socket.socketpair()
-    writer = FrameWriter(ends[0], limits())
+    writer = SocketWriter(ends[0], limits())
     # This link carries layers 0 and 1 alone.
     receive_link = KVReceiveLink(
         handover=Handover(source=1, target=0, first_layer=0, end_layer=2),
         name="stage 1",
-        reader=FrameReader(ends[1], limits(), 5.0),
+        reader=SocketReader(ends[1], limits(), 5.0),
     )
     receiver = KVReceiver(made, receive_links=[receive_link], timeout_s=PATIENCE_S)
     if frame.cached is not None:

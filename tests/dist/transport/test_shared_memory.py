@@ -15,6 +15,7 @@ import pytest
 import torch
 from helpers.frames import LARGE, large_prefill
 
+from llmpq.dist.transport.communicator import LinkClosedError
 from llmpq.dist.transport.frames import (
     Frame,
     FrameKind,
@@ -22,7 +23,7 @@ from llmpq.dist.transport.frames import (
     encode_tables,
 )
 from llmpq.dist.transport.shared_memory import SharedMemoryReader, SharedMemoryWriter
-from llmpq.dist.transport.socket_communicator import FrameReader, FrameWriter, LinkClosedError
+from llmpq.dist.transport.socket_links import SocketReader, SocketWriter
 from llmpq.errors import StageError
 from llmpq.spec.runtime_constants import SHARED_BUFFERS as BUFFERS
 from llmpq.spec.runtime_constants import SHARED_FROM_BYTES as LEAST_BYTES
@@ -36,8 +37,8 @@ class Link:
 
     def __init__(self, family: int = socket.AF_UNIX) -> None:
         self.into, self.out = socket.socketpair() if family == socket.AF_UNIX else tcp_pair()
-        self.writer = FrameWriter(self.into, LARGE, is_shared=True)
-        self.reader = FrameReader(self.out, LARGE, timeout_s=1.0, is_shared=True)
+        self.writer = SocketWriter(self.into, LARGE, is_shared=True)
+        self.reader = SocketReader(self.out, LARGE, timeout_s=1.0, is_shared=True)
 
     def take(self) -> Frame:
         while (frame := self.reader.read(is_waiting=True)) is None:
@@ -148,8 +149,8 @@ def test_no_descriptor_stays_open():
 def test_a_reader_without_shared_memory_refuses_it():
     into, out = socket.socketpair()
     writer, reader = (
-        FrameWriter(into, LARGE, is_shared=True),
-        FrameReader(out, LARGE, timeout_s=1.0),
+        SocketWriter(into, LARGE, is_shared=True),
+        SocketReader(out, LARGE, timeout_s=1.0),
     )
     writer.write(large_prefill(0))
     with pytest.raises(StageError, match="buffer"):
@@ -188,7 +189,7 @@ def test_a_text_in_shared_memory_is_refused(link):
 def offered(descriptor: int) -> None:
     """Offer memory with the first header of a link."""
     into, out = socket.socketpair()
-    reader = FrameReader(out, LARGE, timeout_s=1.0, is_shared=True)
+    reader = SocketReader(out, LARGE, timeout_s=1.0, is_shared=True)
     header = encode_header(large_prefill(0), LARGE, 0, 1) + encode_tables(large_prefill(0))
     socket.send_fds(into, [header], [descriptor])
     try:

@@ -7,8 +7,6 @@ import os
 import random
 import socket
 import struct
-import threading
-import time
 import zlib
 from collections.abc import Iterator
 
@@ -17,6 +15,8 @@ import torch
 from helpers.clocks import PATIENCE_S
 from helpers.frames import LARGE, large_prefill
 
+from llmpq.dist.transport.channels import RingCommunicator
+from llmpq.dist.transport.communicator import LinkClosedError
 from llmpq.dist.transport.errors import PeerLostError
 from llmpq.dist.transport.frames import (
     Frame,
@@ -26,11 +26,7 @@ from llmpq.dist.transport.frames import (
     encode_header,
     encode_tables,
 )
-from llmpq.dist.transport.socket_communicator import (
-    FrameReader,
-    LinkClosedError,
-    SocketCommunicator,
-)
+from llmpq.dist.transport.socket_links import SocketReader, SocketWriter
 from llmpq.errors import StageError
 
 NAMES = ["stage 0 (rank 0)", "stage 1 (rank 1)"]
@@ -42,16 +38,15 @@ class Ends:
     def __init__(self) -> None:
         self.forth = socket.socketpair()
         self.back = socket.socketpair()
-        self.made: list[SocketCommunicator] = []
+        self.made: list[RingCommunicator] = []
 
-    def rank(self, rank: int, timeout_s: float = PATIENCE_S) -> SocketCommunicator:
+    def rank(self, rank: int, timeout_s: float = PATIENCE_S) -> RingCommunicator:
         pairs = (self.forth, self.back) if rank == 0 else (self.back, self.forth)
-        one = SocketCommunicator(
+        one = RingCommunicator(
             rank=rank,
             names=NAMES,
-            limits=LARGE,
-            outgoing=pairs[0][0],
-            incoming=pairs[1][1],
+            writer=SocketWriter(pairs[0][0], LARGE, is_shared=True),
+            reader=SocketReader(pairs[1][1], LARGE, timeout_s, is_shared=True),
             timeout_s=timeout_s,
         )
         self.made.append(one)
@@ -86,62 +81,6 @@ def wire(frame: Frame, sequence: int, limits: FrameLimits = LARGE) -> bytes:
     return encode_header(frame, limits, sequence) + encode_tables(frame) + data
 
 
-def test_frames_larger_than_the_kernel_takes_arrive_whole_and_in_order(ends):
-    first, second = ends.rank(0), ends.rank(1)
-    sent = [
-        large_prefill(0),
-        decode(1),
-        large_prefill(2),
-        large_prefill(3, rows=1, tokens=3),
-        decode(4),
-    ]
-    for frame in sent:
-        first.send(frame)
-    for frame in sent:
-        got = second.recv()
-        assert (got.kind, got.micro_batch, got.rows) == (frame.kind, frame.micro_batch, frame.rows)
-        assert torch.equal(got.hidden, frame.hidden)
-
-
-def test_has_frame_leaves_the_frame_to_recv(ends):
-    first, second = ends.rank(0), ends.rank(1)
-    assert not first.has_frame()
-    second.send(Frame(kind=FrameKind.STATS, text=b"{}"))
-    assert first.has_frame()
-    assert first.has_frame()
-    assert first.recv().text == b"{}"
-    assert not first.has_frame()
-
-
-def test_await_frame_ends_with_a_frame_or_at_its_limit(ends):
-    first, second = ends.rank(0), ends.rank(1)
-    assert not second.await_frame(0.01)
-    timer = threading.Timer(0.1, first.send, [decode(1)])
-    timer.start()
-    assert second.await_frame(60.0)
-    timer.join()
-    assert second.recv().micro_batch == 1
-    assert not second.await_frame(0.0)
-
-
-def test_heartbeats_keep_a_computing_rank_alive(ends):
-    first, second = ends.rank(0, timeout_s=2.0), ends.rank(1, timeout_s=2.0)
-    timer = threading.Timer(4.0, first.send, [decode(1)])
-    timer.start()
-    assert second.recv().micro_batch == 1
-    timer.join()
-
-
-def test_a_silent_peer_is_named_in_time(ends):
-    second = ends.rank(1, timeout_s=0.2)
-    start = time.monotonic()
-    for _ in range(2):  # the next call raises it again
-        with pytest.raises(PeerLostError, match=r"rank 0.*no sign of life for 0.2 s") as caught:
-            second.recv()
-    assert caught.value.rank == 0
-    assert time.monotonic() - start >= 0.2
-
-
 @pytest.mark.parametrize("cut", [0, 1, 30, 200])
 def test_a_peer_that_ends_within_a_frame_is_named(ends, cut):
     second = ends.rank(1)
@@ -151,39 +90,12 @@ def test_a_peer_that_ends_within_a_frame_is_named(ends, cut):
         second.recv()
 
 
-def test_what_was_sent_before_the_end_still_arrives(ends):
-    first, second = ends.rank(0), ends.rank(1)
-    first.send(large_prefill(7))
-    closing = threading.Thread(target=first.close)
-    closing.start()
-    assert torch.equal(second.recv().hidden, large_prefill(7).hidden)
-    closing.join()
-    with pytest.raises(PeerLostError):
-        second.recv()
-
-
 def test_sending_to_an_ended_peer_is_an_error_that_names_it(ends):
     first = ends.rank(0)
     ends.forth[1].close()
     with pytest.raises(PeerLostError, match=r"rank 1.*closed") as caught:
         first.send(decode(0))
     assert caught.value.rank == 1
-
-
-def test_closing_does_not_wait_for_a_peer_that_reads_nothing(ends):
-    first = ends.rank(0)
-    first.send(large_prefill(0))
-    first.close()
-
-
-def test_close_leaves_no_descriptor_and_no_thread(ends):
-    before = set(os.listdir("/proc/self/fd"))  # noqa: PTH208  names are all that counts
-    made = Ends()
-    made.rank(0)
-    made.rank(1)
-    made.close()
-    assert set(os.listdir("/proc/self/fd")) <= before  # noqa: PTH208
-    assert not [thread for thread in threading.enumerate() if thread.name == "link"]
 
 
 def forged(frame: Frame, offset: int, layout: str, value: object) -> bytes:
@@ -234,7 +146,7 @@ def test_damaged_streams_raise_typed_errors_or_give_the_frames_sent(count):
     for _ in range(count):
         data = _damaged(rng, parts)
         into, out = socket.socketpair()
-        reader = FrameReader(out, LARGE, timeout_s=PATIENCE_S)
+        reader = SocketReader(out, LARGE, timeout_s=PATIENCE_S)
         into.sendall(data)
         into.close()
         try:
@@ -282,7 +194,7 @@ def test_an_announced_size_allocates_no_memory(ends):
     assert _resident_bytes() - before < 1 << 20
 
 
-def _receive(communicator: SocketCommunicator, count: int) -> None:
+def _receive(communicator: RingCommunicator, count: int) -> None:
     for _ in range(count):
         communicator.recv()
 

@@ -1,4 +1,4 @@
-"""The ring over torch.distributed: ranks as processes, since a process has one group."""
+"""Ranks as processes over torch.distributed: the same tokens, and an end to a lost rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from helpers.processes import At, workers_of
-from helpers.ranks import make_plan, run_threads
+from helpers.ranks import make_plan, make_split_plan, run_threads
 
 from llmpq.dist import run_job
 from llmpq.dist.io.job import Job
@@ -36,25 +36,45 @@ def job(tiny_model, tmp_path) -> Job:
         model_dir=tiny_model("llama", seed=1),
         prompts=tmp_path / "prompts.jsonl",
         output=tmp_path / "results.jsonl",
-        transport="gloo",
+        transport="gloo",  # the old name
     )
 
 
-def test_tokens_are_those_of_one_process(job):
-    run_job(job)
+def expected_tokens(job: Job) -> dict[str | int, tuple[int, ...]]:
     requests = [
         Request(id=n, prompt_token_ids=(n + 1,) * 3, max_new_tokens=TOKENS) for n in range(4)
     ]
     expected, _ = run_threads(PLAN, job.model_dir, requests)
-    found = {result.id: result.token_ids for result in read_results(job.output)}
-    assert found == {name: tokens for name, (tokens, _) in expected.items()}
+    return {name: tokens for name, (tokens, _) in expected.items()}
 
 
-@pytest.mark.slow
+def found_tokens(job: Job) -> dict[str | int, tuple[int, ...]]:
+    return {result.id: result.token_ids for result in read_results(job.output)}
+
+
+def test_tokens_are_those_of_one_process(job):
+    run_job(job)
+    assert found_tokens(job) == expected_tokens(job)
+
+
 @pytest.mark.parametrize(
-    ("sent", "message"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "no sign of life")]
+    ("sent", "message"),
+    [
+        (signal.SIGKILL, "SIGKILL"),
+        pytest.param(signal.SIGSTOP, "no sign of life", marks=pytest.mark.slow),
+    ],
 )
 def test_a_lost_rank_ends_the_run(job, sent, message):
     progress = At(20, lambda: os.kill(workers_of(os.getpid())[1], sent))
-    with pytest.raises(StageError, match=rf"stage 1 \(rank 1, .*{message}"):
-        run_job(replace(job, step_timeout_s=2.0), progress=progress, max_restarts=0)
+    torch_job = replace(job, step_timeout_s=2.0, transport="torch")
+    with pytest.raises(StageError, match=rf"stage 1 \(rank 1, .*{message}") as caught:
+        run_job(torch_job, progress=progress, max_restarts=0)
+    assert caught.value.exit_status == 4
+
+
+def test_keys_and_values_reach_the_ranks_that_decode(job):
+    """WAA with two stages of either phase."""
+    plan = make_split_plan((0, 2, 3), (0, 1, 3), prefill=3, decode=2, batch=4, new_tokens=TOKENS)
+    write_plan(job.strategy, plan)
+    run_job(replace(job, transport="torch"))
+    assert found_tokens(job) == expected_tokens(job)

@@ -1,8 +1,6 @@
-"""SocketCommunicator: the ring over stream sockets, unix inside a host and TCP between hosts.
+"""Links over stream sockets, unix inside a host and TCP between hosts.
 
-The calling thread writes what the kernel takes at once and reads what it waits for; one helper
-thread, asleep otherwise, writes the rest of large frames and the heartbeats. Silence counts only
-during a wait. On one host, large payloads lie in memory that both ends share
+On one host, large payloads of a ring lie in memory that both ends share
 (``transport.shared_memory``), offered with the header of the first of them.
 
 Neither end trusts the other: a header has a fixed size, what it announces is checked against the
@@ -14,26 +12,21 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import os
 import select
 import socket
 import struct
-import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from llmpq.dist.io.job import BEATS_PER_TIMEOUT
-from llmpq.dist.transport.errors import peer_closed, peer_silent
+from llmpq.dist.transport.communicator import LinkClosedError
 from llmpq.dist.transport.frames import (
-    LAST_KINDS,
     MAX_TEXT_BYTES,
     Frame,
-    FrameKind,
     FrameLimits,
     Header,
     assemble,
@@ -42,29 +35,48 @@ from llmpq.dist.transport.frames import (
     encode_tables,
 )
 from llmpq.dist.transport.shared_memory import SharedMemoryReader, SharedMemoryWriter
-from llmpq.errors import StageError
+from llmpq.dist.transport.topology import Link
 from llmpq.spec.runtime_constants import SHARED_BUFFERS, SHARED_FROM_BYTES
 
 SEND_BUFFER_BYTES: Final = 8 << 20
 """Bytes that the kernel may hold for a unix socket: some micro-batches of decode."""
-CLOSE_TIMEOUT_S: Final = 1.0
-"""How long a closing rank waits for the next one to take what was sent to it."""
-PAUSE_S: Final = 0.5
-"""A wait that took this much longer than asked for means that this process itself was stopped."""
 _MS: Final = 1000.0
 _TIMEVAL: Final = struct.Struct("@ll")
 _DESCRIPTOR: Final = struct.Struct("@i")
 
 
-class LinkClosedError(Exception):
-    """The other end of a link is gone; the caller, which knows its name, reports it."""
+class SocketLinks:
+    """The :class:`Links` of rank ``rank``; takes over its ends of the connected streams."""
+
+    def __init__(self, rank: int, sockets: Mapping[Link, socket.socket]) -> None:
+        self._rank = rank
+        self._sockets = sockets
+
+    @property
+    def transport(self) -> str:
+        """Of the ring link to the next rank: ``unix`` or ``tcp``."""
+        own = [
+            sock.family
+            for link, sock in self._sockets.items()
+            if link.source == self._rank and link.ring is not None
+        ]
+        return "unix" if all(family == socket.AF_UNIX for family in own) else "tcp"
+
+    def writer(self, link: Link, limits: FrameLimits) -> SocketWriter:
+        """Return the sending end of a link."""
+        is_ring = link.ring is not None
+        return SocketWriter(self._sockets[link], limits, is_shared=is_ring)
+
+    def reader(self, link: Link, limits: FrameLimits, timeout_s: float) -> SocketReader:
+        """Return the receiving end of a link."""
+        is_ring = link.ring is not None
+        return SocketReader(self._sockets[link], limits, timeout_s, is_shared=is_ring)
 
 
-class FrameWriter:
-    """The sending end of a link, which takes over a connected stream.
+class SocketWriter:
+    """A :class:`FrameWriter` that takes over a connected stream.
 
-    Only ``drain`` and ``close`` wait for the peer. On one host, large payloads may lie in shared
-    memory if ``is_shared``. All methods raise ``LinkClosedError`` once the peer is gone.
+    On one host, large payloads may lie in shared memory if ``is_shared``.
     """
 
     def __init__(
@@ -84,6 +96,8 @@ class FrameWriter:
     def write(self, frame: Frame) -> None:
         """Send what the kernel takes of a frame; :meth:`flush` sends the rest."""
         payload, had_memory = frame.payload, self._memory is not None
+        if payload is not None:
+            payload = payload.cpu()  # sockets send host memory
         buffer = 0 if frame.hidden is None or payload is None else self._share(payload)
         header = memoryview(encode_header(frame, self._limits, self._num_written, buffer))
         self._num_written += 1
@@ -162,14 +176,11 @@ class FrameWriter:
         return self._sock.sendmsg([first, *(one for one in others if one is not self._offer)])
 
 
-class FrameReader:
-    """The receiving end of a link, which takes over a connected stream.
+class SocketReader:
+    """A :class:`FrameReader` that takes over a connected stream.
 
-    A frame's tensor is valid until the next frame is read. ``timeout_s`` limits the wait for the
-    rest of a payload; the peer may offer shared memory if ``is_shared``.
-
-    Attributes:
-        last_received_s: when bytes last arrived, on the monotonic clock.
+    ``timeout_s`` limits the wait for the rest of a payload; the peer may offer shared memory if
+    ``is_shared``.
     """
 
     def __init__(
@@ -196,14 +207,7 @@ class FrameReader:
         self._memory: SharedMemoryReader | None = None
 
     def read(self, *, is_waiting: bool = False) -> Frame | None:
-        """Return the next frame if all of it is here, else ``None``.
-
-        ``is_waiting`` waits for a payload whose header is here, which the kernel then gathers.
-
-        Raises:
-            LinkClosedError: the peer is gone.
-            StageError: the bytes are not a frame of this run; the link cannot be used any more.
-        """
+        """Return the next frame if it is here; the kernel gathers a payload that is waited for."""
         if self._memory is not None:
             self._memory.release()
         while True:
@@ -273,170 +277,3 @@ class FrameReader:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.numpy().data
-
-
-class SocketCommunicator:
-    """One rank's part of a ring of ``ranks``, by default of all.
-
-    Args:
-        outgoing: stream to the next rank; taken over.
-        incoming: stream from the previous rank; taken over.
-        timeout_s: longest silence of a peer.
-    """
-
-    def __init__(  # noqa: PLR0913  two streams, and the ranks at their ends
-        self,
-        *,
-        rank: int,
-        names: Sequence[str],
-        limits: FrameLimits,
-        outgoing: socket.socket,
-        incoming: socket.socket,
-        timeout_s: float,
-        ranks: Sequence[int] | None = None,
-    ) -> None:
-        self.rank = rank
-        self.names = names
-        self.ranks: Sequence[int] = range(len(names)) if ranks is None else ranks
-        index = self.ranks.index(rank)
-        self._next = self.ranks[(index + 1) % len(self.ranks)]
-        self._previous = self.ranks[index - 1]
-        self._timeout_s = timeout_s
-        self._reader = FrameReader(incoming, limits, timeout_s, is_shared=True)
-        self._arrived: Frame | None = None
-        self._failure: StageError | None = None
-        self._writer = FrameWriter(outgoing, limits, is_shared=True)
-        self._lock = threading.Lock()  # of the writer and the five below
-        self._has_backlog = False
-        self._is_lost = False
-        self._is_last_sent = False
-        self._is_closed = False
-        self._last_sent_s = time.monotonic()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._thread = threading.Thread(target=self._run_writer, daemon=True, name="link")
-        self._thread.start()
-
-    def send(self, frame: Frame) -> None:
-        """Start sending to the next rank."""
-        with self._lock:
-            self._write(frame)
-            self._is_last_sent |= frame.kind in LAST_KINDS
-            is_lost, has_backlog = self._is_lost, self._has_backlog
-        if is_lost:
-            raise peer_closed(self.names[self._next], self._next)
-        if has_backlog:
-            os.eventfd_write(self._wake, 1)
-
-    def has_frame(self) -> bool:
-        """Return whether ``recv`` would return or raise at once."""
-        return self.poll(is_waiting=False)
-
-    def await_frame(self, longest_s: float) -> bool:
-        """Wait until ``recv`` would return or raise at once; return whether it would."""
-        return wait_for_any([self], longest_s) is not None
-
-    def recv(self) -> Frame:
-        """Return the next frame, waiting for it; its tensor is valid until the next call."""
-        wait_for_any([self])
-        if self._failure is not None:
-            raise self._failure  # the next call raises it again
-        frame, self._arrived = self._arrived, None
-        assert frame is not None
-        return frame
-
-    def remaining_s(self, start_s: float) -> float:
-        """Return how long the previous rank may stay silent in a wait that began at ``start_s``.
-
-        Without time left, :meth:`recv` raises an error.
-        """
-        left_s = max(start_s, self._reader.last_received_s) + self._timeout_s - time.monotonic()
-        if left_s <= 0:
-            self._failure = peer_silent(self.names[self._previous], self._previous, self._timeout_s)
-        return left_s
-
-    def poll(self, *, is_waiting: bool = True) -> bool:
-        """Read a frame as :meth:`FrameReader.read`; return whether ``recv`` would return."""
-        if self._arrived is not None or self._failure is not None:
-            return True
-        try:
-            frame = self._reader.read(is_waiting=is_waiting)
-            while frame is not None and frame.kind is FrameKind.HEARTBEAT:
-                frame = self._reader.read(is_waiting=is_waiting)
-            self._arrived = frame
-        except LinkClosedError:
-            self._failure = peer_closed(self.names[self._previous], self._previous)
-        except StageError as error:
-            self._failure = error
-        return self._arrived is not None or self._failure is not None
-
-    def fileno(self) -> int:
-        """Return the descriptor that becomes readable when bytes arrive."""
-        return self._reader.fileno()
-
-    def close(self) -> None:
-        """Finish sending and close both connections."""
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-        os.eventfd_write(self._wake, 1)
-        self._thread.join()
-        os.close(self._wake)
-        self._writer.close(CLOSE_TIMEOUT_S)
-        self._reader.close()
-
-    def _write(self, frame: Frame | None) -> None:
-        """Send a frame, or more of the backlog; the lock is held."""
-        try:
-            if frame is not None:
-                self._writer.write(frame)
-                self._last_sent_s = time.monotonic()
-            self._has_backlog = not self._writer.flush()
-        except LinkClosedError:
-            self._is_lost = True
-            self._has_backlog = False
-
-    def _run_writer(self) -> None:
-        """Send the rest of large frames, and heartbeats if nothing else is sent."""
-        interval_s = self._timeout_s / BEATS_PER_TIMEOUT
-        while True:
-            with self._lock:
-                if self._is_lost or self._is_closed:
-                    return  # ``close`` sends the rest
-                now_s = time.monotonic()
-                # With a backlog, the peer has not read all that came before it.
-                is_quiet = not (self._has_backlog or self._is_last_sent)
-                is_due = is_quiet and now_s - self._last_sent_s >= interval_s
-                self._write(Frame(kind=FrameKind.HEARTBEAT) if is_due else None)
-                left_s = max(0.0, self._last_sent_s + interval_s - now_s) if is_quiet else None
-                has_backlog = self._has_backlog
-            self._writer.wait(left_s, self._wake, for_room=has_backlog)
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._wake)
-
-
-def wait_for_any(
-    rings: Sequence[SocketCommunicator], longest_s: float = math.inf
-) -> SocketCommunicator | None:
-    """Return the first ring whose ``recv`` would return at once; ``None`` after ``longest_s``."""
-    start_s = time.monotonic()
-    end_s = start_s + longest_s
-    poll: select.poll | None = None
-    while True:
-        for ring in rings:
-            if ring.poll():
-                return ring
-        asked_s = time.monotonic()
-        left_s = min(ring.remaining_s(start_s) for ring in rings)
-        if left_s <= 0:
-            continue  # a ring now has the error of a silent peer
-        if asked_s >= end_s:
-            return None
-        left_s = min(left_s, end_s - asked_s)
-        if poll is None:
-            poll = select.poll()
-            for ring in rings:
-                poll.register(ring.fileno(), select.POLLIN)
-        poll.poll(left_s * _MS)
-        if time.monotonic() - asked_s > left_s + PAUSE_S:
-            start_s = time.monotonic()  # this process was stopped, not the peer
