@@ -16,18 +16,20 @@ import argparse
 import csv
 import random
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from llmpq.assigner.planner import even_plan
-from llmpq.cli.plots import new_figure
+from llmpq.cli.plots import BIT_COLOURS, INK, new_figure
 from llmpq.profiler.memory import measure_memory
 from llmpq.spec.plan import Plan
 
 KEY = ("model", "bits", "kv_bits", "stages", "shape", "micro_batch", "seed", "requests")
 HELD = ("weights", "master", "kv", "buffers", "load_peak")
 FIELDS = (*KEY, "rank", "measured", *HELD)
+REQUIRED = -1, 12
+"""Percent that a forecast may be above what is measured."""
 Row = dict[str, str]
 
 
@@ -55,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     compared = [(row, *_compared(row)) for row in _read(options.rows)]
     _print(compared)
     if options.plot is not None:
-        _plot(compared, options.plot)
+        _plot(_errors(compared), options.plot)
     return 0
 
 
@@ -131,29 +133,49 @@ def _print(compared: Iterable[tuple[Row, float, float, bool]]) -> None:
             f"| {'equal' if is_exact else 'DIFFER'} |"
         )
     if errors:
-        good = sum(-0.01 <= error <= 0.12 for error in errors)
+        low, high = REQUIRED
+        good = sum(low <= 100 * error <= high for error in errors)
         print(
             f"\n{len(errors)} stages: {min(errors):+.1%} to {max(errors):+.1%}, mean "
-            f"{sum(errors) / len(errors):+.1%}; {good} between -1 % and +12 %"
+            f"{sum(errors) / len(errors):+.1%}; {good} between {low} % and +{high} %"
         )
 
 
-def _plot(compared: Sequence[tuple[Row, float, float, bool]], path: Path) -> None:
-    with new_figure(path, 7, 4) as figure:
+def _plot(errors: Mapping[tuple[str, int], Sequence[float]], path: Path) -> None:
+    """Draw errors in percent by family (with its prompts) and bits, and what is required."""
+    families = list(dict.fromkeys(family for family, _ in errors))
+    widths = sorted({bits for _, bits in errors}, reverse=True)
+    with new_figure(path, 10, 4) as figure:
         axes = figure.add_subplot()
-        families: dict[str, list[tuple[float, float]]] = {}
-        for row, predicted, measured, _ in compared:
-            family = Path(row["model"]).name.partition("-")[0]
-            families.setdefault(family, []).append(
-                (measured / 1e6, 100 * (predicted / measured - 1))
-            )
-        for marker, (family, points) in zip("osD^v<>P", families.items(), strict=False):
-            axes.plot(*zip(*points, strict=True), marker, label=family, markersize=5, alpha=0.8)
-        axes.axhspan(-1, 12, color="0.92", zorder=0, label="required")
-        axes.axhline(0, color="0.5", linewidth=0.8)
-        axes.set_xlabel("measured peak resident memory of a stage, MB")
-        axes.set_ylabel("predicted, % above measured")
-        axes.legend(ncols=2, loc="upper right")
+        for number, (bits, marker) in enumerate(zip(widths, "osD^", strict=False)):
+            shift = 0.24 * (number - (len(widths) - 1) / 2)
+            points = [
+                (families.index(family) + shift, error)
+                for (family, own), found in errors.items()
+                if own == bits
+                for error in found
+            ]
+            axes.plot(
+                *zip(*points, strict=True), marker, color=BIT_COLOURS[bits], label=f"{bits} bits",
+                markersize=5, alpha=0.8,
+            )  # fmt: skip
+        axes.axhspan(*REQUIRED, color=INK, alpha=0.1, zorder=0, label="required")
+        axes.axhline(0, color=INK, linewidth=0.8)
+        axes.set_xticks(range(len(families)), families)
+        axes.set_ylabel("predicted peak of a stage, % above measured")
+        axes.legend(ncols=len(widths) + 1, loc="lower right", bbox_to_anchor=(1, 1))
+
+
+def _errors(
+    compared: Iterable[tuple[Row, float, float, bool]],
+) -> dict[tuple[str, int], list[float]]:
+    found: dict[tuple[str, int], list[float]] = {}
+    for row, predicted, measured, _ in compared:
+        family = Path(row["model"]).name.partition("-")[0]
+        prompt = _numbers(row["shape"])[1]
+        key = f"{family}\n{prompt:,} tokens", int(row["bits"])
+        found.setdefault(key, []).append(100 * (predicted / measured - 1))
+    return found
 
 
 def _read(path: Path) -> list[Row]:

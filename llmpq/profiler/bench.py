@@ -226,12 +226,11 @@ class LayerBench:
         return [few, TimedStep(shape=shape, bits=bits, layers=self.depth)]
 
     @torch.inference_mode()
-    def prepare(self, trial: TimedStep) -> None:
-        """Run a trial once without timing it: first runs allocate, compile and choose kernels."""
+    def prepare(self, trial: TimedStep) -> list[Timing]:
+        """Run a trial for the first time: such runs allocate, compile and choose kernels."""
         if trial.is_master:
-            self._run_master(trial.shape, trial.bits)
-        else:
-            self._run_once(trial)
+            return self._run_master(trial.shape, trial.bits)
+        return [Timing(trial=trial, seconds=self._run_once(trial))]
 
     @torch.inference_mode()
     def run(self, trial: TimedStep) -> list[Timing]:

@@ -3,7 +3,8 @@
 The trials of all bitwidths are interleaved in a seeded random order and repeated in rounds, so that
 a slow period of the host is spread over all points and no stage finds its weights in the cache. A
 point is finished once the standard error of its median is small. Slow points are timed less often,
-so that the time is that of the budget.
+so that the time is that of the budget. No single slow timing counts: of two, the median is the
+smaller one, and the run before the only timing of a point counts if it was faster.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, zip_longest
-from statistics import median, quantiles
+from statistics import median, median_low, quantiles
 
 import torch
 
@@ -29,7 +30,15 @@ from llmpq.dist.metrics.core_time import (
 )
 from llmpq.kernels.gpu.device import open_device
 from llmpq.logging import get_logger
-from llmpq.profiler.bench import LONG_S, LayerBench, LayerJob, TimedStep, is_short, runs_of_timing
+from llmpq.profiler.bench import (
+    LONG_S,
+    LayerBench,
+    LayerJob,
+    TimedStep,
+    Timing,
+    is_short,
+    runs_of_timing,
+)
 from llmpq.profiler.journal import Journal
 from llmpq.spec.precision import Phase
 from llmpq.spec.tables import LatencySample, LatencyTable
@@ -45,6 +54,8 @@ REPEATS = 2
 """Runs of a short trial in each round: it varies more and costs little."""
 NOISY_SPREAD = 0.1
 """Interquartile range over median, in the median over points, from which a host counts as noisy."""
+OUTLIER = 1.5
+"""How many times its median a timing exceeds to count as an outlier in the provenance."""
 _LEAST_SHARE = 0.1
 
 Progress = Callable[[float], None]
@@ -117,6 +128,12 @@ def spread_of(values: Sequence[float]) -> float:
         return 0.0
     low, middle, high = quantiles(values, n=4)
     return (high - low) / middle
+
+
+def outliers_of(values: Sequence[float]) -> list[float]:
+    """Return the timings of a point above ``OUTLIER`` times its median."""
+    most = OUTLIER * median_low(values)
+    return [value for value in values if value > most]
 
 
 def spread_line(noise: float) -> tuple[str, str]:
@@ -195,7 +212,7 @@ class _Rounds:
         """Return the deep trials whose preparation and first timing fit, cheapest first."""
         depth = self.bench.depth
         run_s = {
-            replace(one, layers=depth): median(self.times[one]) * depth / one.layers
+            replace(one, layers=depth): median_low(self.times[one]) * depth / one.layers
             for one in trials
             if one.layers == self.bench.few
         }
@@ -211,21 +228,26 @@ class _Rounds:
         return kept
 
     def _left(self) -> list[list[TimedStep]]:
-        """Return the trials of another round, one list per bitwidth; none when it is enough."""
+        """Return the trials of another round, one list per bitwidth; none when it is enough.
+
+        Those with the fewest timings come first, up to ``SPREAD_ROUNDS``, then those that take the
+        least time.
+        """
         left_s = self.bench.job.budget_s - self.elapsed_s
         kept: set[TimedStep] = set()
-        for trial in sorted(chain.from_iterable(self.groups), key=self.cost_s.__getitem__):
-            if self._is_finished(trial):
-                continue
-            left_s -= self.cost_s[trial] * self._repeats(trial)
-            if left_s <= 0.0:
-                break
-            kept.add(trial)
+        for trial in sorted(chain.from_iterable(self.groups), key=self._turn):
+            round_s = self.cost_s[trial] * self._repeats(trial)
+            if round_s < left_s and not self._is_finished(trial):
+                left_s -= round_s
+                kept.add(trial)
         groups = [
             [one for one in group if one in kept for _ in range(self._repeats(one))]
             for group in self.groups
         ]
         return [group for group in groups if group]
+
+    def _turn(self, trial: TimedStep) -> tuple[int, float]:
+        return min(len(self.times.get(trial, ())), SPREAD_ROUNDS), self.cost_s[trial]
 
     def _repeats(self, trial: TimedStep) -> int:
         return REPEATS if is_short(trial) and self.cost_s[trial] < LONG_S else 1
@@ -238,26 +260,39 @@ class _Rounds:
         return spread_of(values) / math.sqrt(len(values)) < FINISHED_ERROR
 
     def _start(self, trial: TimedStep) -> None:
-        """Run a trial for the first time, then time it; compiling is not counted as spent."""
+        """Run a trial for the first time, then time it; compiling is not counted as spent.
+
+        A first run is the slower one. Where it was faster than the only timing, other work on the
+        host disturbed that, and both count.
+        """
         before_s = self.bench.now()
-        self.bench.prepare(trial)
+        first = self.bench.prepare(trial)
         first_s = self.bench.now() - before_s
         self._time(trial)
+        self._add([one for one in first if self._is_faster_than_only(one)])
         self.begin += max(0.0, first_s - self.cost_s[trial])
+
+    def _is_faster_than_only(self, first: Timing) -> bool:
+        kept = self.times[first.trial]
+        return len(kept) == 1 and first.seconds < kept[0]
 
     def _time(self, trial: TimedStep) -> None:
         before_s = self.bench.now()
         timings = self.bench.run(trial)
-        self.cost_s[trial] = self.bench.now() - before_s
-        for one in timings:
-            self.times.setdefault(one.trial, []).append(one.seconds)
-        if self.journal is not None:
-            self.journal.add(timings)
+        spent_s = self.bench.now() - before_s
+        self.cost_s[trial] = min(spent_s, self.cost_s.get(trial, spent_s))
+        self._add(timings)
         if self.progress is not None:
             # Compiling is taken out of what is spent once it is over: a share never shrinks.
             spent = min(1.0, self.elapsed_s / self.bench.job.budget_s)
             self.shown = max(self.shown, spent)
             self.progress(self.shown)
+
+    def _add(self, timings: Sequence[Timing]) -> None:
+        for one in timings:
+            self.times.setdefault(one.trial, []).append(one.seconds)
+        if self.journal is not None:
+            self.journal.add(timings)
 
 
 def _interleaved(groups: Sequence[Sequence[TimedStep]], shuffle: random.Random) -> list[TimedStep]:
@@ -271,7 +306,7 @@ def _stage_s(times: Times, phase: Phase) -> float:
     depths: dict[tuple[object, int], dict[int, float]] = {}
     for trial, values in times.items():
         if not trial.is_master and trial.shape.phase is phase:
-            depths.setdefault((trial.shape, trial.bits), {})[trial.layers] = median(values)
+            depths.setdefault((trial.shape, trial.bits), {})[trial.layers] = median_low(values)
     found = []
     for seconds in depths.values():
         if len(seconds) == 2:
@@ -287,7 +322,7 @@ def _samples(times: Times, stage_s: Mapping[Phase, float]) -> tuple[LatencySampl
         deepest[trial.shape, trial.bits] = trial
     samples = []
     for trial in deepest.values():
-        measured_s = seconds = median(times[trial])
+        measured_s = seconds = median_low(times[trial])
         if not trial.is_master:
             rest = measured_s - stage_s[trial.shape.phase]
             seconds = max(rest, _LEAST_SHARE * measured_s) / trial.layers
@@ -309,6 +344,7 @@ def _provenance(
     times: Times, job: LayerJob, depth: int, stage_s: Mapping[Phase, float], noise: float
 ) -> tuple[tuple[str, str], ...]:
     rounds = sorted(len(values) for values in times.values())
+    outliers = [value for values in times.values() for value in outliers_of(values)]
     return (
         *job_identity(job),
         (
@@ -318,7 +354,10 @@ def _provenance(
         ),
         ("depth", str(depth)),
         ("stage_s", " ".join(f"{phase.value} {stage_s[phase]!r}" for phase in Phase)),
-        ("rounds", f"{rounds[0]} to {rounds[-1]}, {sum(rounds)} timings"),
+        (
+            "rounds",
+            f"{rounds[0]} to {rounds[-1]}, {sum(rounds)} timings, {len(outliers)} of them outliers",
+        ),
         spread_line(noise),
         ("seed", str(job.seed)),
     )

@@ -8,12 +8,11 @@ from statistics import fmean
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter, LogLocator
 
+from llmpq.cli.plots import new_figure
 from scripts.reproduce.output import Record
-from scripts.reproduce.pictures import GRID, INK
+from scripts.reproduce.pictures import GRID
 
 COLOURS = {"LARRY": "#1f4e79", "FCFS": "#d1495b", "TRAIL+": "#f2a541", "No-Preempt": "#9aa5b1"}
 SHADES = {"p50": "#8fadcc", "p95": "#41729f", "p99": "#12304d"}
@@ -27,24 +26,22 @@ def draw(record: Record, path: Path) -> None:
         path: the PNG file.
     """
     cases = record["cases"]
-    figure = Figure(figsize=(3.2 * len(cases), 8), layout="constrained", dpi=120)
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(3, len(cases), squeeze=False)
-    for column, entry in enumerate(cases):
-        for row, place in enumerate(("p50", "p95")):
-            axes = grid[row][column]
-            for name, color in COLOURS.items():
-                heights = [_ttft(runs, place) for runs in entry["curves"][name]]
-                # Dashed: on SW-Code it lies on FCFS.
-                style = "o--" if name == "No-Preempt" else "o-"
-                axes.plot(record["curve"], heights, style, color=color, ms=3, label=name)
-            axes.set_yscale("log")
-            _name(axes, f"TTFT {place}, s", "arrival rate (1: the rate of the tables)")
-        grid[0][column].set_title(f"{entry['server']}\n{entry['law']}", fontsize=9, color=INK)
-        _draw_alphas(grid[2][column], entry)
-    grid[0][0].legend(fontsize=8, frameon=False)
-    grid[2][0].legend(fontsize=8, frameon=False)
-    figure.savefig(path)
+    with new_figure(path, 3.2 * len(cases), 8) as figure:
+        grid = figure.subplots(3, len(cases), squeeze=False)
+        for column, entry in enumerate(cases):
+            for row, place in enumerate(("p50", "p95")):
+                axes = grid[row][column]
+                for name, color in COLOURS.items():
+                    heights = [_ttft(runs, place) for runs in entry["curves"][name]]
+                    # Dashed: on SW-Code it lies on FCFS.
+                    style = "o--" if name == "No-Preempt" else "o-"
+                    axes.plot(record["curve"], heights, style, color=color, ms=3, label=name)
+                axes.set_yscale("log")
+                _name(axes, f"TTFT {place}, s", "arrival rate (1: the rate of the tables)")
+            grid[0][column].set_title(f"{entry['server']}\n{entry['law']}")
+            _draw_alphas(grid[2][column], entry)
+        grid[0][0].legend()
+        grid[2][0].legend()
 
 
 def _draw_alphas(axes: Axes, entry: dict[str, Any]) -> None:
@@ -62,11 +59,11 @@ def _ttft(runs: Sequence[dict[str, Any]], place: str) -> float:
 
 
 def _name(axes: Axes, title: str, label: str) -> None:
-    axes.set_ylabel(title, fontsize=8)
-    axes.set_xlabel(label, fontsize=8)
-    axes.tick_params(labelsize=8)
+    axes.set_ylabel(title)
+    axes.set_xlabel(label)
     axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
     axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
     axes.yaxis.set_minor_formatter(FormatStrFormatter("%g"))
     axes.tick_params(which="minor", labelsize=7)
     axes.grid(color=GRID, lw=0.6)
+    axes.set_axisbelow(True)

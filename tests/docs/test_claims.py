@@ -264,8 +264,8 @@ def no_alpha() -> str:
 def alphas_and_p99() -> str:
     runs = larry_pairs("FCFS")
     higher = sum(ours[TTFT]["p99"] > theirs[TTFT]["p99"] for ours, theirs in runs)
-    found = larry.alpha_claims(record("larry"), "30.0")
-    return f"1 {higher} {len(runs)} 30 {sum(below for below, _ in found)} {len(found)}"
+    found = larry.alpha_claims(record("larry"), "50.0")
+    return f"1 {higher} {len(runs)} 50 {sum(below for below, _ in found)} {len(found)}"
 
 
 def generation_times() -> str:
@@ -331,83 +331,87 @@ def preempted_choices() -> str:
 
 # --- SAL ---
 
-RATIOS = "SAL over its rivals: mean ratio"
-UNEQUAL = "Different servers: SAL in seconds over its rivals, mean ratio"
 
-
-def sal_rows(title: str, *names: str) -> list[list[Any]]:
-    """Return the figures of the rows that begin with these names."""
-    found = [row[len(names) :] for row in rows("sal", title) if tuple(row[: len(names)]) == names]
-    assert found
-    return found
-
-
-def with_larry(column: int) -> dict[str, list[float]]:
-    """Return a column of each run with LARRY on equal servers, by balancer."""
-    found: dict[str, list[float]] = {}
-    for row in rows("sal", "With LARRY, each run on equal servers"):
-        found.setdefault(row[3], []).append(row[column])
-    return found
+def sal_ratios(
+    ours: str, order: str, rival: str, metric: str, place: str, kind: str = "cases", law: str = ""
+) -> list[float]:
+    """Return a figure of one balancer over that of another, in each run."""
+    return [
+        run["figures"][order][ours][metric][place] / run["figures"][order][rival][metric][place]
+        for case in record("sal")[kind]
+        if law in ("", case["law"])
+        for run in case["runs"]
+    ]
 
 
 def first_tokens_p50() -> str:
     for order in sal.SCHEDULERS:
         for rival in set(sal.PAPERS) - {"SAL"}:
-            (cells,) = sal_rows(RATIOS, "SAL", order, rival)
-            assert max(cells[0][0], cells[1][0]) < 1
+            for place in ("mean", "p95"):
+                assert fmean(sal_ratios("SAL", order, rival, TTFT, place)) < 1
     means, counts = [], []
-    for column in (5, 7):
-        runs = with_larry(column)
+    for metric in sal.METRICS[:2]:
         for rival in ("P2C", "Random"):
-            ratios = [one / two for one, two in zip(runs["SAL"], runs[rival], strict=True)]
+            ratios = sal_ratios("SAL", "LARRY", rival, metric, "p50")
             means.append(f"{fmean(ratios):.2f}")
             counts.append(f"{sum(ratio < 1 for ratio in ratios)}")
     return " ".join([*means[:2], *counts[:2], f"{len(ratios)}", *means[2:]])
 
 
 def lowest() -> str:
-    ((first, *others),) = rows("sal", "SAL with LARRY: runs in which it is lowest")
-    return f"{first[0]} {first[1]} {' '.join(str(count) for count, _ in others)}"
+    runs = sal._runs(record("sal"))
+    counts = [
+        sum(sal._best_of(run["figures"], metric, place) == ("LARRY", "SAL") for run in runs)
+        for metric in (TTFT, TGT)
+        for place in ("mean", "p95")
+    ]
+    return f"{counts[0]} {len(runs)} {' '.join(map(str, counts[1:]))}"
 
 
 def with_trail() -> str:
-    (counts,) = sal_rows("Claims: runs in which they hold", "TRAIL+: SAL's TTFT mean is lower")
-    (ratios,) = sal_rows(RATIOS, "SAL", "TRAIL+", "P2C")
-    longer = sorted(100 * (ratio[0] - 1) for ratio in ratios[2:])
-    p2c = counts[sal.RIVALS.index("P2C")]
-    return f"{p2c[0]} {p2c[1]} {longer[0]:.0f} {longer[1]:.0f}"
+    ratios = sal_ratios("SAL", "TRAIL+", "P2C", TTFT, "mean")
+    longer = [
+        100 * (fmean(sal_ratios("SAL", "TRAIL+", "P2C", TGT, place)) - 1)
+        for place in ("mean", "p95")
+    ]
+    assert min(longer) > 0
+    return f"{sum(r < 1 for r in ratios)} {len(ratios)} {max(longer):.0f}"
 
 
 def orders_on_code() -> str:
-    (title,) = (
-        item["title"]
-        for item in evidence.load("sal")["tables"]
-        if item["title"].startswith("Llama-3-8B, 8 A100-40G, SW-Code")
+    (case,) = (
+        case
+        for case in record("sal")["cases"]
+        if (case["fleet"], case["law"]) == ("Llama-3-8B, 8 A100-40G", "SW-Code")
     )
-    p95 = {order: sal_rows(title, order, "SAL")[0][1] for order in ("FCFS", "LARRY")}
-    return f"{p95['FCFS']} {p95['LARRY']}"
+    return " ".join(
+        f"{fmean(run['figures'][order]['SAL'][TTFT]['p95'] for run in case['runs']):.2f}"
+        for order in ("FCFS", "LARRY")
+    )
 
 
 def in_seconds() -> str:
     found = [
-        sal_rows(RATIOS, "SAL in seconds", order, rival)[0][0][0]
+        fmean(sal_ratios("SAL in seconds", order, rival, TTFT, "mean"))
         for order in sal.SCHEDULERS
         for rival in set(sal.PAPERS) - {"SAL"}
     ]
-    assert sal_rows(RATIOS, "SAL in seconds", "FCFS", "LMetric")[0][0] == [1, 1, 1]
+    same = sal_ratios("SAL in seconds", "FCFS", "LMetric", TTFT, "mean")
+    assert all(abs(ratio - 1) < 0.005 for ratio in same)
     return between(found)
 
 
 def in_steps() -> str:
-    cells: dict[tuple[str, int], list[float]] = {}
-    for law in larry.LAWS:
-        for order in sal.UNEQUAL_SCHEDULERS:
-            (row,) = sal_rows(UNEQUAL, f"{law}, {order}", "SAL")
-            for column in range(2):
-                cells.setdefault((law, column), []).append(row[column][0])
-    (mean,) = set(cells["SW-Chat", 0])
-    parts = cells["SW-Chat", 1], cells["SW-Code", 0], cells["SW-Code", 1]
-    return f"{mean:.2f} {' '.join(map(between, parts))}"
+    chat_mean, *parts = (
+        [
+            fmean(sal_ratios("SAL in seconds", order, "SAL", TTFT, place, "unequal", law))
+            for order in sal.UNEQUAL_SCHEDULERS
+        ]
+        for law in larry.LAWS
+        for place in ("mean", "p95")
+    )
+    (mean,) = {f"{ratio:.2f}" for ratio in chat_mean}
+    return f"{mean} {' '.join(map(between, parts))}"
 
 
 # --- LLM-PQ ---

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from itertools import count, pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,6 +34,12 @@ def always(seconds):
         return [Timing(trial=trial, seconds=seconds)]
 
     return run
+
+
+def replace_runs(monkeypatch, run):
+    """Let all runs of a bench, the first included, be those of ``run``."""
+    monkeypatch.setattr(LayerBench, "run", run)
+    monkeypatch.setattr(LayerBench, "prepare", run)
 
 
 def ticking():
@@ -112,6 +119,35 @@ def test_the_budget_holds_although_some_shapes_are_slow(job, monkeypatch):
     assert max(slow) < layer_module.FINISHED_ROUNDS < min(quick)
 
 
+@pytest.mark.parametrize("budget_s", [0.5, 5.0])
+def test_one_slow_timing_of_a_point_does_not_bend_the_table(job, monkeypatch, budget_s):
+    clean_s = layers_take(0.0001, slow_s=0.2)
+
+    def run_s(trial):
+        is_first_timing = trial.layers == 1 and stages.runs[trial] == 2
+        return (5 if is_first_timing else 1) * clean_s(trial)
+
+    stages = FakeStages(monkeypatch, run_s)
+    table = profile_layer(replace(job, budget_s=budget_s), now=stages.now)
+    slow = [s for s in table.samples if s.bits == 16 and s.phase is Phase.PREFILL]
+    assert [s.seconds for s in slow] == pytest.approx([0.2] * len(slow))
+    assert dict(table.provenance)["rounds"].endswith(f" {len(slow)} of them outliers")
+
+
+@pytest.mark.parametrize(("left_s", "chosen"), [(3.5, "once"), (2.5, "twice"), (5.0, "all")])
+def test_points_with_the_fewest_timings_come_first(left_s, chosen):
+    bits = {"once": 16, "twice": 8}
+    once, twice = (TimedStep(shape=SHAPES[0], bits=one, layers=1) for one in bits.values())
+    bench = SimpleNamespace(
+        now=lambda: 0.0, job=SimpleNamespace(budget_s=left_s), trials=lambda: [[once], [twice]]
+    )
+    rounds = layer_module._Rounds(bench, None, None)
+    rounds.times = {once: [3.0], twice: [1.0, 1.0]}
+    rounds.cost_s = {once: 3.0, twice: 1.0}
+    wanted = list(bits.values()) if chosen == "all" else [bits[chosen]]
+    assert [trial.bits for group in rounds._left() for trial in group] == wanted
+
+
 def test_many_layers_of_slow_shapes_are_left_out(job, monkeypatch):
     stages = FakeStages(monkeypatch, layers_take(0.0001, slow_s=0.2))
     profile_layer(replace(job, budget_s=2.0), now=stages.now)
@@ -174,7 +210,7 @@ def test_the_time_of_a_layer_is_separated_from_the_stage_overhead(job, monkeypat
         seconds = 7.0 if trial.bits == MASTER_BITS else 0.5 + 2.0 * trial.layers
         return [Timing(trial=trial, seconds=seconds)]
 
-    monkeypatch.setattr(LayerBench, "run", run)
+    replace_runs(monkeypatch, run)
     table = profile_layer(job)
     assert StageOverhead.of("table", dict(table.provenance)) == StageOverhead(
         prefill=0.5, decode=0.5
@@ -235,6 +271,7 @@ def test_a_finished_point_is_not_timed_again(job, monkeypatch):
         return [Timing(trial=trial, seconds=1.0)]
 
     monkeypatch.setattr(LayerBench, "run", run)
+    monkeypatch.setattr(LayerBench, "prepare", always(2.0))
     # Ends at once: nothing varies.
     profile_layer(replace(job, budget_s=30.0), now=ticking())
     most = max(calls.count(trial) for trial in calls)
@@ -250,6 +287,7 @@ def test_a_table_holds_medians_and_a_noisy_host_gives_a_warning(job, monkeypatch
         return [Timing(trial=trial, seconds=seconds[0])]
 
     monkeypatch.setattr(LayerBench, "run", run)
+    monkeypatch.setattr(LayerBench, "prepare", always(2.0))
     monkeypatch.setattr(
         layer_module, "_interleaved", lambda groups, _: [t for g in groups for t in g]
     )
@@ -264,14 +302,14 @@ def test_a_table_holds_medians_and_a_noisy_host_gives_a_warning(job, monkeypatch
 
 
 def test_a_quiet_host_gives_no_warning(job, monkeypatch, caplog):
-    monkeypatch.setattr(LayerBench, "run", always(1.0))
+    replace_runs(monkeypatch, always(1.0))
     table = profile_layer(job, now=ticking(), read_core=lambda _: None)
     assert "noisy host" not in caplog.text
     assert dict(table.provenance)["noise"].startswith("0.0%")
 
 
 def test_other_programs_on_the_core_give_a_warning_and_a_provenance_line(job, monkeypatch, caplog):
-    monkeypatch.setattr(LayerBench, "run", always(1.0))
+    replace_runs(monkeypatch, always(1.0))
     times = [CoreTime(ran_s=1.0, taken_s=0.0), CoreTime(ran_s=5.0, taken_s=6.0)]
     with caplog.at_level(logging.WARNING):
         table = profile_layer(job, now=ticking(), read_core=lambda _: times.pop(0))
@@ -281,10 +319,10 @@ def test_other_programs_on_the_core_give_a_warning_and_a_provenance_line(job, mo
 
 
 def test_an_interrupted_run_is_resumed_from_its_journal(job, tmp_path, monkeypatch):
-    monkeypatch.setattr(LayerBench, "run", always(1.0))
+    replace_runs(monkeypatch, always(1.0))
     with Journal(tmp_path / "t.part", (("model", "m"),), resume=False) as journal:
         profile_layer(replace(job, budget_s=1.0), journal=journal, now=ticking())
-    monkeypatch.setattr(LayerBench, "run", always(9.0))
+    replace_runs(monkeypatch, always(9.0))
     with Journal(tmp_path / "t.part", (("model", "m"),), resume=True) as journal:
         table = profile_layer(replace(job, budget_s=1e-9), journal=journal)
     assert {sample.seconds for sample in table.samples if not sample.bits} == {1.0}
@@ -297,7 +335,7 @@ def test_more_tokens_than_the_model_has_positions_are_rejected(job, tiny_model):
 
 
 def test_one_layer_in_a_row_gives_no_stage_overhead(job, monkeypatch):
-    monkeypatch.setattr(LayerBench, "run", always(1.0))
+    replace_runs(monkeypatch, always(1.0))
     table = profile_layer(replace(job, layers=1))
     assert StageOverhead.of("table", dict(table.provenance)) == StageOverhead()
     assert Shape(phase=Phase.DECODE, batch=1, tokens=5) in SHAPES
