@@ -84,6 +84,11 @@ def lanes() -> tuple[Lane, ...]:
             for isa in older()
         ),
         Lane(
+            name="nightly",
+            checks="benchmarks, scripts and notebooks",
+            command=pytest("-m", "nightly and not slow and not gpu and not ray"),
+        ),
+        Lane(
             name="slow",
             checks="tests that take long",
             command=pytest("-m", "slow and not gpu and not ray"),

@@ -26,6 +26,8 @@ import servers  # noqa: E402
 import stress  # noqa: E402
 from load import Query, Sample  # noqa: E402
 
+pytestmark = pytest.mark.nightly
+
 
 def options_of(folder: Path, *words: str) -> Namespace:
     return online._parser().parse_args(["--folder", str(folder), *words])

@@ -29,6 +29,8 @@ from scripts.boxes.devices import (  # noqa: E402
 )
 from scripts.boxes.groups import groups  # noqa: E402
 
+pytestmark = pytest.mark.nightly
+
 CLUSTER = """{"schema": 1, "name": "box", "links": [], "nodes": [{"name": "here", "devices":
   [{"type": "cpu", "count": 1, "threads": 1, "cpu_share": 0.5, "memory_bytes": 100000000}]}]}"""
 

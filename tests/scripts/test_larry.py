@@ -12,6 +12,8 @@ from llmpq.spec.workload import draw_trace
 from scripts.reproduce import larry
 from scripts.reproduce.larry_cases import a100_server, draw_requests, h100_server
 
+pytestmark = pytest.mark.nightly
+
 TRACE = draw_trace(400, uniform(20, 3000), uniform(5, 300), requests_per_s=3.0, seed=4)
 
 

@@ -30,6 +30,8 @@ from scripts.reproduce import (  # noqa: E402
 )
 from scripts.reproduce.cases import LONG, SHORT, Case  # noqa: E402
 
+pytestmark = pytest.mark.nightly
+
 # Table 3 of the paper.
 TYPES = {
     1: {"V100-32G": 1}, 2: {"A100-40G": 1}, 3: {"T4-16G": 3, "V100-32G": 1},

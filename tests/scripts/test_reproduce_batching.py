@@ -10,6 +10,8 @@ from scripts.reproduce.exegpt_published import TASKS
 from scripts.reproduce.exegpt_served import law
 from scripts.reproduce.multibin import BATCH, LONGEST_S, SHORTEST_S, Queue, _uniform
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.mark.parametrize("bins", [1, 2, 3, 5, 8, 13, 21, 32])
 def test_the_queue_serves_what_the_theorem_promises(bins):

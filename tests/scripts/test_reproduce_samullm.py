@@ -16,6 +16,8 @@ from scripts.reproduce import samullm
 from scripts.reproduce.samullm import report
 from scripts.reproduce.samullm_cases import Cases
 
+pytestmark = pytest.mark.nightly
+
 LAWS = ("Llama-2-7b-chat-hf", "chatglm3-6b", "Mixtral-8x7B-v0.1")
 
 

@@ -20,6 +20,8 @@ from llmpq.spec.workload import draw_trace
 from scripts.reproduce import sal
 from scripts.reproduce.sal_cases import ChangedSal, different_fleet, equal_fleets
 
+pytestmark = pytest.mark.nightly
+
 TRACE = tuple(draw_trace(400, uniform(20, 3000), uniform(5, 300), requests_per_s=3.0, seed=4))
 
 
