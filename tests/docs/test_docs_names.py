@@ -45,6 +45,7 @@ FOLDERS = (
     "scripts",
     "strategies",
     "tests",
+    "tools",
 )
 CODE = re.compile(r"`([^`\n]+)`")
 FILE = re.compile(rf"(?:{'|'.join(FOLDERS)})/[\w./*-]*")

@@ -25,7 +25,7 @@ NEEDS_OTHERS = {
 }
 """Programs that import libraries which ``.venv`` lacks."""
 WITHOUT_OPTIONS = {
-    "scripts/boxes/wire.py",
+    "tools/boxes/wire.py",
     "scripts/config_defaults.py",
     "scripts/docs_site/cli_reference.py",
     "scripts/interop/ours.py",

@@ -1,9 +1,9 @@
 """Run one plan on two "hosts": network namespaces joined by a wire of 1 Gbit/s and 1 ms.
 
-    sudo python scripts/two_hosts.py [--rate_mbit 1000] [--delay_ms 1] [--transport auto|gloo]
+    sudo python tools/two_hosts.py [--rate_mbit 1000] [--delay_ms 1] [--transport auto|gloo]
 
 Each host runs the documented ``llmpq-dist doctor`` and ``llmpq-dist`` commands with its
-``--node_rank``; nothing but the wire joins them (``scripts/boxes/wire.py``). Prints one JSON
+``--node_rank``; nothing but the wire joins them (``tools/boxes/wire.py``). Prints one JSON
 object; everything made is removed again, whatever happens.
 """
 
@@ -18,16 +18,17 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from helpers.ranks import make_plan  # noqa: E402
-from helpers.tiny_models import save_tiny_model  # noqa: E402
+from helpers.ranks import make_plan
+from helpers.tiny_models import save_tiny_model
 
-from llmpq.spec.cluster import Cluster, DeviceGroup, LinkSpec, Node  # noqa: E402
-from llmpq.spec.plan import write_plan  # noqa: E402
-from scripts.boxes.wire import Host, Link, hosts  # noqa: E402
+from llmpq.spec.cluster import Cluster, DeviceGroup, LinkSpec, Node
+from llmpq.spec.plan import write_plan
+from tools.boxes.wire import Host, Link, hosts
 
 PORT = 29500
 
@@ -100,7 +101,7 @@ def prepare(folder: Path, layers: int) -> list[str]:
     return [*files, "--token_file", str(token)]
 
 
-def run_both(both: list[Host], verb: str | None, words: list[str]) -> dict[str, object]:
+def run_both(both: list[Host], verb: str | None, words: list[str]) -> dict[str, Any]:
     """Run the command on both hosts; return what the master's printed."""
     command = [sys.executable, "-m", "llmpq.cli.commands.dist", *([verb] if verb else []), *words]
     command += ["--json", "--nnodes", "2", "--master_addr", both[0].address]

@@ -1,4 +1,4 @@
-"""A cluster of different devices on this host, for real: see ``scripts/hetbox --help``."""
+"""A cluster of different devices on this host, for real: see ``tools/hetbox --help``."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from pathlib import Path
 from llmpq.errors import LlmpqError, SpecError
 from llmpq.spec.cluster import Device, load_cluster
 from llmpq.spec.plan import Plan, read_plan
-from scripts.boxes.devices import Box, children_of, has_begun, rank_of, spaces_of
-from scripts.boxes.groups import Group, groups, remove_all
-from scripts.boxes.pace import Pace, paced
-from scripts.boxes.wire import Link, hosts, remove_hosts
+from tools.boxes.devices import Box, children_of, has_begun, rank_of, spaces_of
+from tools.boxes.groups import Group, groups, remove_all
+from tools.boxes.pace import Pace, paced
+from tools.boxes.wire import Link, hosts, remove_hosts
 
 START_S, WATCH_S = 0.004, 0.05
 """Seconds between two looks for new ranks: until all are there, and afterwards."""
@@ -34,10 +34,10 @@ included. With
 to the rate and the delay of the cluster file. Needs root. Everything is removed again; should this
 program be killed, its processes and groups are too, and its namespaces by "clean".
 
-  scripts/hetbox run llmpq-dist --strat_file_name plan.json --prompts p.jsonl --output o.jsonl
-  scripts/hetbox run --links llmpq-dist ...
-  scripts/hetbox device cluster.json desk/cpu#1 llmpq-profile layer ...
-  scripts/hetbox clean
+  tools/hetbox run llmpq-dist --strat_file_name plan.json --prompts p.jsonl --output o.jsonl
+  tools/hetbox run --links llmpq-dist ...
+  tools/hetbox device cluster.json desk/cpu#1 llmpq-profile layer ...
+  tools/hetbox clean
 """
 
 

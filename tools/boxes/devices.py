@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llmpq.errors import SpecError
 from llmpq.spec.cluster import Device
-from scripts.boxes.groups import Group
+from tools.boxes.groups import Group
 
 _EPSILON = 1e-9
 RANK_NAME = "llmpq-rank-"
