@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from helpers.docs_pages import ROOT
 
+from reproduce import exegpt, exegpt_published, larry, sal, samullm, serving
 from scripts.docs_site import evidence
-from scripts.reproduce import exegpt, exegpt_published, larry, sal, samullm, serving
 
 Record = dict[str, Any]
 

@@ -42,6 +42,7 @@ FOLDERS = (
     "llmpq",
     "models",
     "notebooks",
+    "reproduce",
     "scripts",
     "strategies",
     "tests",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("benchmarks", "scripts", "tools")
+FOLDERS = ("benchmarks", "reproduce", "scripts", "tools")
 PROGRAMS = sorted(
     path.relative_to(ROOT)
     for folder in FOLDERS

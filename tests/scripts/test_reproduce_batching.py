@@ -5,10 +5,10 @@ import random
 import pytest
 
 from llmpq.spec.workload import truncated_normal
-from scripts.reproduce.binning import uniform_throughput
-from scripts.reproduce.exegpt_published import TASKS
-from scripts.reproduce.exegpt_served import law
-from scripts.reproduce.multibin import BATCH, LONGEST_S, SHORTEST_S, Queue, _uniform
+from reproduce.binning import uniform_throughput
+from reproduce.exegpt_published import TASKS
+from reproduce.exegpt_served import law
+from reproduce.multibin import BATCH, LONGEST_S, SHORTEST_S, Queue, _uniform
 
 pytestmark = pytest.mark.nightly
 

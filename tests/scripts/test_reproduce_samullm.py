@@ -12,9 +12,9 @@ from llmpq.multillm.graph import load_application
 from llmpq.multillm.planner.application import workload_of
 from llmpq.multillm.requests import load_items
 from llmpq.spec.cluster import load_cluster
-from scripts.reproduce import samullm
-from scripts.reproduce.samullm import report
-from scripts.reproduce.samullm_cases import Cases
+from reproduce import samullm
+from reproduce.samullm import report
+from reproduce.samullm_cases import Cases
 
 pytestmark = pytest.mark.nightly
 

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from llmpq.errors import SpecError
-from scripts.reproduce import vllm_run
-from scripts.reproduce.vllm_run import ONCE, PER_LAYER, Attention, Line, limits_of
+from reproduce import vllm_run
+from reproduce.vllm_run import ONCE, PER_LAYER, Attention, Line, limits_of
 
 pytestmark = pytest.mark.nightly
 

@@ -33,8 +33,8 @@ from llmpq.spec.workload import (
     draw_trace,
     truncated_normal,
 )
-from scripts.reproduce.exegpt_published import TASKS
-from scripts.reproduce.output import say
+from reproduce.exegpt_published import TASKS
+from reproduce.output import say
 
 MODEL, DEVICE, DEVICES = "facebook/opt-13b", "A40", 4
 KV_BYTES = 120e9

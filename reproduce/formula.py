@@ -15,9 +15,9 @@ from llmpq.assigner.request import default_omega
 from llmpq.costmodel import build_costs
 from llmpq.spec.plan import Formula, Plan
 from llmpq.spec.precision import BITS
-from scripts.reproduce import paper
-from scripts.reproduce.cases import Case, plan_of
-from scripts.reproduce.output import Record, number, run, say, table
+from reproduce import paper
+from reproduce.cases import Case, plan_of
+from reproduce.output import Record, number, run, say, table
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,6 +1,6 @@
 """Time to first token (TTFT) against the rate of arrivals, for ways to cut a cluster into replicas.
 
-    python -m scripts.reproduce.fleet_rates --picture docs/images/fleet_rates.png
+    python -m reproduce.fleet_rates --picture docs/images/fleet_rates.png
 
 Every way is planned with the same loss of quality at most, and simulated with the engine's own
 scheduler behind SAL in seconds. Its capacity is the highest rate of the curve whose 95th percentile
@@ -35,7 +35,7 @@ from llmpq.spec.plan import Plan
 from llmpq.spec.precision import Phase
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
 from llmpq.spec.workload import LengthDistribution, Workload, draw_trace
-from scripts.reproduce.output import Record, emit, say, table
+from reproduce.output import Record, emit, say, table
 
 DEVICES = {"A100-80G": 2, "L40S": 2}
 MODEL = "meta-llama/Llama-3.1-70B"
@@ -49,13 +49,13 @@ FLEET, AT_RATE = "fleet for the most requests/s", "fleet for the least TTFT at t
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Plan, simulate, draw and print."""
-    parser = argparse.ArgumentParser(prog="scripts.reproduce.fleet_rates", description=__doc__)
+    parser = argparse.ArgumentParser(prog="reproduce.fleet_rates", description=__doc__)
     parser.add_argument("--picture", type=Path, metavar="FILE.png")
     parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
     options = parser.parse_args(argv)
     record = collect()
     if options.picture is not None:
-        from scripts.reproduce.fleet_pictures import draw  # noqa: PLC0415  matplotlib is extra
+        from reproduce.fleet_pictures import draw  # noqa: PLC0415  matplotlib is extra
 
         draw(record, options.picture)
     emit(report(record), record, as_json=options.json)

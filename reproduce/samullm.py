@@ -1,6 +1,6 @@
 """SamuLLM's evaluation (Sec. 5) by the estimate, on eight A100-80G from the authors' tables.
 
-    python -m scripts.reproduce.samullm --data FOLDER [--small] [--keep FILE] [--json]
+    python -m reproduce.samullm --data FOLDER [--small] [--keep FILE] [--json]
 
 FOLDER holds ``iterations/<model>_tp<degree>.csv.gz``, ``model_load_seconds.json`` and
 ``output_length_pdf_norobots.json``, as made from github.com/puddingfjz/vllm (Apache-2.0). Every
@@ -32,8 +32,8 @@ from llmpq.multillm.planner.application import (
 from llmpq.multillm.requests import load_items
 from llmpq.spec.cluster import load_cluster
 from llmpq.spec.fields import dump_json, write_text
-from scripts.reproduce.output import Record, emit, say, table
-from scripts.reproduce.samullm_cases import Cases
+from reproduce.output import Record, emit, say, table
+from reproduce.samullm_cases import Cases
 
 PLANNED, PLAYED = 0, 1
 """Seeds of the lengths that are planned with, and played."""
@@ -126,7 +126,7 @@ ABLATED: tuple[Method, ...] = ("greedy", "samullm", "min")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Plan, play and print the tables."""
-    parser = argparse.ArgumentParser(prog="scripts.reproduce.samullm", description=__doc__)
+    parser = argparse.ArgumentParser(prog="reproduce.samullm", description=__doc__)
     parser.add_argument("--data", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--small", action="store_true", help="some cases, without ablations")
     parser.add_argument("--limit", type=float, default=20.0, help="seconds to improve a plan")

@@ -17,10 +17,10 @@ from llmpq.spec import catalog
 from llmpq.spec.cluster import load_cluster
 from llmpq.spec.plan import Plan, read_plan, write_plan
 from llmpq.spec.workload import load_workload
-from scripts.reproduce import paper
-from scripts.reproduce.output import say
+from reproduce import paper
+from reproduce.output import say
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 STRATEGIES = ROOT / "strategies"
 IMAGES = ROOT / "docs" / "images"
 LONG, SHORT = "s512-n100-b32", "s128-n200-b32"

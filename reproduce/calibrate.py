@@ -27,7 +27,7 @@ from llmpq.spec.devices.figures import DeviceSpec
 from llmpq.spec.huggingface.families import model_from_config
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.precision import Phase
-from scripts.reproduce.output import emit, table
+from reproduce.output import emit, table
 
 FIGURES = ("compute_efficiency", "saturation_tokens", "memory_efficiency")
 # A saturation at its lower limit, one token, is none.
@@ -74,7 +74,7 @@ class Fit:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Fit and print; return 0."""
-    parser = argparse.ArgumentParser(prog="reproduce calibrate", description=__doc__)
+    parser = argparse.ArgumentParser(prog="reproduce.calibrate", description=__doc__)
     parser.add_argument("measurements", type=Path, metavar="FILE.csv")
     parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
     options = parser.parse_args(argv)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llmpq.assigner import make_plan
-from scripts.reproduce import paper
-from scripts.reproduce.cases import IMAGES, Case, plan_of
-from scripts.reproduce.output import Record, degradation, number, run, say, table
-from scripts.reproduce.pictures import draw_sweeps
+from reproduce import paper
+from reproduce.cases import IMAGES, Case, plan_of
+from reproduce.output import Record, degradation, number, run, say, table
+from reproduce.pictures import draw_sweeps
 
 MULTIPLES = tuple(float(f"{10 ** (tenth / 10):.3g}") for tenth in range(-15, 16))
 """Prices swept, as shares of the default price."""

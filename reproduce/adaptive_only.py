@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from scripts.reproduce import paper
-from scripts.reproduce.cases import IMAGES, LONG, SHORT, Case, has_method, keep
-from scripts.reproduce.output import Record, degradation, number, run, table, times
-from scripts.reproduce.pictures import draw_bars
+from reproduce import paper
+from reproduce.cases import IMAGES, LONG, SHORT, Case, has_method, keep
+from reproduce.output import Record, degradation, number, run, table, times
+from reproduce.pictures import draw_bars
 
 METHODS = {"adabits": "adaptive bits only (adabits)", "llmpq": "LLM-PQ"}
 

@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from scripts.reproduce.output import Record
-from scripts.reproduce.pictures import GRID, INK
+from reproduce.output import Record
+from reproduce.pictures import GRID, INK
 
 SHADES = ("#b7c9de", "#8fadcc", "#678fb8", "#41729f", "#1f4e79", "#12304d")
 

@@ -17,8 +17,8 @@ from llmpq.sim.engine import simulate_engine
 from llmpq.sim.fleet import FleetReplica, FleetReport, simulate_fleet
 from llmpq.spec.runtime_constants import POLL_S
 from llmpq.spec.workload import TraceRequest, scale_rate
-from scripts.reproduce.larry import KEPT, LIMITS, METRICS, Figures, rate_of_pressure
-from scripts.reproduce.larry_cases import (
+from reproduce.larry import KEPT, LIMITS, METRICS, Figures, rate_of_pressure
+from reproduce.larry_cases import (
     Server,
     a100_server,
     draw_requests,

@@ -1,6 +1,6 @@
 """Fleets on the paper's clusters, and on 64 devices of four types.
 
-    python -m scripts.reproduce.fleets
+    python -m reproduce.fleets
 
 Every cluster is cut for its model with a batch of 64 and at most the loss of a uniform 4 bits.
 """
@@ -19,9 +19,9 @@ from llmpq.errors import InfeasibleError
 from llmpq.spec import catalog
 from llmpq.spec.cluster import cluster_of_types
 from llmpq.spec.workload import Workload
-from scripts.reproduce import paper
-from scripts.reproduce.cases import Case
-from scripts.reproduce.output import Record, run, say, table
+from reproduce import paper
+from reproduce.cases import Case
+from reproduce.output import Record, run, say, table
 
 BATCH = 64
 QUALITY_BUDGET = 1.0

@@ -8,8 +8,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter
 
-from scripts.reproduce.output import Record
-from scripts.reproduce.pictures import GRID, INK
+from reproduce.output import Record
+from reproduce.pictures import GRID, INK
 
 COLOURS = ("#9aa5b1", "#f2a541", "#8e6c8a", "#1f4e79", "#2a9d8f")
 

@@ -11,9 +11,9 @@ from llmpq.assigner import make_plan
 from llmpq.assigner.constraints.resolve import Overrides
 from llmpq.errors import InfeasibleError
 from llmpq.spec.plan import MicroBatching, Plan
-from scripts.reproduce import paper
-from scripts.reproduce.cases import LONG, SHORT, Case, keep
-from scripts.reproduce.output import Record, degradation, number, run, say, table, times
+from reproduce import paper
+from reproduce.cases import LONG, SHORT, Case, keep
+from reproduce.output import Record, degradation, number, run, say, table, times
 
 TABLES = {
     "4": ("Serving in heterogeneous clusters", paper.TABLE_4, LONG),

@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure, SubFigure
 
-from scripts.reproduce.output import Record
-from scripts.reproduce.pictures import GRID, INK, PALE, QUALITY, SPEED
+from reproduce.output import Record
+from reproduce.pictures import GRID, INK, PALE, QUALITY, SPEED
 
 WIDTH = 0.38
 SERIES = ("static", "RRA", "WAA-C", "WAA-M")

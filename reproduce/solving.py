@@ -19,9 +19,9 @@ from llmpq.errors import InfeasibleError
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import Plan
 from llmpq.spec.tables import SensitivityTable
-from scripts.reproduce import paper
-from scripts.reproduce.cases import Case, has_method
-from scripts.reproduce.output import Record, number, run, say, table
+from reproduce import paper
+from reproduce.cases import Case, has_method
+from reproduce.output import Record, number, run, say, table
 
 VARIANTS = {"group 2": ("llmpq", 2), "group 1": ("llmpq", 1), "heuristic": ("heuristic", 1)}
 """Method and layers a group of every row of Table 8."""

@@ -23,7 +23,7 @@ from llmpq.spec.devices.figures import DeviceSpec, PrecisionCost
 from llmpq.spec.precision import Phase
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
 from llmpq.spec.workload import TraceRequest, draw_arrivals, slice_trace, with_arrivals
-from scripts.reproduce.worker_costs import WorkerCosts
+from reproduce.worker_costs import WorkerCosts
 
 KV_SHARE = 0.9
 """Part of the memory that weights, activations and blocks may take (vLLM's default)."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from llmpq.batching.policies.multibin import quantile_boundaries
-from scripts.reproduce.binning import (
+from reproduce.binning import (
     bins_needed,
     exponential_boundaries,
     exponential_service_bound_s,
@@ -25,8 +25,8 @@ from scripts.reproduce.binning import (
     uniform_service_s,
     uniform_throughput,
 )
-from scripts.reproduce.cases import IMAGES
-from scripts.reproduce.output import Record, number, run, table
+from reproduce.cases import IMAGES
+from reproduce.output import Record, number, run, table
 
 BATCH, SHORTEST_S, LONGEST_S = 8, 1.0, 20.0
 MEAN_S = 1.0
@@ -246,7 +246,7 @@ def _curve(queue: Queue, best: float) -> Record:
 
 def _draw(record: Record) -> None:
     try:
-        from scripts.reproduce.multibin_pictures import draw  # noqa: PLC0415  matplotlib is extra
+        from reproduce.multibin_pictures import draw  # noqa: PLC0415  matplotlib is extra
     except ImportError:
         return
     draw(record, LOADS, IMAGES / "reproduce_multibin.png")

@@ -12,8 +12,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter, LogLocator
 
-from scripts.reproduce.output import Record
-from scripts.reproduce.pictures import GRID, INK
+from reproduce.output import Record
+from reproduce.pictures import GRID, INK
 
 COLOURS = {"LARRY": "#1f4e79", "FCFS": "#d1495b", "TRAIL+": "#f2a541", "No-Preempt": "#9aa5b1"}
 SHADES = {"p50": "#8fadcc", "p95": "#41729f", "p99": "#12304d"}

@@ -11,8 +11,8 @@ from importlib.metadata import version
 
 from llmpq import __version__
 from llmpq.errors import LlmpqError
-from scripts.reproduce import adaptive_only, formula, serving, solving, theta_sweep
-from scripts.reproduce.output import Record, emit
+from reproduce import adaptive_only, formula, serving, solving, theta_sweep
+from reproduce.output import Record, emit
 
 PARTS = {
     "serving": serving,
@@ -25,7 +25,7 @@ PARTS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all parts; print one report or one JSON object."""
-    parser = argparse.ArgumentParser(prog="scripts.reproduce.run_all", description=__doc__)
+    parser = argparse.ArgumentParser(prog="reproduce.run_all", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
     options = parser.parse_args(argv)
     try:

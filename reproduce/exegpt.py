@@ -19,10 +19,10 @@ from llmpq.assigner.schedules.waa import WaaSpace
 from llmpq.batching import percentile
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec.plan import Plan
-from scripts.reproduce.cases import IMAGES
-from scripts.reproduce.exegpt_formulas import non_monotone_shares
-from scripts.reproduce.exegpt_published import TABLE_5, TABLE_6, TASKS
-from scripts.reproduce.exegpt_served import (
+from reproduce.cases import IMAGES
+from reproduce.exegpt_formulas import non_monotone_shares
+from reproduce.exegpt_published import TABLE_5, TABLE_6, TASKS
+from reproduce.exegpt_served import (
     VARIANTS,
     WAA,
     Served,
@@ -31,7 +31,7 @@ from scripts.reproduce.exegpt_served import (
     p99_s,
     variables,
 )
-from scripts.reproduce.output import Record, number, run, say, table, times
+from reproduce.output import Record, number, run, say, table, times
 
 QUANTILES = (0.1, 0.3, 0.7)
 BATCHES = 6
@@ -293,7 +293,7 @@ def _two(found: Sequence[float]) -> str:
 
 def _draw(record: Record) -> None:
     try:
-        from scripts.reproduce.exegpt_pictures import draw  # noqa: PLC0415  matplotlib is extra
+        from reproduce.exegpt_pictures import draw  # noqa: PLC0415  matplotlib is extra
     except ImportError:
         return
     draw(record, IMAGES / "reproduce_exegpt.png")

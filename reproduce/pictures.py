@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from scripts.reproduce.output import Record
+from reproduce.output import Record
 
 SPEED, QUALITY, PALE, INK, GRID = "#1f4e79", "#d1495b", "#9aa5b1", "#22303c", "#d9dee3"
 

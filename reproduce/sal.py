@@ -1,8 +1,8 @@
 """SAL's multi-server evaluation (GPU Half-Empty or Half-Full, Sec. 7), simulated.
 
-    python -m scripts.reproduce.sal --traces FOLDER [--picture FILE.png]
+    python -m reproduce.sal --traces FOLDER [--picture FILE.png]
 
-FOLDER holds the Azure traces of 2023, as for ``scripts.reproduce.larry``. Every seed is simulated
+FOLDER holds the Azure traces of 2023, as for ``reproduce.larry``. Every seed is simulated
 at a rate where the 95th percentile of the time to first token under power of two choices and FCFS
 is 5 to 10 times its unloaded value. Seeds run on all cores.
 """
@@ -20,9 +20,9 @@ from statistics import fmean
 
 from llmpq.routing import load_balancer
 from llmpq.spec.workload import TraceRequest, load_trace
-from scripts.reproduce.larry import ALPHA, LAWS, METRICS, ORDERS, Figures, mean_of
-from scripts.reproduce.output import Record, run_on_traces, say, table
-from scripts.reproduce.sal_cases import (
+from reproduce.larry import ALPHA, LAWS, METRICS, ORDERS, Figures, mean_of
+from reproduce.output import Record, run_on_traces, say, table
+from reproduce.sal_cases import (
     ChangedSal,
     Fleet,
     FleetCase,
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _draw(record: Record, path: Path) -> None:
-    from scripts.reproduce.sal_pictures import draw  # noqa: PLC0415  matplotlib is extra
+    from reproduce.sal_pictures import draw  # noqa: PLC0415  matplotlib is extra
 
     draw(record, path)
 

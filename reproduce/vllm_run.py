@@ -1,6 +1,6 @@
 """A real vLLM run against the simulated one: iteration-level batching with chunked prefill.
 
-    python -m scripts.reproduce.vllm_run FOLDER
+    python -m reproduce.vllm_run FOLDER
 
 FOLDER is LLMServingSim's data of Llama-3.1-8B on an RTX 4090 (MIT licence): measured microseconds
 of every operator of a layer, a workload of 300 requests of ShareGPT's lengths at 10 a second, and
@@ -32,8 +32,8 @@ from llmpq.sim.engine_costs import StepSize
 from llmpq.sim.engine_report import EngineReport
 from llmpq.spec.workload import TraceRequest
 from llmpq.units import US
-from scripts.reproduce.output import Record, emit, table
-from scripts.reproduce.worker_costs import WorkerCosts
+from reproduce.output import Record, emit, table
+from reproduce.worker_costs import WorkerCosts
 
 LAYERS = 32
 PER_LAYER = {"layernorm": 2, "qkv_proj": 1, "rotary_emb": 1, "o_proj": 1, "gate_up_proj": 1,
@@ -193,7 +193,7 @@ class Costs:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Play the workload and print the table."""
-    parser = argparse.ArgumentParser(prog="scripts.reproduce.vllm_run", description=__doc__)
+    parser = argparse.ArgumentParser(prog="reproduce.vllm_run", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
     options = parser.parse_args(argv)

@@ -22,7 +22,7 @@ def run(
     argv: Sequence[str] | None,
 ) -> int:
     """Parse the options that all scripts have, collect, and print the report or the record."""
-    parser = argparse.ArgumentParser(prog=f"scripts.reproduce.{name}", description=description)
+    parser = argparse.ArgumentParser(prog=f"reproduce.{name}", description=description)
     parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
     options = parser.parse_args(argv)
     try:
@@ -43,7 +43,7 @@ def run_on_traces(
     argv: Sequence[str] | None,
 ) -> int:
     """Parse the options of an evaluation on traces, collect, draw, and print as ``run`` does."""
-    parser = argparse.ArgumentParser(prog=f"scripts.reproduce.{name}", description=description)
+    parser = argparse.ArgumentParser(prog=f"reproduce.{name}", description=description)
     parser.add_argument("--traces", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--picture", type=Path, metavar="FILE.png")
     parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")

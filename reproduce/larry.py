@@ -1,6 +1,6 @@
 """LARRY's single-server evaluation (GPU Half-Empty or Half-Full, Sec. 6), simulated.
 
-    python -m scripts.reproduce.larry --traces FOLDER [--picture FILE.png]
+    python -m reproduce.larry --traces FOLDER [--picture FILE.png]
 
 FOLDER holds the Azure traces of 2023, ``AzureLLMInferenceTrace_{conv,code}.csv`` (CC-BY-4.0): the
 lengths of SW-Chat and SW-Code. Every seed is simulated at a rate where FCFS's 95th percentile of
@@ -23,13 +23,13 @@ from llmpq.batching.queue_order import QueueOrder, queue_order
 from llmpq.sim.engine import simulate_engine
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
 from llmpq.spec.workload import TraceRequest, load_trace, scale_rate
-from scripts.reproduce.larry_cases import (
+from reproduce.larry_cases import (
     Server,
     a100_server,
     draw_requests,
     h100_server,
 )
-from scripts.reproduce.output import Record, run_on_traces, say, table
+from reproduce.output import Record, run_on_traces, say, table
 
 SEEDS = 5
 REQUESTS = 800
@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _draw(record: Record, path: Path) -> None:
-    from scripts.reproduce.larry_pictures import draw  # noqa: PLC0415  matplotlib is extra
+    from reproduce.larry_pictures import draw  # noqa: PLC0415  matplotlib is extra
 
     draw(record, path)
 

@@ -11,8 +11,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FormatStrFormatter, LogLocator, NullLocator
 
-from scripts.reproduce.output import Record
-from scripts.reproduce.pictures import GRID, INK
+from reproduce.output import Record
+from reproduce.pictures import GRID, INK
 
 COLOURS = {
     "SAL": "#1f4e79", "SAL in seconds": "#2a9d8f", "LMetric": "#f2a541", "P2C": "#d1495b",
