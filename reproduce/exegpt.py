@@ -5,33 +5,352 @@ catalogue's roofline prices no tensor parallelism, which all four schedules of t
 use: here are four stages in a row, or a row for either phase (WAA). FasterTransformer is the static
 policy, its latency that of the longest answer; its bounds are the 10, 30 and 70 % quantiles of its
 latencies over its batch sizes, and none (Sec. 7.1).
+
+ExeGPT prints Tables 3, 5 and 6 as numbers; its figures are pictures. Two copies of the layers leave
+WAA less memory for keys and values: it is searched at several numbers of slots, and what its
+expected throughput is highest at is what is played. Prompts are padded to the longest of their
+micro-batch, as FasterTransformer and ExeGPT do; llmpq packs them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
 from statistics import geometric_mean
 
-from llmpq.assigner.schedules.plan import PERCENT
+from llmpq.assigner import PlanRequest, make_plan
+from llmpq.assigner.request import costs_of
+from llmpq.assigner.schedules.monotone import Evaluate, MemoizedEvaluator, Point
+from llmpq.assigner.schedules.plan import PERCENT, ScheduleRequest, Searched, with_schedule
 from llmpq.assigner.schedules.rra import RraSpace, ScheduleTask
-from llmpq.assigner.schedules.waa import WaaSpace
-from llmpq.batching import percentile
+from llmpq.assigner.schedules.waa import Balance, WaaSpace
+from llmpq.batching import PipelineShape, make_policy, percentile
+from llmpq.costmodel import ClusterCosts
+from llmpq.errors import InfeasibleError
+from llmpq.sim import SimReport, simulate
 from llmpq.sim.plan_costs import PlanCosts
-from llmpq.spec.plan import Plan
-from reproduce.cases import IMAGES
-from reproduce.exegpt_formulas import non_monotone_shares
-from reproduce.exegpt_published import TABLE_5, TABLE_6, TASKS
-from reproduce.exegpt_served import (
-    VARIANTS,
-    WAA,
-    Served,
-    Variant,
-    expected_rate,
-    p99_s,
-    variables,
+from llmpq.spec import catalog
+from llmpq.spec.cluster import Cluster
+from llmpq.spec.fields import Fields, from_json
+from llmpq.spec.plan import MicroBatching, Plan, Schedule
+from llmpq.spec.precision import Phase
+from llmpq.spec.workload import (
+    LengthDistribution,
+    TraceRequest,
+    Workload,
+    draw_trace,
+    truncated_normal,
 )
+from reproduce.cases import IMAGES
 from reproduce.output import Record, number, run, say, table, times
+
+# --- Formulas of the paper ---
+
+
+def paper_ending(new_tokens: LengthDistribution, decode_iterations: int) -> tuple[float, ...]:
+    """Return ``P_D(U)``, U = 1..N_D.
+
+    ``P_D(U | S)`` is 1 at ``U = S`` for ``S <= N_D``, else ``1 / ceil(S / N_D)`` at
+    ``U = 1 + (S - 1) mod N_D``; all S iterations are decoding.
+    """
+    shares = [0.0] * decode_iterations
+    for tokens, share in zip(new_tokens.lengths, new_tokens.probabilities, strict=True):
+        shares[(tokens - 1) % decode_iterations] += share / -(-tokens // decode_iterations)
+    return tuple(shares)
+
+
+def paper_encode_batch(
+    new_tokens: LengthDistribution, decode_iterations: int, decode_batch: float
+) -> float:
+    """Return ``B_E = B_D sum_U P_D(U)``."""
+    return decode_batch * math.fsum(paper_ending(new_tokens, decode_iterations))
+
+
+def non_monotone_shares(
+    evaluate: Evaluate, shape: tuple[int, int], tolerance: float
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return the share of grid steps on which a function falls (Table 5).
+
+    Args:
+        evaluate: throughput and latency of a point.
+        shape: the grid.
+        tolerance: relative; smaller falls do not count.
+
+    Returns:
+        For each of the two variables ``(latency, throughput)``; infeasible points are left out.
+    """
+    value_of = MemoizedEvaluator(evaluate)
+    shares = []
+    for axis in (0, 1):
+        steps = [(value_of(low), value_of(high)) for low, high in _steps(shape, axis)]
+        feasible = [(low, high) for low, high in steps if high.latency_s < math.inf]
+        falls = (
+            sum(high.latency_s < low.latency_s * (1 - tolerance) for low, high in feasible),
+            sum(high.throughput < low.throughput * (1 - tolerance) for low, high in feasible),
+        )
+        shares.append((falls[0] / max(1, len(feasible)), falls[1] / max(1, len(feasible))))
+    return shares[0], shares[1]
+
+
+def _steps(shape: tuple[int, int], axis: int) -> Iterator[tuple[Point, Point]]:
+    for first, second in product(range(shape[0]), range(shape[1])):
+        after = (first + 1, second) if axis == 0 else (first, second + 1)
+        if after[axis] < shape[axis]:
+            yield (first, second), after
+
+
+# --- Numbers that the paper prints ---
+
+
+TASKS = {
+    "S": ((256, 252, 512), (32, 13, 80)),
+    "T": ((128, 81, 256), (128, 68, 320)),
+    "G": ((64, 23, 128), (192, 93, 480)),
+    "C1": ((256, 115, 512), (64, 30, 160)),
+    "C2": ((512, 252, 1024), (256, 134, 640)),
+}
+"""Mean, standard deviation and longest of prompts and answers (Table 3)."""
+
+Falls = tuple[float, float]
+"""Percent of steps in which latency, throughput fall although the variable rises."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selected:
+    """A row of Table 6: OPT-13B, task S, four A40.
+
+    Attributes:
+        bound_s: latency bound, ``None`` without one.
+        policy: the schedule that was selected.
+        variables: its control variables.
+        latency_s: what it takes.
+        requests_per_s: what it answers.
+    """
+
+    bound_s: float | None
+    policy: str
+    variables: str
+    latency_s: float
+    requests_per_s: float
+
+
+TABLE_6 = (
+    Selected(
+        bound_s=3.1, policy="WAA", variables="B_E 4, T_P 2", latency_s=3.01, requests_per_s=22.41
+    ),
+    Selected(
+        bound_s=5.9, policy="WAA", variables="B_E 10, T_P 2", latency_s=4.11, requests_per_s=23.76
+    ),
+    Selected(
+        bound_s=11.5,
+        policy="RRA",
+        variables="B_E 52, N_D 13, T_P 4",
+        latency_s=10.23,
+        requests_per_s=25.23,
+    ),
+    Selected(
+        bound_s=None,
+        policy="RRA",
+        variables="B_E 49, N_D 7, T_P 4",
+        latency_s=16.87,
+        requests_per_s=26.15,
+    ),
+)
+
+TABLE_5: dict[str, dict[int, dict[str, Falls]]] = {
+    "S": {
+        2: {"B_E": (0.6, 2.3), "N_D": (0.0, 0.0), "WAA B_E": (0.0, 0.0), "B_m": (0.8, 0.0)},
+        5: {"B_E": (0.6, 0.3), "N_D": (0.0, 0.0), "WAA B_E": (0.0, 0.0), "B_m": (0.5, 0.0)},
+        10: {"B_E": (0.3, 0.0), "N_D": (0.0, 0.0), "WAA B_E": (0.0, 0.0), "B_m": (0.4, 0.0)},
+    },
+    "T": {
+        2: {"B_E": (0.2, 0.1), "N_D": (0.0, 0.0), "WAA B_E": (0.1, 0.0), "B_m": (10.9, 0.0)},
+        5: {"B_E": (0.2, 0.0), "N_D": (0.0, 0.0), "WAA B_E": (0.0, 0.0), "B_m": (10.6, 0.0)},
+        10: {"B_E": (0.2, 0.0), "N_D": (0.0, 0.0), "WAA B_E": (0.0, 0.0), "B_m": (10.4, 0.0)},
+    },
+}
+"""By task, tolerance in percent and variable: GPT-3 39B on sixteen A40. Its fifth is T_P."""
+
+
+# --- Schedules, planned and played ---
+
+
+MODEL, DEVICE, DEVICES = "facebook/opt-13b", "A40", 4
+KV_BYTES = 120e9
+"""Left for keys and values of the four devices' 192 GB beside weights and temporary tensors."""
+EIGHTHS = (8, 6, 5, 4, 3, 2)
+"""Of the slots: the shares at which WAA is searched."""
+ROUNDS = 4
+"""Requests simulated: so many times the slots."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A schedule of ExeGPT's.
+
+    Attributes:
+        name: as in the paper.
+        policy: whose variables are searched.
+        balances: by what WAA shares the layers out.
+    """
+
+    name: str
+    policy: Searched
+    balances: tuple[Balance, ...] = ("time",)
+
+
+VARIANTS = (
+    Variant(name="RRA", policy="rra"),
+    Variant(name="WAA-C", policy="waa"),
+    Variant(name="WAA-M", policy="waa", balances=("memory",)),
+)
+WAA = Variant(name="WAA", policy="waa", balances=("time", "memory"))
+
+
+class Served:
+    """A task on the pipeline: plays schedules.
+
+    Args:
+        task: its name.
+        scale: of the mean answer, for requests that differ from what was planned for.
+        spread: of its standard deviation.
+    """
+
+    def __init__(self, task: str, scale: float = 1.0, spread: float = 1.0) -> None:
+        prompt, answer = TASKS[task]
+        self.prompts = truncated_normal(*prompt)
+        self.answers = law(answer, scale, spread)
+        self.plan, self.costs = planned(task)
+        self.slots = self.plan.workload.batch
+        count = ROUNDS * self.slots
+        self.trace = draw_trace(count, self.prompts, self.answers, seed=3)
+
+    def play(self, plan: Plan, trace: Sequence[TraceRequest] | None = None) -> SimReport:
+        """Play requests, all of them or others, under a plan's schedule."""
+        assert plan.schedule is not None
+        shape = PipelineShape.of(plan)
+        return simulate(
+            PlanCosts(plan, self.costs, pads_prompts=True),
+            make_policy(plan.schedule, shape),
+            self.trace if trace is None else trace,
+            num_slots=plan.workload.batch,
+        )
+
+    def static(self, batch: int) -> Plan:
+        """Return the plan with static batches, in micro-batches for each stage."""
+        size = math.ceil(batch / DEVICES)
+        return replace(
+            self.plan,
+            schedule=Schedule(policy="static", decode_batch=batch),
+            micro_batching=MicroBatching(prefill=min(size, 8), decode=size),
+        )
+
+    def static_latency_s(self, batch: int) -> float:
+        """Return what static batches take when one answer is of the longest."""
+        longest = replace(self.trace[0], new_tokens=self.answers.longest)
+        return self.play(self.static(batch), [longest, *self.trace[1:batch]]).makespan_s
+
+    def scheduled(self, bound_s: float, variant: Variant = VARIANTS[0]) -> Plan | None:
+        """Return the best schedule whose 99th-percentile answer keeps a bound."""
+        found = list(self._tried(bound_s, variant))
+        return max(found, key=expected_rate, default=None)
+
+    def _tried(self, bound_s: float, variant: Variant) -> Iterator[Plan]:
+        wanted = ScheduleRequest(
+            prompt_tokens=self.prompts,
+            new_tokens=self.answers,
+            latency_bound_s=bound_s,
+            balances=variant.balances,
+            pads_prompts=True,
+        )
+        for share in EIGHTHS if variant.policy == "waa" else EIGHTHS[:1]:
+            plan = with_slots(self.plan, self.slots * share // 8)
+            try:
+                yield with_schedule(plan, self.costs, wanted, variant.policy)
+            except InfeasibleError:
+                continue
+
+
+def expected_rate(plan: Plan) -> float:
+    """Return the requests a second of a schedule's closed form."""
+    assert plan.schedule is not None
+    assert plan.schedule.estimate is not None
+    return plan.schedule.estimate.requests_per_s
+
+
+def with_slots(plan: Plan, slots: int) -> Plan:
+    """Return the plan for so many sequences at once."""
+    sizes = plan.micro_batching
+    return replace(
+        plan,
+        workload=replace(plan.workload, batch=slots),
+        micro_batching=MicroBatching(
+            prefill=min(sizes.prefill, slots), decode=min(sizes.decode, slots)
+        ),
+    )
+
+
+def variables(plan: Plan) -> str:
+    """Return a schedule's control variables as the paper names them."""
+    schedule, sizes = plan.schedule, plan.micro_batching
+    assert schedule is not None
+    if schedule.policy == "rra":
+        return (
+            f"B_E {schedule.encode_batch}, B_D {schedule.decode_batch}, "
+            f"N_D {schedule.decode_iterations}"
+        )
+    encoders = len(plan.stages_of(Phase.PREFILL))
+    return (
+        f"B_E {schedule.encode_batch}, B_D {schedule.decode_batch}, B_m {sizes.decode}, "
+        f"{encoders} of {len(plan.stages)} encode"
+    )
+
+
+def p99_s(made: SimReport) -> float:
+    """Return the latency that 99 of 100 requests keep, from the start of their prefill."""
+    return percentile([record.service_s for record in made.requests], PERCENT)
+
+
+def law(answer: tuple[float, float, int], scale: float, spread: float) -> LengthDistribution:
+    """Return a law of answers with another mean or another spread, cut at the same longest."""
+    mean, deviation, longest = answer
+    return truncated_normal(mean * scale, deviation * spread, longest)
+
+
+@cache
+def planned(task: str) -> tuple[Plan, ClusterCosts]:
+    """Return four stages for a task's longest requests, and their costs."""
+    (_, _, prompt), (_, _, new) = TASKS[task]
+    model = catalog.model(MODEL)
+    token_bytes = 2 * 2 * model.num_layers * model.hidden_size
+    slots = min(256, int(KV_BYTES / (token_bytes * (prompt + new))) // 8 * 8)
+    say(f"{task}: {slots} slots")
+    cluster = {
+        "schema": 1,
+        "name": "four",
+        "nodes": [{"name": "node0", "devices": [{"type": DEVICE, "count": DEVICES}]}],
+        "links": [],
+    }
+    request = PlanRequest(
+        model=model,
+        cluster=from_json(Cluster, Fields(cluster, "cluster")),
+        workload=Workload(batch=slots, prompt_tokens=prompt, new_tokens=new),
+        dtype="float16",
+        kv_bits=16,
+        bits=(16,),
+        theta_s=0.0,
+        latency="roofline",
+        time_limit_s=20.0,
+    )
+    plan = make_plan(request)
+    return plan, costs_of(request, plan.cluster)
+
+
+# --- The evaluation ---
+
 
 QUANTILES = (0.1, 0.3, 0.7)
 BATCHES = 6
@@ -293,10 +612,10 @@ def _two(found: Sequence[float]) -> str:
 
 def _draw(record: Record) -> None:
     try:
-        from reproduce.exegpt_pictures import draw  # noqa: PLC0415  matplotlib is extra
+        from reproduce.pictures import draw_exegpt  # noqa: PLC0415  matplotlib is extra
     except ImportError:
         return
-    draw(record, IMAGES / "reproduce_exegpt.png")
+    draw_exegpt(record, IMAGES / "reproduce_exegpt.png")
 
 
 if __name__ == "__main__":

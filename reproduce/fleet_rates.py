@@ -55,9 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     record = collect()
     if options.picture is not None:
-        from reproduce.fleet_pictures import draw  # noqa: PLC0415  matplotlib is extra
+        from reproduce.pictures import draw_fleet_rates  # noqa: PLC0415  matplotlib is extra
 
-        draw(record, options.picture)
+        draw_fleet_rates(record, options.picture)
     emit(report(record), record, as_json=options.json)
     return 0
 

@@ -10,7 +10,7 @@ from llmpq.batching.queue_order import queue_order
 from llmpq.sim.engine_costs import step_size
 from llmpq.spec.workload import draw_trace
 from reproduce import larry
-from reproduce.larry_cases import a100_server, draw_requests, h100_server
+from reproduce.larry import a100_server, draw_requests, h100_server
 
 pytestmark = pytest.mark.nightly
 

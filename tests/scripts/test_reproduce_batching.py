@@ -5,10 +5,8 @@ import random
 import pytest
 
 from llmpq.spec.workload import truncated_normal
-from reproduce.binning import uniform_throughput
-from reproduce.exegpt_published import TASKS
-from reproduce.exegpt_served import law
-from reproduce.multibin import BATCH, LONGEST_S, SHORTEST_S, Queue, _uniform
+from reproduce.exegpt import TASKS, law
+from reproduce.multibin import BATCH, LONGEST_S, SHORTEST_S, Queue, _uniform, uniform_throughput
 
 pytestmark = pytest.mark.nightly
 

@@ -13,8 +13,7 @@ from llmpq.multillm.planner.application import workload_of
 from llmpq.multillm.requests import load_items
 from llmpq.spec.cluster import load_cluster
 from reproduce import samullm
-from reproduce.samullm import report
-from reproduce.samullm_cases import Cases
+from reproduce.samullm import Cases, report
 
 pytestmark = pytest.mark.nightly
 

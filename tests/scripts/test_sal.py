@@ -18,7 +18,7 @@ from llmpq.routing import (
 )
 from llmpq.spec.workload import draw_trace
 from reproduce import sal
-from reproduce.sal_cases import ChangedSal, different_fleet, equal_fleets
+from reproduce.sal import ChangedSal, different_fleet, equal_fleets
 
 pytestmark = pytest.mark.nightly
 
@@ -78,6 +78,6 @@ def test_small_run_fills_every_table(small):
 
 
 def test_picture_is_drawn(small, tmp_path):
-    pictures = pytest.importorskip("reproduce.sal_pictures", reason="needs matplotlib")
-    pictures.draw(small, tmp_path / "sal.png")
+    pictures = pytest.importorskip("reproduce.pictures", reason="needs matplotlib")
+    pictures.draw_sal(small, tmp_path / "sal.png")
     assert (tmp_path / "sal.png").stat().st_size > 20_000
