@@ -138,7 +138,10 @@ def lanes() -> tuple[Lane, ...]:
         Lane(
             name="stress",
             checks="a server under stress, with ranks killed",
-            command=("PYTHON", "benchmarks/stress.py", "--seconds", "120", "--connections", "200"),
+            command=(
+                *("PYTHON", "benchmarks/faults", "server"),
+                *("--seconds", "120", "--connections", "200"),
+            ),
         ),
     )
 

@@ -1,6 +1,6 @@
 """Faults of a fleet under load: two replicas of the demo model behind llmpq-route, and one fault.
 
-    python benchmarks/fleet_faults.py --folder DIR [--case kill stop ...] [--requests 1000] \
+    python benchmarks/faults fleet --folder DIR [--case kill stop ...] [--requests 1000] \
         [--output FILE.json]
 
 A third of the requests is answered before the fault, a third after its end. Every request is
@@ -23,7 +23,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,17 +56,19 @@ LOAD_BODY = json.dumps(
 ).encode()  # fmt: skip
 
 
-def main() -> int:
+def main(argv: Sequence[str]) -> int:
     """Play the cases and print what came of the requests."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="faults fleet",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--folder", type=Path, required=True, help="plan and logs")
     parser.add_argument("--case", nargs="+", choices=sorted(CASES), default=list(CASES))
     parser.add_argument("--requests", type=int, default=1000, help="of a case")
     parser.add_argument("--malformed", type=int, default=10_000, help="damaged answers")
     parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     options.folder.mkdir(parents=True, exist_ok=True)
     rows, samples, tallies = {}, {}, []
     if options.output is not None and options.output.exists():
@@ -88,7 +90,7 @@ def main() -> int:
 def _record(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "topic": "fleet-faults",
-        "command": "python benchmarks/fleet_faults.py --folder DIR --output FILE",
+        "command": "python benchmarks/faults fleet --folder DIR --output FILE",
         "date": time.strftime("%Y-%m-%d"),
         "machine": machine(),
         "versions": {"llmpq": __version__, "python": platform.python_version()},
@@ -568,6 +570,3 @@ CASES = {
     "restart_killed": restart_killed,
     "malformed": damaged,
 }
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
 """A server under stress: clients that hang up, slow readers, bad bodies, ranks that are killed.
 
-    python benchmarks/stress.py --seconds 120 --connections 200 --kill_every_s 20
+    python benchmarks/faults server --seconds 120 --connections 200 --kill_every_s 20
 
 The model is tiny and in float32, on two ranks, with so few KV blocks that requests are preempted.
 Every answer is compared with ``generate`` of transformers. Exit status 1 when a check fails: a
@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from load import HttpError, events, request
+from processes import open_files, resident_bytes
 from servers import Running, llmpq_serve, make_plan
 from transformers import AutoModelForCausalLM
 from workbench import ROOT
@@ -232,7 +233,7 @@ async def settle(server: Running, stress: Stress, descriptors: int) -> None:
     left: dict[str, float] = {}
     while time.monotonic() < end_s:
         left = left_over(server.port)
-        left["descriptors"] = max(0, open_descriptors(server.pid) - descriptors - DESCRIPTOR_SLACK)
+        left["descriptors"] = max(0, len(open_files(server.pid)) - descriptors - DESCRIPTOR_SLACK)
         if not any(left.values()):
             return
         await asyncio.sleep(0.2)
@@ -252,28 +253,19 @@ def left_over(port: int) -> dict[str, float]:
     }
 
 
-def resident_bytes(pid: int) -> int:
-    """Return the resident memory of the server's first process."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def open_descriptors(pid: int) -> int:
-    """Return how many files the process has open."""
-    return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
-
-
-def main() -> int:
+def main(argv: Sequence[str]) -> int:
     """Run and report."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="faults server",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--connections", type=int, default=200)
     parser.add_argument("--kill_every_s", type=float, default=20.0, help="0 kills nothing")
     parser.add_argument("--max_num_queued_reqs", type=int, default=160)
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with tempfile.TemporaryDirectory(prefix="stress-") as name:
@@ -292,7 +284,7 @@ def main() -> int:
         with llmpq_serve(model, plan, folder / "log", *words) as server:
             stress = Stress(server.port, expected_answers(model), options.seed)
             asyncio.run(stress.read(0.0))
-            descriptors = open_descriptors(server.pid)
+            descriptors = len(open_files(server.pid))
             asyncio.run(play(options, server, stress))
             asyncio.run(settle(server, stress, descriptors))
             asyncio.run(stress.read(0.0))
@@ -307,7 +299,3 @@ def main() -> int:
     print(json.dumps({"counts": counts, "problems": len(stress.problems),
                       "first": stress.problems[:5]}, indent=1))  # fmt: skip
     return int(bool(stress.problems))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
