@@ -4,8 +4,7 @@ Tables come from an installed (or ``--database``) aiconfigurator-core and from a
 data (``--data``, or LLMPQ_SHARED_DATA, or ``../shared/data``); tables that are absent are named and
 left out. For each, 30 % of the shapes are held out, seeds 0-4, for the paper's regression and for
 ours; then the largest 30 %, with the deviations that were claimed. Tables on which ours is worse
-than the paper's are listed. ``benchmarks/fit_ablation.py`` has the errors by number of points. Run
-``OMP_NUM_THREADS=1 python -m benchmarks.fidelity``.
+than the paper's are listed. Run ``OMP_NUM_THREADS=1 python -m benchmarks.fidelity``.
 """
 
 from __future__ import annotations
@@ -125,12 +124,7 @@ def add_data_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, default=default, help="with helix/ and samullm/")
 
 
-def write_tables(
-    file: Path,
-    command: str,
-    renewed: list[dict[str, Any]],
-    samples: list[dict[str, Any]] | None = None,
-) -> None:
+def write_tables(file: Path, command: str, renewed: list[dict[str, Any]]) -> None:
     """Write tables of a topic of the documentation; the file's tables of other titles stay."""
     known = json.loads(file.read_text(encoding="utf-8"))["tables"] if file.exists() else []
     titles = {one["title"] for one in renewed}
@@ -146,8 +140,6 @@ def write_tables(
         },
         "tables": [*renewed, *(one for one in known if one["title"] not in titles)],
     }
-    if samples is not None:
-        result["samples"] = samples
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(lines_of(result) + "\n", encoding="utf-8")
 

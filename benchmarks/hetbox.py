@@ -4,7 +4,7 @@
     sudo .venv/bin/python benchmarks/hetbox_report.py FOLDER --picture FILE
     sudo .venv/bin/python benchmarks/hetbox.py FOLDER model edge
 
-Needs root and two cores (``scripts/hetbox``). Devices differ in speed (a share of a core's time,
+Needs root and two cores (``tools/hetbox``). Devices differ in speed (a share of a core's time,
 an older vector extension), in memory and in how far away they are. Whole devices are profiled,
 slowed ones compared with them in their box; ``llmpq-algo --method all`` plans each cluster, and the
 search plans again at the quality of every rival that loses more or less of it. Distinct plans are
@@ -323,8 +323,8 @@ def survives(plan: Plan, memory_bytes: int, prompts: Path) -> bool:
 
 
 def boxed(*words: str) -> str:
-    """Run scripts/hetbox with this very interpreter; return what it prints."""
-    return call([str(ROOT / "scripts" / "hetbox"), *words])
+    """Run tools/hetbox with this very interpreter; return what it prints."""
+    return call([str(ROOT / "tools" / "hetbox"), *words])
 
 
 def call(words: list[str]) -> str:

@@ -111,23 +111,6 @@ def forecast(model: IterationModel, phase: Phase, asked: IterationTable) -> Arra
     return np.array([model.seconds(phase, *shape) for shape in shapes.T.tolist()])
 
 
-def least_errors(asked: IterationTable, phase: Phase) -> Array:
-    """Return the least errors of any forecast, NaN for iterations without a repetition [n].
-
-    A shape has one answer. That with the least mean relative error is the median of its iterations,
-    each with the weight of its rate.
-    """
-    _, cells = shapes_of(asked, phase)
-    found = np.full(len(cells), np.nan)
-    for cell in range(cells.max() + 1):
-        seconds = np.sort(asked.seconds[cells == cell])
-        if len(seconds) > 1:
-            rates = np.cumsum(1.0 / seconds)
-            best = seconds[np.searchsorted(rates, rates[-1] / 2.0)]
-            found[cells == cell] = np.abs(best / asked.seconds[cells == cell] - 1.0)
-    return found
-
-
 class PaperModel:
     """SamuLLM's form: the sum of three parts, each ``a[B] x + b[B]``."""
 

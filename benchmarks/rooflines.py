@@ -52,7 +52,7 @@ from llmpq.spec.huggingface.families import model_from_config
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.precision import Phase
 from llmpq.spec.tables import LatencySample
-from scripts.reproduce.calibrate import pattern_search
+from reproduce.calibrate import pattern_search
 
 FIGURES = {
     "compute_efficiency": (0.05, 1.0),

@@ -8,7 +8,7 @@ tokens after prompts of 32, in two places:
 
 * ``loopback``: both workers on this machine; ours talk over unix sockets, llama.cpp's over TCP;
 * ``link``: two network namespaces with a core each and a link of 1 Gbit/s and 1 ms between them
-  (``scripts/boxes/wire.py``, needs root).
+  (``tools/boxes/wire.py``, needs root).
 
 Ours runs the plan of ``llmpq-algo`` for layers and links measured here by ``llmpq-profile``; its
 forecast is compared with the run. The head has the bits of the layers, as llama.cpp's has. The
@@ -47,7 +47,7 @@ from workbench import (
     write_prompts,
 )
 
-from scripts.boxes.wire import Host, Link, hosts
+from tools.boxes.wire import Host, Link, hosts
 
 CASE = "single"
 """Name of the model, in pipeline.py's folder too."""

@@ -84,6 +84,11 @@ def lanes() -> tuple[Lane, ...]:
             for isa in older()
         ),
         Lane(
+            name="nightly",
+            checks="benchmarks, scripts and notebooks",
+            command=pytest("-m", "nightly and not slow and not gpu and not ray"),
+        ),
+        Lane(
             name="slow",
             checks="tests that take long",
             command=pytest("-m", "slow and not gpu and not ray"),
@@ -133,7 +138,10 @@ def lanes() -> tuple[Lane, ...]:
         Lane(
             name="stress",
             checks="a server under stress, with ranks killed",
-            command=("PYTHON", "benchmarks/stress.py", "--seconds", "120", "--connections", "200"),
+            command=(
+                *("PYTHON", "benchmarks/faults", "server"),
+                *("--seconds", "120", "--connections", "200"),
+            ),
         ),
     )
 

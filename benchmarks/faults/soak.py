@@ -5,10 +5,8 @@ Shared machines pause processes: figures of time are of this machine at that mom
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
-import re
 import signal
 import stat
 import statistics
@@ -24,6 +22,7 @@ from typing import Any, Literal
 
 from bench import Answers, execute, prompts_of, send, workers_of
 from deaths import command, wait_for
+from processes import open_files, resident_bytes
 
 from inputs import BAD_LINES, CANARY
 from llmpq.dist.metrics.progress import Event
@@ -35,26 +34,6 @@ SAMPLE_S = 2.0
 LEAST_SAMPLES = 5
 LEAST_SERVED = 200
 """Requests a process must have seen for its slope to be told."""
-
-_PAGE = os.sysconf("SC_PAGE_SIZE")
-
-
-def resident_bytes(pid: int) -> int:
-    """Return what a process holds in memory; 0 once it ended."""
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * _PAGE
-    except (OSError, IndexError):
-        return 0
-
-
-def open_files(pid: int) -> list[str]:
-    """Return what the descriptors of a process are of, numbers in names left out."""
-    found = []
-    with contextlib.suppress(OSError):  # it ended
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):  # it was closed meanwhile
-                found.append(re.sub(r"[0-9]+", "#", str(link.readlink())))
-    return sorted(found)
 
 
 class Samples:

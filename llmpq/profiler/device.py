@@ -137,7 +137,7 @@ def _memory_limit(group: Path) -> int | None:
 def cpu_quota(processes: Path = PROCESSES) -> float | None:
     """Return the CPU quota of this process in cores, ``None`` for no limit.
 
-    Containers and ``scripts/hetbox`` set such a quota (control groups, version 1 or 2).
+    Containers and ``tools/hetbox`` set such a quota (control groups, version 1 or 2).
     """
     return min(group_values("cpu", _quota, processes), default=None)
 

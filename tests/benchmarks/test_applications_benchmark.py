@@ -17,6 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import applications
 
+pytestmark = pytest.mark.nightly
+
 
 def bench_of(folder: Path) -> applications.Bench:
     return applications.Bench(folder, scale=1.0, budget_s=1.0)

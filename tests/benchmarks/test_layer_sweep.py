@@ -12,6 +12,8 @@ from llmpq.evals.stream import LayerSource, stream_hidden
 from llmpq.evals.windows import Windows
 from llmpq.quant.loading.loader import load_master, load_stage
 
+pytestmark = pytest.mark.nightly
+
 torch.set_num_threads(1)
 
 CPU = torch.device("cpu")

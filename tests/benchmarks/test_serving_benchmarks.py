@@ -18,13 +18,15 @@ from llmpq.cli.commands import algo, sim
 from llmpq.spec.workload import load_trace
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
+sys.path[:0] = [str(BENCHMARKS), str(BENCHMARKS / "faults")]
 
 import load  # noqa: E402
 import online  # noqa: E402
+import server  # noqa: E402
 import servers  # noqa: E402
-import stress  # noqa: E402
 from load import Query, Sample  # noqa: E402
+
+pytestmark = pytest.mark.nightly
 
 
 def options_of(folder: Path, *words: str) -> Namespace:
@@ -295,10 +297,10 @@ def test_stress_finds_wrong_tokens_and_streams_without_a_reason(monkeypatch, cap
         for event in answer:
             yield event
 
-    monkeypatch.setattr(stress, "events", events)
-    expected = [(5, 6)] * stress.PROMPTS
+    monkeypatch.setattr(server, "events", events)
+    expected = [(5, 6)] * server.PROMPTS
     for tokens, reason, wrong in (([5, 6], "length", 0), ([5, 5], "length", 1), ([5, 6], None, 1)):
-        watched = stress.Stress(0, expected, 0)
+        watched = server.Stress(0, expected, 0)
         answer[:] = [{"choices": [{"token_ids": tokens, "finish_reason": reason}]}]
         asyncio.run(watched.read(0.0))
         assert len(watched.problems) == wrong
@@ -309,9 +311,9 @@ def test_stress_finds_wrong_tokens_and_streams_without_a_reason(monkeypatch, cap
 
 
 def test_stress_prompts_come_in_pairs_that_begin_alike():
-    for number in range(0, stress.PROMPTS, 2):
-        one, other = stress.prompt_of(number), stress.prompt_of(number + 1)
-        shared = stress.PROMPT_TOKENS // 2
+    for number in range(0, server.PROMPTS, 2):
+        one, other = server.prompt_of(number), server.prompt_of(number + 1)
+        shared = server.PROMPT_TOKENS // 2
         assert one[:shared] == other[:shared]
         assert one != other
-        assert all(3 <= token < stress.VOCABULARY for token in one + other)
+        assert all(3 <= token < server.VOCABULARY for token in one + other)

@@ -20,6 +20,8 @@ import sizes  # noqa: E402
 import workbench  # noqa: E402
 from sizes import Point  # noqa: E402
 
+pytestmark = pytest.mark.nightly
+
 SPEED, CORES = 20e9, 2
 ZERO = Point(
     x=0, rows=1, step_s=0, memory_bytes=0, forecast_bytes=0, read_bytes=0, stored_bytes=0,

@@ -19,6 +19,8 @@ import sizes  # noqa: E402
 import speed  # noqa: E402
 import workbench  # noqa: E402
 
+pytestmark = pytest.mark.nightly
+
 WHERE = {"processor": "P", "cpu_isa": "avx2"}
 OPTIONS = Namespace(
     cases=["decode", "prompts", "batch16"], models=["125M", "594M"], bits=["16", "4"],

@@ -15,6 +15,8 @@ sys.path.insert(0, str(BENCHMARKS))
 import two_machines  # noqa: E402
 from two_machines import LINK, LLAMA_CPP, LOOPBACK, OURS, PARTS, Machine, Place, Setting  # noqa: E402
 
+pytestmark = pytest.mark.nightly
+
 BATCHES = (1, 4, 16)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.fidelity import whole_model
-from benchmarks.fit_ablation import OUTLIERS, planted
 from llmpq.costmodel.tables.fidelity import split_shapes
 from llmpq.costmodel.tables.latency import RegressionLatencyModel, Samples, fit_without_outliers
 from llmpq.spec.precision import Phase
@@ -24,6 +24,8 @@ BETWEEN = [(batch, tokens) for batch in (3, 6, 12, 24, 48, 96) for tokens in (10
 SAMULLM = Path(
     os.environ.get("LLMPQ_SHARED_DATA", Path(__file__).resolve().parents[3] / "shared" / "data")
 ) / "samullm"  # fmt: skip
+OUTLIERS = (1.5, 5.0)
+"""Least and largest factor of an outlier."""
 
 costs = st.fixed_dictionaries({
     "constant": st.floats(1e-5, 1e-3),
@@ -53,6 +55,18 @@ def samples_of(phase, cost, factors=None, noise=0.0, seed=0):
         )
         for batch, tokens in GRID
     ]  # fmt: skip
+
+
+def planted(samples, seed, power):
+    """Make one sample in twenty slower (1), faster (-1) or leave it as it was (0)."""
+    chance = np.random.default_rng(seed)
+    count = max(1, len(samples) // 20)
+    chosen = chance.permutation(len(samples))[:count].tolist()
+    factors = dict(zip(chosen, chance.uniform(*OUTLIERS, count).tolist(), strict=True))
+    return [
+        replace(one, seconds=one.seconds * factors.get(place, 1.0) ** power)
+        for place, one in enumerate(samples)
+    ]
 
 
 def model_of(samples):
@@ -137,7 +151,7 @@ def test_few_samples_have_no_outlier():
     assert fit_without_outliers(few)[1].all()
 
 
-def test_the_outliers_that_benchmarks_plant_are_one_in_twenty_and_seeded():
+def test_planted_outliers_are_one_in_twenty_and_seeded():
     kept = samples_of(DECODE, {"constant": 1e-3, "row": 1e-5, "work": 0.0, "token": 0.0})
     changed = planted(kept, 3, 1)
     ratios = np.array([new.seconds / old.seconds for new, old in zip(changed, kept, strict=True)])

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from helpers.docs_pages import ROOT
 
+from reproduce import exegpt, larry, sal, samullm, serving
 from scripts.docs_site import evidence
-from scripts.reproduce import exegpt, exegpt_published, larry, sal, samullm, serving
 
 Record = dict[str, Any]
 
@@ -604,7 +604,7 @@ def fewer(name: str) -> str:
 
 
 def table_6() -> str:
-    found = zip(exegpt_published.TABLE_6, record("exegpt")["table 6"], strict=True)
+    found = zip(exegpt.TABLE_6, record("exegpt")["table 6"], strict=True)
     ratios = [
         row["ours"]["requests_per_s"] / theirs.requests_per_s
         for theirs, row in found

@@ -42,9 +42,11 @@ FOLDERS = (
     "llmpq",
     "models",
     "notebooks",
+    "reproduce",
     "scripts",
     "strategies",
     "tests",
+    "tools",
 )
 CODE = re.compile(r"`([^`\n]+)`")
 FILE = re.compile(rf"(?:{'|'.join(FOLDERS)})/[\w./*-]*")

@@ -99,7 +99,7 @@ def test_a_record_is_shown_by_the_report_of_its_script(tmp_path, monkeypatch):
     record |= {"iterations": 7, "preemptions": 0}
     monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(record)))
     options = ["record", "one", "--command", "c", "--date", "2026-01-01", "--machine", "m"]
-    assert evidence.main([*options, "--report", "scripts.reproduce.vllm_run"]) == 0
+    assert evidence.main([*options, "--report", "reproduce.vllm_run"]) == 0
     assert json.loads((tmp_path / "one.json").read_text())["record"] == record
     (item,) = evidence.load("one")["tables"]
     assert ["makespan, s", "65.00", "65.00", "+0.0%", "65.00", "+0.0%"] in item["rows"]

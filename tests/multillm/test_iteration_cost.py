@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.iteration_costs import FORMS, errors, least_errors, main
+from benchmarks.iteration_costs import FORMS, errors, main
 from llmpq.costmodel.tables.latency import RegressionLatencyModel
 from llmpq.errors import SpecError
 from llmpq.multillm.engine.law import COLUMNS, IterationModel, IterationTable, read_iterations
@@ -188,14 +188,3 @@ def test_the_benchmark_names_a_folder_without_tables_and_one_with_too_few_batche
     (folder / "few.csv.gz").write_bytes(gzip.compress(text))
     assert main(["--data", str(tmp_path)]) != 0
     assert "few.csv.gz: found 3 batch sizes of both phases" in capsys.readouterr().err
-
-
-def test_the_least_error_of_a_repeated_shape_is_that_of_the_best_answer(tmp_path):
-    lines = [[0, 4, 400, 100, ms, 1, 1, 1] for ms in (10.0, 13.0, 20.0)]
-    lines += [[0, 8, 800, 100, 15.0, 1, 1, 1], [1, 1, 1, 1, 9.0, 1, 1, 1]]
-    found = read_iterations(table(tmp_path / "t.csv", lines))
-    least = least_errors(found.select(~found.is_prefill), Phase.DECODE)
-    seconds = np.array([10.0, 13.0, 20.0])
-    best = min(np.abs(answer / seconds - 1.0).mean() for answer in np.linspace(9, 21, 12001))
-    assert np.mean(least[:3]) == pytest.approx(best, abs=1e-4)
-    assert np.isnan(least[3])

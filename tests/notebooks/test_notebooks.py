@@ -24,6 +24,7 @@ def cells(path, kind):
 
 
 @pytest.mark.dist
+@pytest.mark.nightly
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_from_top_to_bottom(path, tmp_path):
     output = tmp_path / "ran.ipynb"

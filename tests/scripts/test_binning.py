@@ -15,7 +15,7 @@ from llmpq.batching import MultiBinFormer, StaticPolicy
 from llmpq.batching.length import OraclePredictor
 from llmpq.errors import SpecError
 from llmpq.spec.plan import MicroBatching
-from scripts.reproduce.binning import (
+from reproduce.multibin import (
     bins_needed,
     exponential_boundaries,
     exponential_service_bound_s,

@@ -21,6 +21,8 @@ from llmpq.dist.metrics.core_time import BUSY_SHARE
 from llmpq.spec.cluster import CPU_ISAS
 from scripts import demo
 
+pytestmark = pytest.mark.nightly
+
 CALM = {"here/cpu#0": 0.0, "here/cpu#1": 0.01}
 BUSY = {"here/cpu#0": 0.54, "here/cpu#1": 0.01}
 

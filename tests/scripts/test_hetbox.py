@@ -19,7 +19,7 @@ from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from scripts.boxes.devices import (  # noqa: E402
+from tools.boxes.devices import (  # noqa: E402
     RANK_NAME,
     _children_among_all,
     children_of,
@@ -27,7 +27,9 @@ from scripts.boxes.devices import (  # noqa: E402
     rank_of,
     spaces_of,
 )
-from scripts.boxes.groups import groups  # noqa: E402
+from tools.boxes.groups import groups  # noqa: E402
+
+pytestmark = pytest.mark.nightly
 
 CLUSTER = """{"schema": 1, "name": "box", "links": [], "nodes": [{"name": "here", "devices":
   [{"type": "cpu", "count": 1, "threads": 1, "cpu_share": 0.5, "memory_bytes": 100000000}]}]}"""
@@ -112,7 +114,7 @@ def hetbox(tmp_path, code):
     words = ["device", str(file), "here/cpu#0", sys.executable, "-c", code]
     environment = {**os.environ, "PYTHON": sys.executable}
     return subprocess.Popen(
-        [ROOT / "scripts" / "hetbox", *words],
+        [ROOT / "tools" / "hetbox", *words],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -9,8 +9,10 @@ from llmpq.batching.engine_step import ScheduledChunk
 from llmpq.batching.queue_order import queue_order
 from llmpq.sim.engine_costs import step_size
 from llmpq.spec.workload import draw_trace
-from scripts.reproduce import larry
-from scripts.reproduce.larry_cases import a100_server, draw_requests, h100_server
+from reproduce import larry
+from reproduce.larry import a100_server, draw_requests, h100_server
+
+pytestmark = pytest.mark.nightly
 
 TRACE = draw_trace(400, uniform(20, 3000), uniform(5, 300), requests_per_s=3.0, seed=4)
 

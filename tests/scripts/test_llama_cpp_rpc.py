@@ -7,6 +7,8 @@ import pytest
 
 from scripts import llama_cpp_rpc
 
+pytestmark = pytest.mark.nightly
+
 BINARIES = os.environ.get("LLAMA_CPP_BINARIES")
 """Directories of llama-server, ggml-rpc-server and llama-quantize, separated by colons."""
 LOG = """\

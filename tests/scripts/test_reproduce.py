@@ -18,7 +18,7 @@ from llmpq.spec.cluster import load_cluster  # noqa: E402
 from llmpq.spec.plan import read_plan  # noqa: E402
 from llmpq.spec.precision import Phase  # noqa: E402
 from llmpq.spec.workload import load_workload  # noqa: E402
-from scripts.reproduce import (  # noqa: E402
+from reproduce import (  # noqa: E402
     calibrate,
     cases,
     formula,
@@ -28,7 +28,9 @@ from scripts.reproduce import (  # noqa: E402
     serving,
     solving,
 )
-from scripts.reproduce.cases import LONG, SHORT, Case  # noqa: E402
+from reproduce.cases import LONG, SHORT, Case  # noqa: E402
+
+pytestmark = pytest.mark.nightly
 
 # Table 3 of the paper.
 TYPES = {

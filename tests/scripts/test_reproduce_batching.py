@@ -5,10 +5,10 @@ import random
 import pytest
 
 from llmpq.spec.workload import truncated_normal
-from scripts.reproduce.binning import uniform_throughput
-from scripts.reproduce.exegpt_published import TASKS
-from scripts.reproduce.exegpt_served import law
-from scripts.reproduce.multibin import BATCH, LONGEST_S, SHORTEST_S, Queue, _uniform
+from reproduce.exegpt import TASKS, law
+from reproduce.multibin import BATCH, LONGEST_S, SHORTEST_S, Queue, _uniform, uniform_throughput
+
+pytestmark = pytest.mark.nightly
 
 
 @pytest.mark.parametrize("bins", [1, 2, 3, 5, 8, 13, 21, 32])

@@ -12,9 +12,10 @@ from llmpq.multillm.graph import load_application
 from llmpq.multillm.planner.application import workload_of
 from llmpq.multillm.requests import load_items
 from llmpq.spec.cluster import load_cluster
-from scripts.reproduce import samullm
-from scripts.reproduce.samullm import report
-from scripts.reproduce.samullm_cases import Cases
+from reproduce import samullm
+from reproduce.samullm import Cases, report
+
+pytestmark = pytest.mark.nightly
 
 LAWS = ("Llama-2-7b-chat-hf", "chatglm3-6b", "Mixtral-8x7B-v0.1")
 

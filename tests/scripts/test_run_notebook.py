@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.nightly
+
 pytest.importorskip("matplotlib")
 SCRIPT = Path(__file__).parents[2] / "scripts" / "run_notebook.py"
 

@@ -17,8 +17,10 @@ from llmpq.routing import (
     load_balancer,
 )
 from llmpq.spec.workload import draw_trace
-from scripts.reproduce import sal
-from scripts.reproduce.sal_cases import ChangedSal, different_fleet, equal_fleets
+from reproduce import sal
+from reproduce.sal import ChangedSal, different_fleet, equal_fleets
+
+pytestmark = pytest.mark.nightly
 
 TRACE = tuple(draw_trace(400, uniform(20, 3000), uniform(5, 300), requests_per_s=3.0, seed=4))
 
@@ -76,6 +78,6 @@ def test_small_run_fills_every_table(small):
 
 
 def test_picture_is_drawn(small, tmp_path):
-    pictures = pytest.importorskip("scripts.reproduce.sal_pictures", reason="needs matplotlib")
-    pictures.draw(small, tmp_path / "sal.png")
+    pictures = pytest.importorskip("reproduce.pictures", reason="needs matplotlib")
+    pictures.draw_sal(small, tmp_path / "sal.png")
     assert (tmp_path / "sal.png").stat().st_size > 20_000

@@ -6,8 +6,10 @@ import json
 import pytest
 
 from llmpq.errors import SpecError
-from scripts.reproduce import vllm_run
-from scripts.reproduce.vllm_run import ONCE, PER_LAYER, Attention, Line, limits_of
+from reproduce import vllm_run
+from reproduce.vllm_run import ONCE, PER_LAYER, Attention, Line, limits_of
+
+pytestmark = pytest.mark.nightly
 
 POINTS = {
     (0, 0, 1, 16): 2.0, (0, 0, 1, 32): 4.0, (0, 0, 2, 16): 6.0, (0, 0, 2, 32): 8.0,

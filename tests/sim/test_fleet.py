@@ -13,7 +13,7 @@ from llmpq.sim.costs import Hop
 from llmpq.sim.engine import SimulatedEngine, simulate_engine
 from llmpq.sim.fleet import FleetReplica, engine_stats, replica_capacity, simulate_fleet
 from llmpq.spec.workload import TraceRequest, draw_arrivals
-from scripts.reproduce.worker_costs import WorkerCosts
+from reproduce.worker_costs import WorkerCosts
 
 LIMITS = EngineLimits(token_budget=128, max_sequences=32, num_blocks=200, block_size=16)
 FCFS = queue_order("fcfs")

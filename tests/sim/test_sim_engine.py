@@ -18,7 +18,7 @@ from llmpq.sim.engine_report import capacity
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec.precision import Phase
 from llmpq.spec.workload import TraceRequest
-from scripts.reproduce.worker_costs import WorkerCosts
+from reproduce.worker_costs import WorkerCosts
 
 LIMITS = EngineLimits(token_budget=4, max_sequences=8, num_blocks=64, block_size=4, watermark=0.0)
 FCFS = queue_order("fcfs")

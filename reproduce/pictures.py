@@ -1,0 +1,392 @@
+"""Figures of the papers as pictures. Needs matplotlib, the extra ``plot``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure, SubFigure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import FormatStrFormatter, LogLocator, NullLocator
+
+from llmpq.cli.plots import new_figure
+from reproduce.output import Record
+
+SPEED, QUALITY, PALE, INK, GRID = "#1f4e79", "#d1495b", "#9aa5b1", "#22303c", "#d9dee3"
+BAR = 0.38
+SCHEDULES = ("static", "RRA", "WAA-C", "WAA-M")
+SCHEDULE_COLOURS = (PALE, SPEED, QUALITY, "#e3a23c")
+SLOT = 0.8 / len(SCHEDULES)
+"""Width of a bar; a group of them leaves a fifth of its place free."""
+WAY_COLOURS = ("#9aa5b1", "#f2a541", "#8e6c8a", "#1f4e79", "#2a9d8f")
+ORDER_COLOURS = {
+    "LARRY": "#1f4e79",
+    "FCFS": "#d1495b",
+    "TRAIL+": "#f2a541",
+    "No-Preempt": "#9aa5b1",
+}
+PLACE_SHADES = {"p50": "#8fadcc", "p95": "#41729f", "p99": "#12304d"}
+BIN_SHADES = ("#b7c9de", "#8fadcc", "#678fb8", "#41729f", "#1f4e79", "#12304d")
+BALANCER_COLOURS = {
+    "SAL": "#1f4e79", "SAL in seconds": "#2a9d8f", "LMetric": "#f2a541", "P2C": "#d1495b",
+    "Random": "#9aa5b1", "round robin": "#c3cad1", "least loaded": "#8e6c8a",
+}  # fmt: skip
+TTFT, TGT = "time_to_first_token_s", "total_generation_time_s"
+
+
+def draw_sweeps(
+    sweeps: Sequence[tuple[str, Sequence[Record]]], marks: dict[float, str], path: Path
+) -> None:
+    """Draw LLM-PQ's Figure 8: one column a sweep, throughput above degradation.
+
+    Args:
+        sweeps: title and points of each; a point has ``multiple``, ``theta_s``, ``tokens_per_s``
+            and ``omega``.
+        marks: what to call the multiples of the default price that are marked.
+        path: the PNG file.
+    """
+    figure = _figure(9, 5)
+    grid = figure.subplots(2, len(sweeps), sharex="col", squeeze=False)
+    for (speed, loss), (title, points) in zip(grid.T, sweeps, strict=True):
+        theta = [point["theta_s"] for point in points]
+        rates = [point["tokens_per_s"] for point in points]
+        speed.plot(theta, rates, "o-", color=SPEED, ms=3.5)
+        loss.plot(theta, [point["omega"] for point in points], "o-", color=QUALITY, ms=3.5)
+        speed.set_ylim(0, 1.12 * max(rates))
+        speed.set_title(title, color=INK, loc="left", fontsize=11, weight="bold")
+        loss.set_xscale("log")
+        loss.set_yscale("log")
+        loss.set_xlabel("theta: seconds that “every layer at 4 bits” costs", color=INK)
+        for axes in (speed, loss):
+            axes.grid(True, color=GRID, lw=0.6)
+            axes.set_axisbelow(True)
+            _open(axes)
+        for point in points:
+            if point["multiple"] in marks:
+                for axes in (speed, loss):
+                    axes.axvline(point["theta_s"], color=GRID, lw=7, zorder=0)
+                where = (point["theta_s"], 0.04)
+                speed.annotate(
+                    f"paper's {marks[point['multiple']]}",
+                    where,
+                    xycoords=("data", "axes fraction"),
+                    ha="center",
+                    fontsize=9,
+                    color=INK,
+                )
+    grid[0][0].set_ylabel("tokens per second, predicted", color=SPEED)
+    grid[1][0].set_ylabel("degradation omega", color=QUALITY)
+    figure.align_ylabels(grid[:, 0])
+    _save(figure, path)
+
+
+def draw_bars(
+    names: Sequence[str], series: Sequence[tuple[str, Sequence[float]]], path: Path
+) -> None:
+    """Draw LLM-PQ's Figure 9: for every name a bar of each of two series; 0 is drawn as no plan."""
+    figure = _figure(8, 3.6)
+    axes = figure.subplots()
+    for shift, colour, (label, heights) in zip((-0.2, 0.2), (PALE, SPEED), series, strict=True):
+        places = [index + shift for index in range(len(names))]
+        bars = axes.bar(places, heights, 0.38, label=label, color=colour)
+        texts = [f"{height:.0f}" if height else "no plan" for height in heights]
+        axes.bar_label(bars, texts, fontsize=9, color=INK, padding=2)
+    axes.set_xticks(range(len(names)), names, fontsize=9, color=INK)
+    axes.set_ylabel("tokens per second, predicted", color=INK)
+    axes.legend(frameon=False)
+    _open(axes)
+    _save(figure, path)
+
+
+def _figure(width: float, height: float) -> Figure:
+    figure = Figure(figsize=(width, height), dpi=110)
+    FigureCanvasAgg(figure)
+    figure.set_layout_engine(ConstrainedLayoutEngine(h_pad=0.06, w_pad=0.08))
+    return figure
+
+
+def _open(axes: Axes) -> None:
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Without the version of matplotlib inside, equal pictures are equal files.
+    figure.savefig(path, metadata={"Software": None})
+
+
+def draw_exegpt(record: Record, path: Path) -> None:
+    """Draw every schedule for every task and bound, and schedules on other lengths.
+
+    Args:
+        record: what ``exegpt.collect`` returns.
+        path: the PNG file.
+    """
+    figure = Figure(figsize=(14, 10), layout="constrained", dpi=110)
+    FigureCanvasAgg(figure)
+    upper, lower = figure.subfigures(2, 1, height_ratios=(5, 6))
+    _draw_bounds(upper, record["bounds"])
+    _draw_shifts(lower, record["figure 11"])
+    figure.savefig(path)
+
+
+def _draw_bounds(figure: SubFigure, rows: Sequence[Record]) -> None:
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    for axes, task in zip(figure.subplots(1, len(tasks)), tasks, strict=True):
+        of_task = [row for row in rows if row["task"] == task]
+        for place, row in enumerate(of_task):
+            rates = [row.get("static", 0.0)]
+            rates += [
+                row["schedules"].get(name, {}).get("requests_per_s", 0.0) for name in SCHEDULES[1:]
+            ]
+            left = place - (len(SCHEDULES) - 1) / 2 * SLOT
+            for step, (rate, colour) in enumerate(zip(rates, SCHEDULE_COLOURS, strict=True)):
+                label = SCHEDULES[step] if place == 0 else None
+                axes.bar(left + step * SLOT, rate, SLOT, color=colour, label=label)
+            if row.get("gains"):
+                text = f"{max(row['gains'].values()):.1f}x"
+                axes.annotate(
+                    text, (place, max(rates)), (0, 3), textcoords="offset points", ha="center",
+                    fontsize=8,
+                )  # fmt: skip
+        names = ["none" if row["bound_s"] is None else f"{row['bound_s']:.1f}" for row in of_task]
+        axes.set_xticks(range(len(of_task)), names, fontsize=8)
+        axes.set_title(f"task {task}", loc="left", fontsize=10, weight="bold", color=INK)
+        axes.set_xlabel("bound, s", fontsize=9, color=INK)
+        axes.spines[["top", "right"]].set_visible(False)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    figure.supylabel("requests/s", fontsize=9, color=INK)
+    figure.suptitle("Figures 6 to 8: four bounds; times: the best over static batches", fontsize=11)
+
+
+def _draw_shifts(figure: SubFigure, rows: Sequence[Record]) -> None:
+    policies = list(dict.fromkeys(row["policy"] for row in rows))
+    grid = figure.subplots(len(policies), 2, squeeze=False)
+    for line, policy in zip(grid, policies, strict=True):
+        for axes, what in zip(line, ("mean", "deviation"), strict=True):
+            _draw_shift(
+                axes, policy, [r for r in rows if (r["policy"], r["what"]) == (policy, what)]
+            )
+    figure.suptitle("Figure 11: answers that are not those planned for (task T)", fontsize=11)
+
+
+def _draw_shift(axes: Axes, policy: str, rows: Sequence[Record]) -> None:
+    places = range(len(rows))
+    left, right = [p - BAR / 2 for p in places], [p + BAR / 2 for p in places]
+    kept, again = [row["kept"] for row in rows], [row["replanned"] or 0.0 for row in rows]
+    axes.bar(left, kept, BAR, color=PALE, label="kept schedule")
+    axes.bar(right, again, BAR, color=SPEED, label="planned anew")
+    axes.set_xticks(places, [f"{row['shift']:g}" for row in rows])
+    axes.set_title(policy, loc="left", fontsize=10, weight="bold", color=INK)
+    axes.set_xlabel(f"{rows[0]['what']} of the answers, times what was planned for", fontsize=9)
+    axes.set_ylabel("requests/s", fontsize=9, color=INK)
+    late = axes.twinx()
+    late.plot(places, [row["p99"] for row in rows], "o-", color=QUALITY, ms=4)
+    late.axhline(1.0, color=GRID, lw=0.8)
+    late.set_ylabel(
+        "p99 of seconds in service,\nkept, times the planned", fontsize=8, color=QUALITY
+    )
+    axes.spines["top"].set_visible(False)
+    late.spines["top"].set_visible(False)
+    # Headroom for the legend, so that it lies on no bar and no line.
+    axes.set_ylim(0, 1.6 * max(kept + again))
+    late.set_ylim(0, 1.8)
+    axes.legend(fontsize=8, frameon=False, loc="upper right", ncols=2)
+
+
+def draw_fleet_rates(record: Record, path: Path) -> None:
+    """Draw mean and 95th percentile of TTFT over the rate, and the bound of the capacity.
+
+    Args:
+        record: what ``fleet_rates.collect`` returns.
+        path: the PNG file.
+    """
+    figure = Figure(figsize=(10, 4.4), layout="constrained", dpi=120)
+    FigureCanvasAgg(figure)
+    devices = " and ".join(f"{count} {name}" for name, count in record["devices"].items())
+    figure.suptitle(f"{record['model']} on {devices}, simulated", color=INK, fontsize=11)
+    grid = figure.subplots(1, 2, sharey=True)
+    figures = ("mean", "mean"), ("p95", "95th percentile")
+    for axes, (key, title) in zip(grid, figures, strict=True):
+        for place, (name, curve) in enumerate(record["curves"].items()):
+            is_ours = name.startswith("fleet")
+            axes.plot(
+                [point["rate"] for point in curve],
+                [point["ttft_s"][key] for point in curve],
+                "o-" if is_ours else "s--", color=WAY_COLOURS[place], lw=1.8 if is_ours else 1.2,
+                ms=4 if is_ours else 9, mfc=None if is_ours else "none",
+                label=name,
+            )  # fmt: skip
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+        axes.set_title(f"TTFT, {title}", fontsize=10, color=INK)
+        axes.set_xlabel("requests a second", fontsize=9)
+        axes.grid(color=GRID, lw=0.6)
+    grid[1].axhline(record["ttft_bound_s"], color=INK, lw=1, ls=":")
+    grid[0].set_ylabel("seconds", fontsize=9)
+    grid[0].legend(fontsize=8, frameon=False)
+    figure.savefig(path)
+
+
+def draw_larry(record: Record, path: Path) -> None:
+    """Draw TTFT over the rate for each order, and over alpha, one column a server and law.
+
+    Args:
+        record: what ``larry.collect`` returns.
+        path: the PNG file.
+    """
+    cases = record["cases"]
+    with new_figure(path, 3.2 * len(cases), 8) as figure:
+        grid = figure.subplots(3, len(cases), squeeze=False)
+        for column, entry in enumerate(cases):
+            for row, place in enumerate(("p50", "p95")):
+                axes = grid[row][column]
+                for name, color in ORDER_COLOURS.items():
+                    heights = [_mean_ttft_s(runs, place) for runs in entry["curves"][name]]
+                    # Dashed: on SW-Code it lies on FCFS.
+                    style = "o--" if name == "No-Preempt" else "o-"
+                    axes.plot(record["curve"], heights, style, color=color, ms=3, label=name)
+                axes.set_yscale("log")
+                _name_logarithmic(axes, f"TTFT {place}, s", "arrival rate (1: the rate of the tables)")
+            grid[0][column].set_title(f"{entry['server']}\n{entry['law']}")
+            _draw_alphas(grid[2][column], entry)
+        grid[0][0].legend()
+        grid[2][0].legend()
+
+
+def _draw_alphas(axes: Axes, entry: dict[str, Any]) -> None:
+    alphas = [float(alpha) for alpha in entry["alphas"]]
+    for place, color in PLACE_SHADES.items():
+        heights = [_mean_ttft_s(runs, place) for runs in entry["alphas"].values()]
+        axes.plot(alphas, heights, "o-", color=color, ms=3, label=place)
+    axes.set_xscale("symlog", linthresh=0.1)
+    axes.set_yscale("log")
+    _name_logarithmic(axes, "LARRY's TTFT, s", "alpha")
+
+
+def _mean_ttft_s(runs: Sequence[dict[str, Any]], place: str) -> float:
+    return fmean(run["time_to_first_token_s"][place] for run in runs)
+
+
+def _name_logarithmic(axes: Axes, title: str, label: str) -> None:
+    axes.set_ylabel(title)
+    axes.set_xlabel(label)
+    axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+    axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+    axes.yaxis.set_minor_formatter(FormatStrFormatter("%g"))
+    axes.tick_params(which="minor", labelsize=7)
+    axes.grid(color=GRID, lw=0.6)
+    axes.set_axisbelow(True)
+
+
+def draw_multibin(record: Record, loads: Sequence[float], path: Path) -> None:
+    """Draw Figures 3, 4, 8 and 9 of multi-bin batching.
+
+    Args:
+        record: what ``multibin.collect`` returns.
+        loads: shares of the throughput without waste, of the curves' points.
+        path: the PNG file.
+    """
+    figure = Figure(figsize=(10, 7), layout="constrained", dpi=120)
+    FigureCanvasAgg(figure)
+    (three, four), (eight, nine) = figure.subplots(2, 2)
+    for row, color in zip(record["figures 3, 4"], BIN_SHADES, strict=True):
+        label = f"{row['bins']} bins" if row["bins"] > 1 else "1 bin"
+        three.plot(loads, row["rate"], "o-", color=color, ms=3, label=label)
+        three.axhline(row["theorem"], color=color, lw=0.8, ls=":")
+        four.plot(loads[:6], row["latency_s"][:6], "o-", color=color, ms=3)
+    _title(three, "Figure 3: throughput, requests/s", "dotted: Theorem 4.2")
+    four.set_yscale("log")
+    _title(four, "Figure 4: mean latency, s", "")
+    three.legend(fontsize=8, frameon=False)
+    bins = sorted({row["bins"] for row in record["figure 8"]})
+    for one, color in zip(bins, BIN_SHADES[1:], strict=True):
+        rows = [row for row in record["figure 8"] if row["bins"] == one]
+        eight.plot(
+            [row["error"] for row in rows],
+            [row["rate"] / record["one bin"] for row in rows],
+            "o-",
+            color=color,
+            ms=3,
+        )
+    _title(eight, "Figure 8: throughput over one bin", "", "probability of a neighbouring bin")
+    for row, color in zip(record["figure 9"], BIN_SHADES, strict=True):
+        nine.plot(loads, row["rate"], "o-", color=color, ms=3)
+    _title(nine, "Figure 9: exponential times, requests/s", "")
+    figure.savefig(path)
+
+
+def _title(
+    axes: Axes,
+    title: str,
+    note: str,
+    label: str = "arrivals, share of what is served without waste",
+) -> None:
+    axes.set_title(title, loc="left", fontsize=10, weight="bold", color=INK)
+    axes.set_xlabel(label, fontsize=9, color=INK)
+    axes.grid(True, color=GRID, lw=0.6)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    if note:
+        axes.text(0.98, 0.04, note, transform=axes.transAxes, ha="right", fontsize=8, color=INK)
+
+
+def draw_sal(record: Record, path: Path) -> None:
+    """Draw p95 of TTFT and mean TGT over the rate, and p95 on different servers.
+
+    Args:
+        record: what ``sal.collect`` returns.
+        path: the PNG file.
+    """
+    cases = record["cases"]
+    columns = max(len(cases), len(record["unequal"]))
+    with new_figure(path, 3.4 * columns, 8.5) as figure:
+        grid = figure.subplots(3, columns, squeeze=False)
+        for column, entry in enumerate(cases):
+            for row, (metric, place, title) in enumerate(
+                ((TTFT, "p95", "TTFT p95, s"), (TGT, "mean", "TGT mean, s"))
+            ):
+                axes = grid[row][column]
+                for name, curve in entry["runs"][0]["curves"].items():
+                    heights = [found[metric][place] for found in curve]
+                    axes.plot(
+                        record["curve"], heights, "o-", color=BALANCER_COLOURS[name], ms=3, label=name
+                    )
+                _label(axes, f"{title} (LARRY)", "arrival rate (1: the rate of the tables)")
+            grid[0][column].set_title(f"{entry['fleet']}\n{entry['law']}")
+        grid[0][0].legend()
+        for column in range(columns):
+            axes = grid[2][column]
+            if column < len(record["unequal"]):
+                _draw_unequal(axes, record["unequal"][column])
+            else:
+                axes.set_axis_off()
+
+
+def _draw_unequal(axes: Axes, entry: dict[str, Any]) -> None:
+    names = list(entry["runs"][0]["figures"]["LARRY"])
+    heights = [
+        fmean(run["figures"]["LARRY"][name][TTFT]["p95"] for run in entry["runs"]) for name in names
+    ]
+    axes.barh(names, heights, color=[BALANCER_COLOURS[name] for name in names])
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FormatStrFormatter("%g"))
+    axes.set_title(f"different servers, {entry['law']}")
+    _label(axes, "", "TTFT p95, s (LARRY)")
+
+
+def _label(axes: Axes, title: str, label: str) -> None:
+    axes.set_ylabel(title)
+    axes.set_xlabel(label)
+    axes.grid(color=GRID, lw=0.6)
+    axes.set_axisbelow(True)
