@@ -37,6 +37,8 @@ BALANCER_COLOURS = {
 }  # fmt: skip
 TTFT, TGT = "time_to_first_token_s", "total_generation_time_s"
 
+RATE_LABEL = "arrival rate (1: the rate of the tables)"
+
 
 def draw_sweeps(
     sweeps: Sequence[tuple[str, Sequence[Record]]], marks: dict[float, str], path: Path
@@ -253,7 +255,9 @@ def draw_larry(record: Record, path: Path) -> None:
                     style = "o--" if name == "No-Preempt" else "o-"
                     axes.plot(record["curve"], heights, style, color=color, ms=3, label=name)
                 axes.set_yscale("log")
-                _name_logarithmic(axes, f"TTFT {place}, s", "arrival rate (1: the rate of the tables)")
+                _name_logarithmic(
+                    axes, f"TTFT {place}, s", "arrival rate (1: the rate of the tables)"
+                )
             grid[0][column].set_title(f"{entry['server']}\n{entry['law']}")
             _draw_alphas(grid[2][column], entry)
         grid[0][0].legend()
@@ -357,9 +361,14 @@ def draw_sal(record: Record, path: Path) -> None:
                 for name, curve in entry["runs"][0]["curves"].items():
                     heights = [found[metric][place] for found in curve]
                     axes.plot(
-                        record["curve"], heights, "o-", color=BALANCER_COLOURS[name], ms=3, label=name
+                        record["curve"],
+                        heights,
+                        "o-",
+                        color=BALANCER_COLOURS[name],
+                        ms=3,
+                        label=name,
                     )
-                _label(axes, f"{title} (LARRY)", "arrival rate (1: the rate of the tables)")
+                _label(axes, f"{title} (LARRY)", RATE_LABEL)
             grid[0][column].set_title(f"{entry['fleet']}\n{entry['law']}")
         grid[0][0].legend()
         for column in range(columns):
