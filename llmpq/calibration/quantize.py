@@ -27,7 +27,7 @@ from llmpq.errors import SpecError
 from llmpq.models import Checkpoint
 from llmpq.models.files.experts import find_stored
 from llmpq.quant.checkpoint.format import from_integers, make_config
-from llmpq.quant.checkpoint.reader import is_gptq, stored_modules
+from llmpq.quant.checkpoint.reader import stored_modules
 from llmpq.quant.checkpoint.writer import (
     SHARD_BYTES,
     CheckpointWriter,
@@ -46,7 +46,7 @@ from llmpq.quant.quantizers.integer import IntegerWeight
 from llmpq.spec.fields import read_json
 from llmpq.spec.gguf.config import gguf_config
 from llmpq.spec.huggingface.families import load_model_dir
-from llmpq.spec.huggingface.gptq import ZERO_OFFSETS
+from llmpq.spec.huggingface.gptq import ZERO_OFFSETS, is_gptq
 from llmpq.spec.huggingface.quantization import FIELD
 from llmpq.spec.precision import Precision
 

@@ -13,9 +13,10 @@ from llmpq.calibration.quantize import QuantizeJob, quantize_checkpoint
 from llmpq.errors import SpecError
 from llmpq.models import load_config
 from llmpq.quant import QuantLinear
-from llmpq.quant.checkpoint.reader import GptqCheckpoint, is_gptq
+from llmpq.quant.checkpoint.reader import GptqCheckpoint
 from llmpq.quant.loading.loader import load_master, load_stage
 from llmpq.quant.quantizers.gptq import GptqOptions
+from llmpq.spec.huggingface.gptq import is_gptq
 from llmpq.spec.precision import Precision, unquantized
 
 torch.set_num_threads(1)

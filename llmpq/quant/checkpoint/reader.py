@@ -36,22 +36,16 @@ from llmpq.models.files.tensor_formats import (
 )
 from llmpq.quant.checkpoint.format import PARTS, concatenate_rows, to_packed
 from llmpq.quant.modules.layer import Matrix, matrices_of
-from llmpq.spec.huggingface.gptq import GptqConfig, find_config, parse_config, stored_head
-from llmpq.spec.huggingface.quantization import codes_config
+from llmpq.spec.huggingface.gptq import (
+    GptqConfig,
+    find_config,
+    is_gptq,
+    parse_config,
+    stored_head,
+)
 from llmpq.spec.precision import Precision
 
 _LAYERS_KEPT = 4
-
-
-def is_gptq(model_dir: Path | str) -> bool:
-    """Return whether the ``config.json`` of a model directory names GPTQ codes.
-
-    Raises:
-        SpecError: it has no readable ``config.json``, or was quantized in an unknown format.
-    """
-    found = find_config(model_dir)
-    where = str(Path(model_dir) / "config.json")
-    return found is not None and codes_config(found, where) is None
 
 
 class GptqCheckpoint:
@@ -225,7 +219,7 @@ def is_as_stored(source: TensorSource, precision: Precision) -> bool:
 def read_as_stored(
     source: TensorSource, precision: Precision, dtype: torch.dtype, read: Read
 ) -> PackedWeight | None:
-    """Read a matrix for which :func:`is_as_stored` is true.
+    """Read a matrix that is stored in the bits and groups of a precision.
 
     Args:
         source: of the matrix, in one part or several along its outputs.
@@ -234,8 +228,10 @@ def read_as_stored(
         read: reads stored tensors.
 
     Returns:
-        ``None`` if a scale is not finite and positive in ``dtype``.
+        ``None`` for a matrix that is not, or if a scale is not finite and positive in ``dtype``.
     """
+    if not is_as_stored(source, precision):
+        return None
     assert isinstance(source, DecodedSource)
     parts = []
     for part in source.parts:

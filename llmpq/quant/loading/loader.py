@@ -42,7 +42,7 @@ from llmpq.kernels.registry import choose_backend
 from llmpq.models import Checkpoint, DecoderStage, Master
 from llmpq.models.files.sources import TensorSource, on_host
 from llmpq.quant.checkpoint.format import concatenate_rows
-from llmpq.quant.checkpoint.reader import GptqCheckpoint, is_as_stored, is_gptq, read_as_stored
+from llmpq.quant.checkpoint.reader import GptqCheckpoint, is_as_stored, read_as_stored
 from llmpq.quant.loading.weight_cache import (
     BackgroundWriter,
     CacheEntry,
@@ -68,7 +68,7 @@ from llmpq.quant.modules.linear import (
     is_lookup,
 )
 from llmpq.quant.quantizers.rtn import quantize
-from llmpq.spec.huggingface.gptq import stored_head
+from llmpq.spec.huggingface.gptq import is_gptq, stored_head
 from llmpq.spec.precision import Precision, default_precision
 from llmpq.spec.runtime_constants import HEAD_ROW_MULTIPLE
 from llmpq.units import MIB
@@ -135,7 +135,7 @@ def load_stage(  # noqa: PLR0913  the stage, and where it goes; a worker has all
     with (
         torch.no_grad(),
         _on(load.device),
-        BackgroundWriter() as writer,
+        nullcontext() if weight_cache is None else BackgroundWriter() as writer,
         closing(prefetcher.iterate(read)) as ahead,
     ):
         for item in ahead:
@@ -152,13 +152,15 @@ def load_stage(  # noqa: PLR0913  the stage, and where it goes; a worker has all
     return stage
 
 
-def _place(piece: Piece, quantizer: _Quantizer, writer: BackgroundWriter, load: _Load) -> None:
+def _place(
+    piece: Piece, quantizer: _Quantizer, writer: BackgroundWriter | None, load: _Load
+) -> None:
     """Put a tensor into its layer, or a matrix once all of its rows are quantized."""
     layer, into, weight = piece.layer, piece.into, piece.weight
     if isinstance(into, Matrix):
         whole = quantizer.add(layer.matrices, into, piece.first_row, weight)
         if whole is not None:
-            if layer.matrices.entry is not None:
+            if writer is not None and layer.matrices.entry is not None:
                 writer.add(layer.matrices.entry, into.name, whole)
             layer.install(into, load.linear(whole))
     else:
@@ -168,9 +170,9 @@ def _place(piece: Piece, quantizer: _Quantizer, writer: BackgroundWriter, load: 
         piece.slot.release()
 
 
-def _finished(layer: LayerLoad, writer: BackgroundWriter, load: _Load) -> nn.Module:
+def _finished(layer: LayerLoad, writer: BackgroundWriter | None, load: _Load) -> nn.Module:
     """Return a layer whose tensors have all been placed, and end its new entry of the cache."""
-    if layer.matrices.entry is not None:
+    if writer is not None and layer.matrices.entry is not None:
         writer.end()
     module = layer.finish()
     if layer.matrices.precision.bits == 16:
@@ -483,12 +485,11 @@ def _read_rows(load: _Load, layer: LayerLoad, matrix: Matrix, slot: Slot) -> Ite
     """Read a matrix into one slot; quantizing its first rows overlaps with reading the next."""
     matrices, tensors = layer.matrices, load.checkpoint.tensors
     source, rows, first = matrices.weights[matrix.name], matrix.out_features, 0
-    if is_as_stored(source, matrices.precision):
-        kept = read_as_stored(source, matrices.precision, load.dtype, tensors.load)
-        if kept is not None:
-            layer.origin = "as stored"
-            yield Piece(layer=layer, into=matrix, weight=kept, slot=slot)
-            return
+    kept = read_as_stored(source, matrices.precision, load.dtype, tensors.load)
+    if kept is not None:
+        layer.origin = "as stored"
+        yield Piece(layer=layer, into=matrix, weight=kept, slot=slot)
+        return
     if matrix.name in matrices.tiled:
         rows = _block_rows(matrix.in_features, TILE_ROWS)
     for weight in tensors.load_blocks(source, slot.allocate, rows):
@@ -835,11 +836,10 @@ def _head_rows(
     if matrices.cached is not None:
         yield 0, weight_of(matrix, matrices.precision, matrices.cached)
         return
-    if is_as_stored(source, matrices.precision):
-        kept = read_as_stored(source, matrices.precision, load.dtype, tensors.load)
-        if kept is not None:
-            yield 0, _with_rows(kept, matrix.out_features)
-            return
+    kept = read_as_stored(source, matrices.precision, load.dtype, tensors.load)
+    if kept is not None:
+        yield 0, _with_rows(kept, matrix.out_features)
+        return
     each = _block_rows(matrix.in_features, HEAD_ROW_MULTIPLE)
     for first in range(0, source.shape[0], each):
         block = source.block(first, min(first + each, source.shape[0]))

@@ -104,6 +104,17 @@ def find_config(model_dir: Path | str) -> dict[str, Any] | None:
     return found
 
 
+def is_gptq(model_dir: Path | str) -> bool:
+    """Return whether the ``config.json`` of a model directory names GPTQ codes.
+
+    Raises:
+        SpecError: it has no readable ``config.json``, or was quantized in an unknown format.
+    """
+    found = find_config(model_dir)
+    where = str(Path(model_dir) / "config.json")
+    return found is not None and codes_config(found, where) is None
+
+
 def parse_config(fields: Mapping[str, Any], where: str) -> GptqConfig:
     """Read a ``quantization_config``.
 
