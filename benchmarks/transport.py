@@ -53,7 +53,6 @@ def frame(size: int) -> Frame:
 
 def end(rank: int, transport: str, folder: str, plan: tuple[int, int, float], out) -> None:
     """Run one end: rank 0 times, rank 1 answers."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})

@@ -12,7 +12,6 @@ from llmpq.dist.engine import compiled_steps
 from llmpq.kernels.cpu import (
     compiled_backends,
     dense,
-    norm,
     paged_attention,
     step,
     tiles,
@@ -68,8 +67,7 @@ def using(name: str) -> Iterator[None]:
         compiled_steps,
         dense,
         torch_kernels,
-        norm,
-        paged_attention,
+            paged_attention,
         step,
         tiles,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Sequence
 
 from helpers.clocks import PATIENCE_S
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch lists no exports
@@ -16,8 +17,13 @@ from llmpq.dist.transport.torch_links import CPU, TorchLinks
 TRANSPORTS = ("sockets", "torch")
 
 
-def open_links(topology: Topology, world_size: int, transport: str = "sockets") -> list[Links]:
-    """Return the connected links of every rank."""
+def open_links(
+    topology: Topology,
+    world_size: int,
+    transport: str = "sockets",
+    gpus: Sequence[str | None] = (None,) * 16,
+) -> list[Links]:
+    """Return the connected links of every rank; ``gpus`` are those of torch's links."""
     if transport == "sockets":
         ends: list[dict[Link, socket.socket]] = [{} for _ in range(world_size)]
         for link in topology.links:
@@ -31,7 +37,7 @@ def open_links(topology: Topology, world_size: int, transport: str = "sockets") 
             topology=topology,
             store=store,
             host="127.0.0.1",
-            gpus=[None] * world_size,
+            gpus=gpus,
             device=CPU,
         )
 

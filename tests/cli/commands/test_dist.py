@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from dataclasses import replace
@@ -12,6 +13,7 @@ from helpers.ranks import make_plan
 
 from llmpq.batching import RequestRecord
 from llmpq.batching.drift import GROUP_REQUESTS
+from llmpq.cli import run_options
 from llmpq.cli.commands.dist import forecast_of, main
 from llmpq.dist.io.job import Job
 from llmpq.dist.metrics.measurement import Measurement, StageStats
@@ -209,6 +211,27 @@ def test_no_auto_needs_torchruns_environment(files, capsys, monkeypatch):
         monkeypatch.setenv(name, str(value))
     assert _run(files, "--no_auto") == 2
     assert "WORLD_SIZE 3" in _error(capsys)
+
+
+@pytest.mark.parametrize(
+    ("given", "nnodes", "is_rank", "tasks", "expected"),
+    [
+        ("auto", 1, False, 1, "auto"),
+        ("auto", 1, True, 1, "torch"),
+        ("auto", 1, False, 2, "torch"),
+        ("auto", 2, False, 2, "auto"),
+        ("sockets", 1, True, 2, "sockets"),
+        ("gloo", 1, False, 1, "gloo"),
+    ],
+)
+def test_torch_carries_frames_where_another_launcher_starts_the_command(
+    monkeypatch, given, nnodes, is_rank, tasks, expected
+):
+    names = {"RANK": 0, "SIZE": tasks, "LOCAL_RANK": 0, "LOCAL_SIZE": tasks}
+    for name, value in names.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
+    options = argparse.Namespace(transport=given, nnodes=nnodes)
+    assert run_options.transport_of(options, is_rank=is_rank) == expected
 
 
 def test_keys_and_values_of_other_bits_are_refused_by_name(files, capsys):
