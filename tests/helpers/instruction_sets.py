@@ -67,7 +67,7 @@ def using(name: str) -> Iterator[None]:
         compiled_steps,
         dense,
         torch_kernels,
-            paged_attention,
+        paged_attention,
         step,
         tiles,
     )
