@@ -65,16 +65,17 @@ def test_ranks_of_one_host_share_its_memory():
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_the_command_examines_every_rank(tiny_model, tmp_path, capsys):
+@pytest.mark.parametrize(("transport", "found_as"), [("auto", "unix"), ("torch", "gloo")])
+def test_the_command_examines_every_rank(tiny_model, tmp_path, capsys, transport, found_as):
     strategy = tmp_path / "strategy.json"
     write_plan(strategy, replace(PLAN, kv_bits=32))
-    words = ["doctor", "--strat_file_name", str(strategy), "--model"]
+    words = ["doctor", "--transport", transport, "--strat_file_name", str(strategy), "--model"]
     assert main([*words, str(tiny_model("llama", seed=1)), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["status"] == "ready"
     assert [one["rank"] for one in found["ranks"]] == [0, 1]
     for one in found["ranks"]:
-        assert one["link"]["transport_to_next"] == "unix"
+        assert one["link"]["transport_to_next"] == found_as
         assert one["link"]["bytes_per_s"] > 0
 
 
