@@ -136,9 +136,9 @@ async def attack(server: Running, path: str, bodies: Sequence[Any], limit_s: flo
         await asyncio.wrap_future(attacker.submit(time.monotonic))  # it has started
         watching = asyncio.create_task(watch())
         striking = asyncio.wrap_future(attacker.submit(strike, server.port, path, bodies, limit_s))
-        (found, start_s, end_s), *_ = await asyncio.gather(
-            striking, *(one.run(DURING_S, fewest=FEWEST) for one in everyone)
-        )
+        beside = asyncio.gather(*(one.run(DURING_S, fewest=FEWEST) for one in everyone))
+        found, start_s, end_s = await striking
+        await beside
     await asyncio.sleep(AFTER_S)
     watching.cancel()
     restarts = server.log.read_text(errors="replace").count("starting all ranks anew")
