@@ -220,9 +220,11 @@ class _Simulation:
     def _advance(self) -> None:
         """Advance to the next end of a task, or arrival of a message or request."""
         rates = self._rates()
-        event_s = self._next_event_s(rates)
-        passed_s = event_s - self._now_s
-        self._now_s = event_s
+        passed_s = self._next_end_s(rates)
+        if (event_s := self._next_event_s()) - self._now_s <= passed_s:
+            passed_s, self._now_s = event_s - self._now_s, event_s
+        else:
+            self._now_s += passed_s
         if self._now_s >= self._scheduler.wake_s:
             self._is_waiting = False
         for worker in self._workers:
@@ -237,21 +239,27 @@ class _Simulation:
             if worker.message is None and worker.waiting:
                 self._begin(worker)
 
-    def _next_event_s(self, rates: Sequence[float]) -> float:
-        events = [
-            self._now_s + worker.left_s / rates[worker.rank]
-            for worker in self._workers
-            if worker.message is not None
-        ]
+    def _next_end_s(self, rates: Sequence[float]) -> float:
+        """Return the seconds until the next task ends.
+
+        They are no difference of two times: after hours, what is left of a task may be less than
+        the clock resolves, and would never pass.
+        """
+        busy = (worker for worker in self._workers if worker.message is not None)
+        return min((worker.left_s / rates[worker.rank] for worker in busy), default=math.inf)
+
+    def _next_event_s(self) -> float:
+        """Return the time of the next arrival, or when the scheduler goes on; ``inf`` if none."""
+        events = []
         if self._messages:
-            events.append(self._messages[0][0])
+            events.append(max(self._now_s, self._messages[0][0]))
         if self._arrived < len(self._trace):
             events.append(max(self._now_s, self._trace[self._arrived].arrival_s))
         if self._is_waiting and self._scheduler.wake_s < math.inf:
             events.append(max(self._now_s, self._scheduler.wake_s))
-        if not events:
+        if not events and all(worker.message is None for worker in self._workers):
             raise LlmpqError("batching policy: waits although nothing is in flight")
-        return min(events)
+        return min(events, default=math.inf)
 
     def _rates(self) -> list[float]:
         """Return the relative speed of each worker, given the busy workers."""

@@ -175,3 +175,14 @@ def test_split_stages_prefill_and_decode_concurrently(handover):
     assert report.makespan_s == pytest.approx(40 * 4 + handover + 4, abs=2)
     assert report.busy_fractions[1] > 0.95
     assert report.requests[0].first_token_s == pytest.approx(4 + handover)
+
+
+@pytest.mark.parametrize("begin_s", [0.0, 2.0**40])
+def test_tasks_end_that_are_shorter_than_the_clock_resolves(begin_s):
+    """The forecast of a long context on a slow device did not end: its clock is in hours."""
+    costs = FlatCosts((1e-6, 3e-7), (1e-7, 7e-8))
+    assert begin_s == 0.0 or begin_s + 1e-6 == begin_s
+    trace = [TraceRequest(arrival_s=begin_s, prompt_tokens=4, new_tokens=50)] * 3
+    report = simulate(costs, _hybrid(2, 4, 2), trace, num_slots=4)
+    assert len(report.requests) == 3
+    assert report.makespan_s == pytest.approx(50 * 2e-7, rel=1) or begin_s
