@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 
 from llmpq.dist.launch.process_environment import cpuinfo, usable_isas
-from llmpq.dist.metrics.control_groups import PROCESSES, group_values
+from llmpq.dist.metrics.control_groups import PROCESSES, available_memory_bytes, group_values
+from llmpq.errors import SpecError
+from llmpq.logging import get_logger
+from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node, limited_set
-from llmpq.units import KIB
+from llmpq.units import GIB, KIB, MIB
+
+_log = get_logger(__name__)
+
+RESERVED_SHARE = 8
+"""One of so many bytes that are available on this host is left to others, at most 1 GiB."""
+_GPU_QUERY = ("nvidia-smi", "--query-gpu=name,memory.free", "--format=csv,noheader,nounits")
+_GPU_TIMEOUT_S = 20.0
 
 _FLAGS = {
     "amx": ("amx_tile", "amx_int8", "amx_bf16", "avx512_bf16", "avx512_vnni"),
@@ -45,6 +59,54 @@ def host_cpu() -> HostCpu:
         memory_bytes=host_memory_bytes(),
         instruction_set=instruction_set(),
     )
+
+
+def host_cluster(gpus: Sequence[tuple[str, int]] | None = None) -> Cluster:
+    """Return the devices of this host with the memory that is free on them.
+
+    Args:
+        gpus: driver's name and free bytes of each GPU, by default those that the driver lists, if
+            torch can use them. One that the catalogue does not know is left out with a warning.
+    """
+    host, free = host_cpu(), available_memory_bytes()
+    groups = []
+    for name, free_bytes in nvidia_gpus() if gpus is None else gpus:
+        try:
+            spec = catalog.device(catalog.device_type(name))
+        except SpecError as error:
+            _log.warning("%s", error)
+            continue
+        usable = max(0, free_bytes - spec.reserve_bytes)
+        groups.append(DeviceGroup(type=spec.type, count=1, memory_bytes=usable))
+    groups.append(
+        DeviceGroup(
+            type="cpu",
+            count=1,
+            threads=host.cores,
+            memory_bytes=free - min(GIB, free // RESERVED_SHARE),
+            instruction_set=host.instruction_set,
+        )
+    )
+    return Cluster(name="this host", nodes=(Node(name="here", devices=tuple(groups)),))
+
+
+def nvidia_gpus() -> list[tuple[str, int]]:
+    """Return the driver's name and the free bytes of every GPU that torch can use."""
+    try:
+        is_cpu_build = "+cpu" in metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        is_cpu_build = False
+    if is_cpu_build or shutil.which(_GPU_QUERY[0]) is None:
+        return []
+    try:
+        done = subprocess.run(
+            _GPU_QUERY, capture_output=True, text=True, timeout=_GPU_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        _log.warning("%s: %s; GPUs are left out", _GPU_QUERY[0], error)
+        return []
+    rows = [line.rpartition(",") for line in done.stdout.splitlines() if line.strip()]
+    return [(name.strip(), int(free) * MIB) for name, _, free in rows]
 
 
 def with_host_cpu(cluster: Cluster, host: HostCpu, *, has_tables: bool = False) -> Cluster:

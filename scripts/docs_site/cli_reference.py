@@ -14,12 +14,13 @@ COMMON = {"help", "version", "json", "verbose"}
 
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
-    """Return the parser of every command of ``pyproject.toml``, and of ``llmpq-dist doctor``."""
+    """Return the parser of every command of ``pyproject.toml``, and of three verbs."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     modules = {
         name: target.partition(":")[0] for name, target in project["project"]["scripts"].items()
     }
     modules["llmpq-dist doctor"] = "llmpq.cli.commands.dist_doctor"
+    modules |= {f"llmpq {verb}": f"llmpq.cli.front.{verb}" for verb in ("chat", "run")}
     return {
         name: importlib.import_module(module)._parser() for name, module in sorted(modules.items())
     }

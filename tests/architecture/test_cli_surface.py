@@ -15,9 +15,10 @@ SNAPSHOT = Path(__file__).with_name("cli_surface.txt")
 
 
 def commands() -> dict[str, str]:
-    """Return the entry point of every command of the project."""
+    """Return the entry point of every command of the project, and of verbs without one."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    return dict(project["project"]["scripts"])
+    verbs = {f"llmpq {verb}": f"llmpq.cli.front.{verb}:main" for verb in ("chat", "run")}
+    return dict(project["project"]["scripts"]) | verbs
 
 
 def options_of(parser: argparse.ArgumentParser, name: str) -> list[str]:

@@ -7,6 +7,7 @@ import os
 import pytest
 
 from llmpq.dist.metrics import control_groups
+from llmpq.dist.metrics.control_groups import available_memory_bytes
 from llmpq.profiler import device
 from llmpq.profiler.device import (
     HostCpu,
@@ -14,11 +15,14 @@ from llmpq.profiler.device import (
     cpu_isas,
     cpu_name,
     cpu_quota,
+    host_cluster,
     host_cpu,
     host_memory_bytes,
     instruction_set,
+    nvidia_gpus,
     with_host_cpu,
 )
+from llmpq.spec import catalog
 from llmpq.spec.cluster import (
     BF16_SETS,
     CPU_ISAS,
@@ -29,6 +33,7 @@ from llmpq.spec.cluster import (
     host_text,
 )
 from llmpq.spec.devices.figures import DeviceEntry
+from llmpq.units import GIB, MIB
 
 
 def test_available_cores_are_those_of_this_process():
@@ -178,3 +183,29 @@ def check_quota(tmp_path, monkeypatch, files, groups, quota):
         (tmp_path / name).write_text(text)
     (tmp_path / "self").write_text(groups)
     assert cpu_quota(tmp_path / "self") == quota
+
+
+def test_a_host_has_its_gpus_by_the_drivers_names_and_its_cpu(caplog):
+    cluster = host_cluster([("NVIDIA GeForce RTX 4090", 20 * GIB), ("Unheard-of 1", GIB)])
+    gpu, cpu = cluster.devices
+    spec = catalog.device(gpu.type)
+    assert gpu.type == catalog.device_type("RTX4090")
+    assert gpu.memory_bytes == 20 * GIB - spec.reserve_bytes
+    assert cpu.type == "cpu"
+    assert cpu.threads == len(os.sched_getaffinity(0))
+    assert 0 < cpu.memory_bytes < available_memory_bytes()
+    assert "Unheard-of 1" in caplog.text
+
+
+def test_the_driver_lists_gpus_for_a_torch_that_can_use_them(monkeypatch, tmp_path):
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'Tesla T4, 14000'\necho 'NVIDIA A10, 20000'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "2.11.0+cu128")
+    assert nvidia_gpus() == [("Tesla T4", 14000 * MIB), ("NVIDIA A10", 20000 * MIB)]
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "2.13.0+cpu")
+    assert nvidia_gpus() == []
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "2.11.0")
+    program.write_text("#!/bin/sh\nexit 9\n")
+    assert nvidia_gpus() == []

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmpq.cli.common import command_start_s, make_parser, require, run_command
 from llmpq.cli.engine_options import add_engine_options, check_engine_options, launch_engine
+from llmpq.cli.front.host_plan import add_host_plan_options, host_plan, say_plan
 from llmpq.cli.server_options import (
     add_address_options,
     add_listen_limits,
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from llmpq.server.text.tokenizer import ServerTokenizer
 
 SERVER_PACKAGES = ("fastapi", "uvicorn", "httptools", "prometheus_client", "jinja2", "tokenizers")
+SEQUENCES = 4
+"""Answers at the same time that a model is planned for by default."""
 FLEET_PACKAGES = ("torch", "transformers", "aiohttp", "fastapi", "uvicorn", "httptools")
 
 
@@ -60,8 +63,13 @@ def _parser() -> argparse.ArgumentParser:
     files.add_argument(
         "--model", metavar="DIR", help="weights (default: the directory in the plan)"
     )
-    # What other servers are given: the answer says what this one needs.
-    parser.add_argument("given", nargs="?", help=argparse.SUPPRESS)
+    files.add_argument(
+        "given",
+        nargs="?",
+        metavar="MODEL",
+        help="instead of a plan: a folder, GGUF file, or name in hub's cache, planned for this "
+        "host",
+    )
     files.add_argument(
         "--served_model_name",
         nargs="+",
@@ -76,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     add_address_options(parser)
     _add_limit_options(parser)
     add_engine_options(parser)
+    add_host_plan_options(parser.add_argument_group("plan of MODEL"), SEQUENCES, has_length=False)
     return parser
 
 
@@ -90,6 +99,8 @@ def _add_limit_options(parser: argparse.ArgumentParser) -> None:
 def _run(options: argparse.Namespace, start: StartLog) -> int:
     _check_files(options)
     check_engine_options(options)
+    if options.given is not None:
+        _plan_model(options)
     _check_names(options)
     if options.fleet is not None:
         return _run_fleet(options)
@@ -154,21 +165,33 @@ def _run_engine(
 
 
 def _check_files(options: argparse.Namespace) -> None:
-    """Check that the plan or fleet is given, and say how to make one where it is not."""
+    """Check that the plan, fleet or model is given."""
     given, has_plan = options.given, options.strat_file_name or options.fleet
     if has_plan and given is None:
+        if options.bits or options.replan or options.max_num_seqs != SEQUENCES:
+            raise SpecError(
+                "--bits, --max_num_seqs, --replan: found with a plan, expected with MODEL alone"
+            )
         return
     if has_plan:
         raise SpecError(f"found '{given}' and a plan, expected one of them")
-    if given is not None and Path(given).is_file() and given.endswith(".json"):
+    if given is None:
+        raise SpecError(
+            "found no plan, expected MODEL (a folder or GGUF file, planned for this host), "
+            "--strat_file_name FILE or --fleet FILE"
+        )
+    if Path(given).is_file() and given.endswith(".json"):
         raise SpecError(f"found '{given}' alone, expected --strat_file_name {given}")
-    model = given or options.model or "DIR"
-    raise SpecError(
-        f"found no plan, expected --strat_file_name FILE or --fleet FILE; make one: llmpq-algo "
-        f"--model {model} --device_names cpu --device_numbers 1 --global_bz 4 --s 1024 --n 256 "
-        "--output plan.json (or your GPUs instead of cpu), then: llmpq-serve --strat_file_name "
-        "plan.json"
-    )
+    if options.model is not None:
+        raise SpecError(f"--model: found with '{given}', expected one of them")
+
+
+def _plan_model(options: argparse.Namespace) -> None:
+    """Plan the model for this host; the options are those of its plan then."""
+    found = host_plan(options.given, options)
+    say_plan(found)
+    options.strat_file_name = str(found.file)
+    options.max_model_len = None  # that of the plan
 
 
 def _check_one_host(plan: Plan, file: str) -> None:

@@ -67,6 +67,20 @@ def test_defaults_listen_on_this_host_without_limits(served, capsys):
     assert output.err == "ready http://127.0.0.1:8000\n"
 
 
+def test_a_model_alone_is_planned_for_this_host(served, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    words = ["--max_num_seqs", "2", "--max_model_len", "300", "--bits", "8"]
+    assert serve.main([str(DEMO), *words]) == 0
+    assert served["options"].model_dir == DEMO
+    (file,) = (tmp_path / "llmpq" / "plans").iterdir()
+    plan = read_plan(file)
+    assert (plan.workload.batch, plan.workload.max_context_tokens) == (2, 300)
+    assert set(plan.bits) == {8}
+    shown = capsys.readouterr()
+    assert "300 tokens each, 2 answers at the same time" in shown.err
+    assert shown.out == "ready http://127.0.0.1:8000\n"
+
+
 def test_a_request_longer_than_the_plan_needs_free_memory():
     plan, model = read_plan(PLAN), catalog.model("facebook/opt-13b")
     planned = plan.workload.max_context_tokens
@@ -204,9 +218,11 @@ def test_a_fleet_over_several_hosts_is_refused(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["my-model"], "found no plan, .* llmpq-algo --model my-model "),
-        (["--model", "my-model"], "found no plan, .* llmpq-algo --model my-model "),
-        ([], "found no plan, .* llmpq-algo --model DIR "),
+        (["--model", "my-model"], "found no plan, expected MODEL .*, --strat_file_name FILE"),
+        ([], "found no plan, expected MODEL .*, --strat_file_name FILE"),
+        (["my-model"], "my-model"),
+        ([str(DEMO), "--model", str(DEMO)], "--model: found with '.*', expected one of them"),
+        (["--strat_file_name", str(PLAN), "--bits", "4"], "--bits, .* found with a plan"),
         ([str(PLAN)], "found '.*' alone, expected --strat_file_name"),
         (["x", "--strat_file_name", str(PLAN)], "found 'x' and a plan, expected one"),
     ],

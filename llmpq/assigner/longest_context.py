@@ -1,0 +1,88 @@
+"""A plan for a host whose user states no lengths.
+
+It has the longest context that fits, up to the model's own, at bits that lose next to nothing (8 or
+more); among such plans it is the fastest. Where even ``SHORT_CONTEXT`` tokens do not fit so, it
+loses the least quality with them, and then has a shorter context. A long context is not worth bits:
+few answers come near it, and every answer has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from llmpq.assigner.constraints.fixed_bits import with_stored_bits
+from llmpq.assigner.planner import make_plan
+from llmpq.assigner.request import PlanRequest
+from llmpq.errors import InfeasibleError, SpecError
+from llmpq.spec.plan import Plan
+from llmpq.spec.workload import Workload
+
+SHORT_CONTEXT = 8192
+"""Tokens of prompt and answer that few bits are worth."""
+LEAST_CONTEXT = 512
+UNLIMITED_CONTEXT = 131072
+"""Longest context that is tried for a model without a limit."""
+MAX_NEW_TOKENS = 1024
+NEAR_LOSSLESS = ((2**4 - 1) / (2**8 - 1)) ** 2
+"""Loss of all layers at 8 bits, where it was not measured (``request.DEFAULT_OMEGA``)."""
+LEAST_LOSS_THETA_S = 1e9
+"""Seconds that the loss of all layers at 4 bits is worth: more than any difference of speed."""
+
+
+def plan_longest_context(
+    request: PlanRequest, max_model_len: int | None = None, *, command: str = ""
+) -> Plan:
+    """Return a plan without given lengths.
+
+    Args:
+        request: its workload gives the number of sequences; their lengths are chosen here.
+        max_model_len: tokens of prompt and answer together, ``None`` for the longest that fit.
+        command: the command line, for the plan's provenance.
+
+    Raises:
+        SpecError: ``max_model_len`` is below 2, or longer than the model allows.
+        InfeasibleError: the model does not fit at any bits with the shortest context.
+    """
+    if max_model_len is not None and max_model_len < 2:
+        raise SpecError(f"max_model_len: found {max_model_len}, expected at least 2")
+    last: InfeasibleError | None = None
+    for context, aims in _attempts(request, max_model_len):
+        work = request.workload
+        new_tokens = max(1, min(MAX_NEW_TOKENS, context // 4))
+        lengths = Workload(
+            batch=work.batch, prompt_tokens=context - new_tokens, new_tokens=new_tokens
+        )
+        wanted = with_stored_bits(replace(request, workload=lengths, **aims))
+        try:
+            return make_plan(wanted, command=command)
+        except InfeasibleError as error:
+            last = error
+    assert last is not None
+    raise last
+
+
+def _attempts(
+    request: PlanRequest, max_model_len: int | None
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield contexts and what to aim at, the best first."""
+    own = request.model.max_positions or UNLIMITED_CONTEXT
+    contexts = [max_model_len or own]
+    while max_model_len is None and contexts[-1] // 2 >= LEAST_CONTEXT:
+        contexts.append(contexts[-1] // 2)
+    short = min(contexts[0], SHORT_CONTEXT)
+    is_stored = bool(request.model.stored)
+    if not is_stored and max(request.bits) >= 8:
+        budget = {"quality_budget": _loss_at_8_bits(request), "theta_s": None}
+        yield from ((context, budget) for context in contexts if context >= short)
+    aims: dict[str, Any] = {} if is_stored else {"theta_s": LEAST_LOSS_THETA_S}
+    for context in contexts:
+        if is_stored or context <= short:
+            yield context, aims
+
+
+def _loss_at_8_bits(request: PlanRequest) -> float:
+    table = request.sensitivity
+    loss = NEAR_LOSSLESS if table is None else sum(row[0] for row in table.normalised((8,)))
+    return loss * (1 + 1e-9)

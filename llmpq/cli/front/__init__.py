@@ -1,0 +1,1 @@
+"""``llmpq``: one program with verbs, and those that need nothing but a model."""

@@ -1,0 +1,145 @@
+"""llmpq chat: talk to a model on this host."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmpq.cli.common import make_parser, require, run_command
+from llmpq.cli.front.answers import add_answer_options, loaded, sampling_of, show_answer
+from llmpq.cli.front.host_plan import add_host_plan_options, host_plan, say_plan
+from llmpq.errors import SpecError
+
+if TYPE_CHECKING:
+    from llmpq.api import Pipeline
+    from llmpq.server.text.tokenizer import ChatEncoder
+
+END = ("/exit", "/quit", "/bye")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return its exit status."""
+    return run_command(_parser(), _run, argv)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = make_parser(
+        "llmpq chat",
+        "Talk to a model on this host. Ctrl-C ends an answer; Ctrl-D or /exit ends the talk.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="folder, GGUF file, or name in hub's cache")
+    parser.add_argument("--system", metavar="TEXT", help="message of the system, before all others")
+    add_answer_options(parser)
+    add_host_plan_options(parser.add_argument_group("plan"), 1)
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.json:
+        raise SpecError("--json: found with llmpq chat, expected llmpq run")
+    sampling_of(options, 1)
+    found = host_plan(options.model, options)
+    require("torch", "transformers", "safetensors", "jinja2")
+    say_plan(found)
+    with loaded(found) as pipeline:
+        Conversation(pipeline, found.model_dir, options).run(_lines())
+    return 0
+
+
+def _lines() -> Iterator[str]:
+    """Yield what the user types, or the lines of standard input."""
+    if not sys.stdin.isatty():
+        yield from (line.rstrip("\n") for line in sys.stdin)
+        return
+    import contextlib
+
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  lines can be edited
+    with contextlib.suppress(EOFError):
+        while True:
+            yield input("> ")
+    print()
+
+
+class Conversation:
+    """The messages so far, which fit into the context of the plan.
+
+    Args:
+        pipeline: answers.
+        model_dir: with the chat template.
+        options: of the command.
+    """
+
+    def __init__(self, pipeline: Pipeline, model_dir: Path, options: argparse.Namespace) -> None:
+        self._pipeline = pipeline
+        self._model_dir = model_dir
+        self._options = options
+        self._first = (
+            [] if options.system is None else [{"role": "system", "content": options.system}]
+        )
+        self._messages: list[dict[str, str]] = []
+        self._encoder = self._find_encoder()
+
+    def run(self, lines: Iterator[str]) -> None:
+        """Answer every line."""
+        for line in lines:
+            if line.strip() in END:
+                return
+            if line.strip():
+                self._answer(line)
+
+    def _answer(self, text: str) -> None:
+        prompt: str | tuple[int, ...] = text
+        if self._encoder is not None:
+            self._messages.append({"role": "user", "content": text})
+            prompt = self._fitting_prompt(self._encoder)
+            if not prompt:
+                return
+        sampling = sampling_of(self._options, self._pipeline.plan.workload.new_tokens)
+        try:
+            answer = show_answer(self._pipeline, prompt, sampling)
+        except SpecError as error:
+            print(f"llmpq chat: {error}", file=sys.stderr)
+            del self._messages[-1:]
+            return
+        if self._encoder is not None:
+            self._messages.append({"role": "assistant", "content": answer.text})
+
+    def _fitting_prompt(self, encoder: ChatEncoder) -> tuple[int, ...]:
+        """Return the tokens of the conversation; forget its beginning where it is too long."""
+        work = self._pipeline.plan.workload
+        while True:
+            tokens = encoder.encode([*self._first, *self._messages], {})
+            if len(tokens) <= work.prompt_tokens:
+                return tokens
+            if len(self._messages) == 1:
+                print(
+                    f"llmpq chat: found {len(tokens)} tokens, expected at most "
+                    f"{work.prompt_tokens}; --max_model_len allows more where they fit",
+                    file=sys.stderr,
+                )
+                self._messages.clear()
+                return ()
+            del self._messages[:2]
+            print("llmpq chat: the first message and its answer are forgotten", file=sys.stderr)
+
+    def _find_encoder(self) -> ChatEncoder | None:
+        from llmpq.server.text.tokenizer import ChatEncoder
+
+        try:
+            return ChatEncoder(self._model_dir)
+        except SpecError as error:
+            if "chat template" not in str(error):
+                raise
+            print(
+                "llmpq chat: this model has no chat template: it continues each text by itself",
+                file=sys.stderr,
+            )
+            return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
