@@ -36,7 +36,7 @@ from llmpq.spec.workload import Workload
 from llmpq.units import format_bytes, format_number
 
 USUAL_PROMPT, USUAL_ANSWER = 256, 128
-"""Tokens of the request whose speed is told: few requests are as long as the plan allows."""
+"""Tokens of the request whose speed is printed: few are as long as the plan allows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
