@@ -51,3 +51,12 @@ def large_prefill(number: int, tokens: int = 512, rows: int = 4) -> Frame:
         ),
         hidden=torch.randn(1, rows * tokens, 256, generator=generator),
     )
+
+
+def decode(number: int, rows: int = 2) -> Frame:
+    return Frame(
+        kind=FrameKind.DECODE,
+        micro_batch=number,
+        rows=tuple(Row(blocks=(slot,), first=3, length=4) for slot in range(rows)),
+        hidden=torch.full((1, rows, 256), float(number)),
+    )

@@ -221,7 +221,6 @@ def plan_text(found: HostPlan) -> str:
     """Return a plan as text."""
     plan, work = found.plan, found.plan.workload
     stages = plan.estimate.stages
-    needed = sum(stage.memory.total for stage in stages)
     rows: list[Sequence[str]] = [("model", f"{plan.model.name} ({found.model_dir})")]
     for stage, estimate in zip(plan.stages, stages, strict=True):
         if stage.bits:
@@ -244,6 +243,5 @@ def plan_text(found: HostPlan) -> str:
             )
         )
     rows.append(("quality", f"{plan.estimate.quality:.2g} lost (1: all layers at 4 bits)"))
-    rows.append(("memory", format_bytes(needed)))
     rows.append(("plan", f"{found.file} ({'new' if found.is_new else 'kept from before'})"))
     return "\n".join(aligned(rows))

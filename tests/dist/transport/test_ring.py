@@ -10,13 +10,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 from helpers.clocks import PATIENCE_S
-from helpers.frames import LARGE, large_prefill
+from helpers.frames import LARGE, decode, large_prefill
 from helpers.links import TRANSPORTS, open_links
 
 from llmpq.dist.transport.channels import make_rank_channels
 from llmpq.dist.transport.communicator import Communicator
 from llmpq.dist.transport.errors import PeerLostError
-from llmpq.dist.transport.frames import Frame, FrameKind, Row
+from llmpq.dist.transport.frames import Frame, FrameKind
 from llmpq.dist.transport.topology import one_ring
 
 NAMES = ["stage 0 (rank 0)", "stage 1 (rank 1)"]
@@ -47,15 +47,6 @@ def ends(request) -> Iterator[Ends]:
     made = Ends(request.param)
     yield made
     made.close()
-
-
-def decode(number: int, rows: int = 2) -> Frame:
-    return Frame(
-        kind=FrameKind.DECODE,
-        micro_batch=number,
-        rows=tuple(Row(blocks=(slot,), first=3, length=4) for slot in range(rows)),
-        hidden=torch.full((1, rows, 256), float(number)),
-    )
 
 
 def test_large_and_small_frames_arrive_whole_and_in_order(ends):

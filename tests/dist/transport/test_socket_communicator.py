@@ -11,9 +11,8 @@ import zlib
 from collections.abc import Iterator
 
 import pytest
-import torch
 from helpers.clocks import PATIENCE_S
-from helpers.frames import LARGE, large_prefill
+from helpers.frames import LARGE, decode, large_prefill
 
 from llmpq.dist.transport.channels import RingCommunicator
 from llmpq.dist.transport.communicator import LinkClosedError
@@ -22,7 +21,6 @@ from llmpq.dist.transport.frames import (
     Frame,
     FrameKind,
     FrameLimits,
-    Row,
     encode_header,
     encode_tables,
 )
@@ -64,15 +62,6 @@ def ends() -> Iterator[Ends]:
     made = Ends()
     yield made
     made.close()
-
-
-def decode(number: int, rows: int = 2) -> Frame:
-    return Frame(
-        kind=FrameKind.DECODE,
-        micro_batch=number,
-        rows=tuple(Row(blocks=(slot,), first=3, length=4) for slot in range(rows)),
-        hidden=torch.full((1, rows, 256), float(number)),
-    )
 
 
 def wire(frame: Frame, sequence: int, limits: FrameLimits = LARGE) -> bytes:
