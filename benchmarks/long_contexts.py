@@ -40,9 +40,9 @@ from workbench import (
     unset_threading,
 )
 
+from llmpq.batching.blocks import blocks_of, slot_blocks
 from llmpq.dist.engine.compiled_steps import step_runner_of
 from llmpq.dist.engine.stage import StageRunner
-from llmpq.dist.kv.blocks import blocks_of, slot_blocks
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.launch.process_environment import cpu_environment
 from llmpq.dist.transport.frames import Row

@@ -28,10 +28,10 @@ import torch
 from transformers import AutoModelForCausalLM
 from workbench import call, cluster_text, command, keep_document, make_model, origin, write_prompts
 
+from llmpq.batching.blocks import blocks_of, slot_blocks
 from llmpq.dist.engine.compiled_steps import step_runner_of
 from llmpq.dist.engine.sampler import SamplingState, ScoredRows
 from llmpq.dist.engine.stage import StageRunner
-from llmpq.dist.kv.blocks import blocks_of, slot_blocks
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.launch.process_environment import cpu_environment
 from llmpq.dist.transport.frames import Row

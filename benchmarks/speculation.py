@@ -40,13 +40,12 @@ import torch
 from tokenizers import Tokenizer
 from workbench import ROOT, SMALL_LLAMA, add_isa_option, keep_document, make_model, restrict
 
-from llmpq.batching.drafts import DraftLimits, DraftWork
-from llmpq.batching.engine_step import EngineLimits
+from llmpq.batching.engine_step import DraftLimits, DraftWork, EngineLimits
 from llmpq.batching.queue_order import queue_order
 from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.dist.engine import engine as engine_module
 from llmpq.dist.engine.compiled_steps import step_runner_of
-from llmpq.dist.engine.draft_model import DraftModel
+from llmpq.dist.engine.drafters import DraftModel
 from llmpq.dist.engine.executor import PipelineExecutor
 from llmpq.dist.engine.online_run import OnlineRun
 from llmpq.dist.engine.sampler import SampledToken, SamplingState, ScoredRows

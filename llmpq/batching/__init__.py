@@ -1,26 +1,27 @@
 """Scheduler and batching policies, shared by the runtime and the simulator."""
 
-from llmpq.batching.admission import Admission
-from llmpq.batching.base import (
+from llmpq.batching.policies.factory import PipelineShape, make_policy
+from llmpq.batching.policies.hybrid import HybridPolicy
+from llmpq.batching.policies.iteration import IterationPolicy
+from llmpq.batching.policies.multibin import MultiBinFormer
+from llmpq.batching.policies.rra import Admission, RraPolicy
+from llmpq.batching.policies.static import FirstComeFormer, StaticPolicy
+from llmpq.batching.policies.waa import WaaPolicy
+from llmpq.batching.policy_scheduler import (
     BatchingPolicy,
     Decision,
     Decode,
     InFlightBatch,
+    PipelineDepth,
+    PolicyScheduler,
     Prefill,
     ReadySequence,
     SchedulerView,
     Wait,
     WaitingRequest,
     check_decision,
+    uniform_depth,
 )
-from llmpq.batching.factory import PipelineShape, make_policy
-from llmpq.batching.policies.hybrid import HybridPolicy
-from llmpq.batching.policies.iteration import IterationPolicy
-from llmpq.batching.policies.multibin import MultiBinFormer
-from llmpq.batching.policies.rra import RraPolicy
-from llmpq.batching.policies.static import FirstComeFormer, StaticPolicy
-from llmpq.batching.policies.waa import WaaPolicy
-from llmpq.batching.policy_scheduler import PipelineDepth, PolicyScheduler, uniform_depth
 from llmpq.batching.record import RequestRecord, percentile, summarise
 
 __all__ = [

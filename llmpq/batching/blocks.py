@@ -4,6 +4,8 @@ A block is free, or it has one or more users. Several sequences may use a block 
 and found by its key, so a block that is still written has exactly one user. A key is a hash of all
 tokens from the start of the sequence to the end of the block. A free block keeps its content until
 it is allocated again; blocks without content are allocated first, then the least recently used.
+
+A block table lists the blocks that hold the tokens of a sequence. A slot is a fixed run of blocks.
 """
 
 from __future__ import annotations
@@ -11,9 +13,10 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 from llmpq.errors import CapacityError, LlmpqError
+from llmpq.spec.runtime_constants import KV_BLOCK_SIZE, kept_blocks
 
 BlockKey = Hashable
 """Identifies the content of a full block and of all blocks before it."""
@@ -135,3 +138,58 @@ class BlockAllocator:
         block, _ = self._reusable.popitem(last=False)
         del self._block[self._key.pop(block)]
         return block
+
+
+def blocks_of(tokens: int, block_size: int = KV_BLOCK_SIZE) -> int:
+    """Return the blocks that a sequence of ``tokens`` takes."""
+    return -(-tokens // block_size)
+
+
+def slot_blocks(slot: int, max_tokens: int, tokens: int) -> tuple[int, ...]:
+    """Return the blocks of the first ``tokens`` of a slot, a fixed run of consecutive blocks.
+
+    Args:
+        slot: its number.
+        max_tokens: tokens of every slot.
+        tokens: of the sequence that owns it.
+    """
+    first = slot * blocks_of(max_tokens)
+    return tuple(range(first, first + blocks_of(tokens)))
+
+
+def slot_window_blocks(slot: int, max_tokens: int, tokens: int, window: int) -> tuple[int, ...]:
+    """Return the blocks of the first ``tokens`` of a slot in layers with windows.
+
+    The slot has a fixed run of consecutive blocks, which are used in turn: the window before a
+    chunk, and the chunk, have one each.
+
+    Args:
+        slot: its number.
+        max_tokens: tokens of every slot.
+        tokens: of the sequence that owns it.
+        window: the largest of the model.
+    """
+    width = kept_blocks(max_tokens, window)
+    return tuple(slot * width + place % width for place in range(blocks_of(tokens)))
+
+
+def blocks_written_twice(rows: Iterable[tuple[Sequence[int], int, int]], block_size: int) -> bool:
+    """Return whether two rows of (blocks, first, length) write to one block."""
+    written = [
+        block
+        for table, first, length in rows
+        for block in table[first // block_size : blocks_of(length, block_size)]
+    ]
+    return len(set(written)) != len(written)
+
+
+def tokens_written_twice(rows: Sequence[tuple[Sequence[int], int, int]], block_size: int) -> bool:
+    """Return whether two rows of (blocks, first, length) write to one place of one block."""
+    if not blocks_written_twice(rows, block_size):
+        return False
+    places = [
+        (table[position // block_size], position % block_size)
+        for table, first, length in rows
+        for position in range(first, length)
+    ]
+    return len(set(places)) != len(places)

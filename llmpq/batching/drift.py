@@ -17,8 +17,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from llmpq.batching.base import BatchingPolicy
 from llmpq.batching.policies.rra import RraPolicy
+from llmpq.batching.policy_scheduler import BatchingPolicy
 from llmpq.errors import SpecError
 from llmpq.spec.plan import Schedule
 

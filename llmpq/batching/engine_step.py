@@ -1,23 +1,67 @@
-"""Steps of an engine: its limits, requests, chunks of a step, and the interface of a scheduler.
+"""Steps of an engine: its limits, requests, chunks and draft tokens; the interface of a scheduler.
 
 A ``BlockScheduler`` mixes decode rows and prompt chunks over KV blocks that sequences take as they
-grow; a ``PolicyScheduler`` obeys a batching policy over slots.
+grow; a ``PolicyScheduler`` obeys a batching policy over slots. Both have a ``StepDrafts``, which
+decides which sequences of a step have how many draft tokens.
+
+A draft model (Leviathan et al. 2023; ``draft_model`` in vLLM) is a small model that shares the
+vocabulary. Before a step it computes the tokens that it does not know yet, then one draft token
+after the other, for all sequences with drafts together: as many passes as the longest draft has
+tokens. It has KV blocks of its own. They stay with a sequence until it ends; where none is free,
+the sequence that had no draft for the longest time loses its blocks.
+
+All sequences of a step wait for these passes. So a pass is made where the tokens that it may save
+are worth it: for ``n`` sequences, ``m`` of which have a draft of ``k`` tokens or more, the ``k``-th
+pass takes ``n`` times its share of a step, and saves ``a^k`` steps of each of the ``m``, where
+``a`` is the share of the sequence's draft tokens that was accepted so far. Beside the
+``DraftCredit`` of each sequence, an account of all sequences bounds what drafts lose in steps:
+while it is empty there are none.
+
+To begin with a sequence, the draft model computes its prompt. It begins where this takes less time
+than drafts of the longest answer would save, by the share of all draft tokens that was accepted so
+far; with one sequence a step, so that the first ones show whether drafts are of use.
 """
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from llmpq.batching.blocks import BlockKey
-from llmpq.batching.drafts import DraftLimits, DraftWork, Propose, StepDrafts
-from llmpq.batching.speculation import ROW_COST, DraftCredit
+from llmpq.batching.blocks import BlockAllocator, BlockKey
+from llmpq.batching.speculation import (
+    CREDIT_OF_TOKEN,
+    FIRST_ACCEPTED,
+    FIRST_CREDIT,
+    FIRST_REJECTED,
+    KNOWN_STEPS,
+    MAX_STEP_TOKENS,
+    MOST_DISTURBED,
+    ROW_COST,
+    DraftCredit,
+    RowCost,
+)
 from llmpq.errors import CapacityError, SpecError
+from llmpq.spec.plan import Plan
 from llmpq.spec.precision import Phase
 from llmpq.spec.runtime_constants import PROMPT_CHUNK_TOKENS, kept_blocks
 
+FIRST_MODEL_CREDIT = 1.0
+"""Steps that the drafts of a sequence may lose at first: a draft token takes much of one."""
+FIRST_BALANCE = 2.0
+"""Steps that all drafts together may lose at first."""
+MOST_BALANCE = 16.0
+KEPT_DRAFTS = 0.98
+"""Weight of the drafts before in the share of all draft tokens that was accepted."""
+SMOOTHED_DRAFTS = 8
+"""Drafts whose mean is the cost of a pass."""
+FEW_TOKENS = 8
+"""Most tokens of a sequence that are computed together with others; more are a prompt."""
+Propose = Callable[[int, int], int]
+"""Returns how many draft tokens there are for a request, at most the given number."""
 NO_TOKENS: Mapping[int, Sequence[int]] = {}
 
 
@@ -348,3 +392,440 @@ class StepInFlight(NamedTuple):
 
     start_s: float
     chunks: tuple[ScheduledChunk, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftLimits:
+    """Memory of a draft model, and what it is expected to cost.
+
+    Attributes:
+        num_blocks: its KV blocks, of as many tokens as those of the engine.
+        cost: seconds of a pass over one sequence, in decode steps of one sequence, before any is
+            measured.
+        handover: seconds of sending a step's token ids to its process and back, in such steps.
+        stage: rank of the stage on its device, ``None`` on a device without one.
+        max_tokens: of its longest sequence, ``None`` when unlimited.
+    """
+
+    num_blocks: int
+    cost: float
+    handover: float = 0.0
+    stage: int | None = 0
+    max_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_blocks < 1 or not self.cost > 0:
+            raise SpecError(
+                f"draft model: found {self.num_blocks} KV blocks and a cost of {self.cost:g}, "
+                "expected at least 1 and more than 0"
+            )
+
+
+def planned_limits(
+    plan: Plan, num_blocks: int, max_tokens: int | None = None
+) -> DraftLimits | None:
+    """Return the limits of a plan's draft model, ``None`` without one."""
+    if plan.draft is None:
+        return None
+    stages = {stage.device: stage.rank for stage in plan.stages}
+    return DraftLimits(
+        num_blocks=num_blocks,
+        cost=plan.draft.cost,
+        handover=plan.draft.handover or 0.0,
+        stage=stages.get(plan.draft.device),
+        max_tokens=max_tokens,
+    )
+
+
+class DraftWork(NamedTuple):
+    """Draft tokens of a sequence: what a draft model computes before a step.
+
+    Attributes:
+        request: number of the request.
+        first: tokens that the draft model knows: their keys and values are in the blocks.
+        tokens: prompt and answer so far.
+        length: draft tokens to propose; all but the last one are inputs, too.
+        blocks: block ``i`` holds tokens ``[i * block_size, (i + 1) * block_size)``.
+    """
+
+    request: int
+    first: int
+    tokens: int
+    length: int
+    blocks: tuple[int, ...]
+
+
+class DraftCandidate(NamedTuple):
+    """A sequence that decodes in the next step and may have a draft in it.
+
+    Attributes:
+        request: number of the request.
+        tokens: its prompt and answer so far.
+        left: draft tokens that the longest answer leaves room for.
+        credit: what its drafts may lose.
+    """
+
+    request: int
+    tokens: int
+    left: int
+    credit: DraftCredit
+
+
+class DraftCosts(NamedTuple):
+    """What draft tokens add to a step.
+
+    Attributes:
+        row_cost: of verifying one, in steps of its sequence.
+        row_share: seconds of one more row of either model, relative to those of one.
+        sequences: of the step.
+    """
+
+    row_cost: float
+    row_share: float
+    sequences: int
+
+
+@dataclass(slots=True, eq=False)
+class _Known:
+    """What the draft model has of a sequence.
+
+    ``count`` are its draft tokens in a step; its prompt is once computed without an account.
+    """
+
+    blocks: list[int] = field(default_factory=list)
+    tokens: int = 0
+    count: int = 0
+    is_begun: bool = False
+
+
+class DraftModelSchedule:
+    """Decides which sequences have drafts of a draft model, and measures what they cost.
+
+    Args:
+        limits: of the draft model.
+        block_size: tokens of a block.
+    """
+
+    def __init__(self, limits: DraftLimits, block_size: int) -> None:
+        self._limits = limits
+        self._block_size = block_size
+        self._share = limits.cost
+        self._observed = 0
+        self._balance = FIRST_BALANCE
+        self._accepted, self._rejected = FIRST_ACCEPTED, FIRST_REJECTED
+        self._row_cost = 0.0  # in steps
+        self.clear()
+
+    @property
+    def share(self) -> float:
+        """Seconds of a pass, in steps: what a draft token costs before it is verified."""
+        return self._share
+
+    def clear(self) -> None:
+        """Forget all sequences."""
+        self._allocator = BlockAllocator(self._limits.num_blocks)
+        self._known: OrderedDict[int, _Known] = OrderedDict()  # drafted longest ago first
+        self._works: list[DraftWork] = []
+        self._begins = False
+
+    def lengths(
+        self, candidates: Sequence[DraftCandidate], most: int, costs: DraftCosts
+    ) -> tuple[dict[int, int], float]:
+        """Return how many draft tokens of each sequence pay, and what one of them costs.
+
+        Args:
+            candidates: sequences of the next step that decode.
+            most: draft tokens of a sequence.
+            costs: of the step.
+        """
+        self._row_cost = costs.row_cost / costs.sequences
+        cost = costs.row_cost + self._share
+        counts = dict.fromkeys((one.request for one in candidates), 0)
+        for one in candidates:
+            if self._balance > 0 and self._pays(one, most, costs):
+                counts[one.request] = min(most, one.left, one.credit.longest(cost))
+        depth = 0
+        for passes in range(1, max(counts.values(), default=0) + 1):
+            saved = sum(
+                one.credit.share**passes - costs.row_cost
+                for one in candidates
+                if counts[one.request] >= passes
+            )
+            # The first pass of all may lose: it shows what is accepted.
+            if passes > 1 and saved < self._share * costs.sequences:
+                break
+            depth = passes
+        drafted = sum(count > 0 for count in counts.values())
+        cost = costs.row_cost + self._share * costs.sequences / max(1, drafted)
+        return {request: min(count, depth) for request, count in counts.items()}, cost
+
+    def _pays(self, one: DraftCandidate, most: int, costs: DraftCosts) -> bool:
+        """Whether the draft model goes on with a sequence, or it pays to begin with it."""
+        known = self._known.get(one.request)
+        unknown = one.tokens - (0 if known is None else known.tokens)
+        if unknown <= FEW_TOKENS:
+            return True
+        share = self._accepted / (self._accepted + self._rejected)
+        saved, made, chance = 0.0, 1.0, 1.0
+        for passes in range(1, most + 1):
+            chance *= share
+            made += chance
+            saved = max(saved, (made - 1 - passes * (costs.row_cost + self._share)) / made)
+        begin = costs.sequences * self._share * (1 + costs.row_share * (unknown - 1))
+        return one.left * saved > begin
+
+    def reserve(self, request: int, tokens: int, most: int) -> int:
+        """Return how many draft tokens the next step has of a sequence, 0 or up to ``most``.
+
+        Args:
+            request: number of the request.
+            tokens: its prompt and answer so far.
+            most: at least 1.
+        """
+        if self._limits.max_tokens is not None:
+            most = min(most, self._limits.max_tokens - tokens)
+        known = self._known.get(request) or _Known()
+        begins = tokens - known.tokens > FEW_TOKENS
+        if most < 1 or (begins and self._begins):
+            return 0
+        if not self._allocate(request, known, tokens + most - 1):
+            return 0
+        self._known[request] = known
+        self._known.move_to_end(request)
+        self._begins |= begins
+        self._works.append(DraftWork(request, known.tokens, tokens, most, tuple(known.blocks)))
+        known.tokens, known.count = tokens, most
+        self._add(-most * self._row_cost)
+        return most
+
+    def take_works(self) -> tuple[DraftWork, ...]:
+        """Return what :meth:`reserve` promised since the last call."""
+        works = tuple(self._works)
+        self._works.clear()
+        self._begins = False
+        return works
+
+    def measure(
+        self, works: Sequence[DraftWork], seconds: float, step_s: float | None, row_share: float
+    ) -> None:
+        """Take the time of the passes before a step.
+
+        Args:
+            works: what they computed.
+            seconds: they took.
+            step_s: expected seconds of the step without drafts, ``None`` if that is not known.
+            row_share: seconds of one more row, relative to those of one; taken for both models.
+        """
+        passes = max(work.length for work in works)
+        caught_up = max(work.tokens - work.first for work in works)
+        rows = sum(work.tokens - work.first for work in works) - len(works)
+        steps = seconds / step_s if step_s else passes * self._share
+        if step_s and caught_up <= MAX_STEP_TOKENS:
+            found = steps / (passes + row_share * rows)
+            most = MOST_DISTURBED * self._share if self._observed else 1.0
+            self._observed = min(self._observed + 1, SMOOTHED_DRAFTS)
+            self._share += (min(found, most) - self._share) / self._observed
+        states = [self._known[work.request] for work in works]
+        has_prompt = not all(state.is_begun for state in states)
+        self._add(-min(steps, passes * self._share) if has_prompt else -steps)
+        for state in states:
+            state.is_begun = True
+
+    def verify(self, request: int, accepted: int, sequences: int) -> None:
+        """Take what a step made of a sequence, with or without drafts.
+
+        Args:
+            request: number of the request.
+            accepted: draft tokens that are tokens of the answer now.
+            sequences: of the step.
+        """
+        self._add((accepted + CREDIT_OF_TOKEN * (accepted + 1)) / sequences)
+        known = self._known.get(request)
+        if known is not None and known.count:
+            self._accepted = KEPT_DRAFTS * self._accepted + accepted
+            self._rejected = KEPT_DRAFTS * self._rejected + (accepted < known.count)
+            known.tokens += min(accepted, known.count - 1)
+            known.count = 0
+        # Slowly back to the first values, so that no wrong one ends all drafts for good.
+        self._share += (self._limits.cost - self._share) / KNOWN_STEPS
+        self._accepted += (FIRST_ACCEPTED - self._accepted) / KNOWN_STEPS
+        self._rejected += (FIRST_REJECTED - self._rejected) / KNOWN_STEPS
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there are no more drafts, since the draft model has ended."""
+        return self._balance == -math.inf
+
+    def end(self) -> None:
+        """Have no more drafts: the draft model has ended."""
+        self._balance = -math.inf
+
+    def forget(self, request: int) -> None:
+        """Free the blocks of a sequence."""
+        known = self._known.pop(request, None)
+        if known is not None:
+            self._allocator.free(known.blocks)
+
+    def _add(self, steps: float) -> None:
+        self._balance = min(MOST_BALANCE, self._balance + steps)
+
+    def _allocate(self, request: int, known: _Known, tokens: int) -> bool:
+        """Give a sequence the blocks of so many tokens; return whether that was possible."""
+        missing = -(-tokens // self._block_size) - len(known.blocks)
+        free, losers = self._allocator.num_free, []
+        for other, state in self._known.items():
+            if free >= missing:
+                break
+            if other != request and not state.count:
+                losers.append(other)
+                free += len(state.blocks)
+        if missing > free:
+            return False
+        for other in losers:
+            state = self._known[other]
+            self._allocator.free(state.blocks)
+            state.blocks, state.tokens = [], 0
+        if missing > 0:
+            known.blocks += self._allocator.allocate(missing)
+        return True
+
+
+class StepDrafts:
+    """Gives sequences that decode as many draft tokens as are worth their time.
+
+    Args:
+        most: draft tokens of a sequence in a step.
+        row_cost: of one more row of a step, before any step is measured, in steps of one row.
+        model: limits of a draft model, ``None`` without one.
+        block_size: tokens of one of its KV blocks.
+        propose: finds the draft tokens of a sequence; ``None`` with a draft model, and for no
+            speculative decoding.
+
+    Attributes:
+        propose: may be set later.
+        num_drafts, num_draft_tokens, num_accepted_tokens: so far.
+    """
+
+    def __init__(
+        self,
+        *,
+        most: int = 0,
+        row_cost: float = ROW_COST,
+        model: DraftLimits | None = None,
+        block_size: int = 1,
+        propose: Propose | None = None,
+    ) -> None:
+        self._most = most
+        self.propose = propose
+        self._row_cost = RowCost(row_cost)
+        self._model = None if model is None else DraftModelSchedule(model, block_size)
+        self._last_end_s = -math.inf
+        self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is speculative decoding."""
+        return self.propose is not None or self._model is not None
+
+    def first_credit(self) -> DraftCredit:
+        """Return the credit of a new sequence."""
+        return DraftCredit(FIRST_CREDIT if self._model is None else FIRST_MODEL_CREDIT)
+
+    def longest(
+        self, candidates: Sequence[DraftCandidate], rows: int, sequences: int
+    ) -> tuple[dict[int, int], float]:
+        """Return how many draft tokens of each sequence pay, and what one of them costs.
+
+        Args:
+            candidates: sequences of the step that decode.
+            rows: tokens of the step without drafts.
+            sequences: of the step.
+        """
+        cost = self._row_cost.of_draft_token(rows)
+        if self._model is None:
+            found = {one.request: one.credit.longest(cost) for one in candidates}
+            return {request: min(self._most, count) for request, count in found.items()}, cost
+        if self._model.has_ended:
+            return dict.fromkeys((one.request for one in candidates), 0), cost
+        costs = DraftCosts(cost, self._row_cost.share, sequences)
+        return self._model.lengths(candidates, self._most, costs)
+
+    def draft(self, one: DraftCandidate, most: int, cost: float) -> int:
+        """Find up to ``most`` draft tokens of a sequence, or reserve them; return how many.
+
+        Args:
+            one: the sequence.
+            most: draft tokens; none are sought where it is not positive.
+            cost: of one, as :meth:`longest` returned it.
+        """
+        if most <= 0:
+            return 0
+        if self._model is not None:
+            count = self._model.reserve(one.request, one.tokens, most)
+        else:
+            assert self.propose is not None
+            count = self.propose(one.request, most)
+        if count:
+            one.credit.spend(count, cost)
+            self.num_drafts += 1
+            self.num_draft_tokens += count
+        return count
+
+    def take_works(self) -> tuple[DraftWork, ...]:
+        """Return what the draft model computes before the step."""
+        return () if self._model is None else self._model.take_works()
+
+    def measure_works(
+        self, works: Sequence[DraftWork], rows: int, seconds: float, *, has_ended: bool
+    ) -> None:
+        """Take the seconds of the draft model before a step; it may have ended for good.
+
+        Args:
+            works: what it computed.
+            rows: tokens of the step without drafts.
+            seconds: it took.
+            has_ended: there are no more drafts.
+        """
+        assert self._model is not None
+        cost = self._row_cost
+        self._model.measure(works, seconds, cost.step_s(rows), cost.share)
+        if has_ended:  # the step has any tokens in their place
+            self._model.end()
+            self.num_drafts -= len(works)
+            self.num_draft_tokens -= sum(work.length for work in works)
+
+    def measure_step(self, start_s: float, end_s: float, rows: int | None) -> float:
+        """Take the times of a step; return the seconds since it began or the last was complete.
+
+        Args:
+            start_s: when it was dispatched.
+            end_s: when its tokens were chosen.
+            rows: of a decode step; ``None`` for a step with prompts, which says nothing of a row.
+        """
+        seconds = end_s - max(start_s, self._last_end_s)
+        self._last_end_s = end_s
+        if rows is not None and self.is_on:
+            self._row_cost.observe(rows, seconds)
+        return seconds
+
+    def verify(
+        self, request: int, credit: DraftCredit, accepted: int, proposed: int, rows: int
+    ) -> None:
+        """Take how many of the draft tokens of a sequence are right.
+
+        Args:
+            request: number of the request.
+            credit: of its sequence.
+            accepted: draft tokens that are right.
+            proposed: draft tokens of the step.
+            rows: sequences of the step.
+        """
+        credit.earn(accepted, proposed)
+        self.num_accepted_tokens += accepted
+        if self._model is not None:
+            self._model.verify(request, accepted, rows)
+
+    def forget(self, request: int) -> None:
+        """Free what the draft model has of a sequence."""
+        if self._model is not None:
+            self._model.forget(request)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from llmpq.batching.base import WaitingRequest
+from llmpq.batching.policy_scheduler import WaitingRequest
 from llmpq.errors import LlmpqError, SpecError
 
 LengthPredictor = Callable[[WaitingRequest], float]

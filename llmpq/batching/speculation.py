@@ -2,7 +2,7 @@
 
 Prompt lookup (Saxena 2023; ``ngram`` in vLLM) proposes the tokens that followed the last tokens of
 a sequence where they were before, a draft model those that it finds most likely
-(``batching.drafts``). One step computes the next token and the draft tokens as rows of
+(``batching.engine_step``). One step computes the next token and the draft tokens as rows of
 their own. The model chooses a token at each of these positions as it would without a draft; the
 draft is accepted as far as it consists of these tokens. As a draft here has no probabilities of its
 own, this is rejection sampling: a draft token is accepted with the model's probability of it, and

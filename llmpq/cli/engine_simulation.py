@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from llmpq.batching import RequestRecord
-from llmpq.batching.drafts import DraftLimits
-from llmpq.batching.engine_step import EngineLimits
+from llmpq.batching.engine_step import DraftLimits, EngineLimits
 from llmpq.batching.queue_order import QUEUE_ORDERS, queue_order
 from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.cli.common import print_json, progress_bar

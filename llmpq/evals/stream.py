@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from llmpq.dist.kv.blocks import blocks_of
+from llmpq.batching.blocks import blocks_of
 from llmpq.dist.kv.cache import KVCache
 from llmpq.evals.windows import Windows
 from llmpq.models import DecoderStage, Master, kv_shapes

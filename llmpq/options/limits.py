@@ -10,8 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from llmpq.batching import uniform_depth
-from llmpq.batching.drafts import DraftLimits, planned_limits
-from llmpq.batching.engine_step import EngineLimits
+from llmpq.batching.engine_step import DraftLimits, EngineLimits, planned_limits
 from llmpq.batching.speculation import SpeculativeConfig, row_cost_of
 from llmpq.errors import SpecError
 from llmpq.options.engine import MAX_SEQUENCES, EngineOptions

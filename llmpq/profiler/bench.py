@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from llmpq.batching import HybridPolicy, PolicyScheduler, uniform_depth
+from llmpq.batching.blocks import blocks_of, slot_blocks
 from llmpq.batching.policy_scheduler import slot_limits
 from llmpq.dist.engine.batch_run import BatchRun, FinishedAnswer
 from llmpq.dist.engine.compiled_steps import step_runner_of
@@ -28,7 +29,6 @@ from llmpq.dist.engine.cuda_graphs import DecodeGraphs, GraphKey
 from llmpq.dist.engine.executor import PipelineExecutor
 from llmpq.dist.engine.stage import StageRunner
 from llmpq.dist.io.prompts import Request
-from llmpq.dist.kv.blocks import blocks_of, slot_blocks
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.launch.process_environment import tune_malloc_for_serving
 from llmpq.dist.metrics.stats import StageClock, synchronize

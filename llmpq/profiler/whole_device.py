@@ -20,10 +20,10 @@ import torch
 from torch import nn
 from transformers import LlamaConfig
 
+from llmpq.batching.blocks import blocks_of, slot_blocks
 from llmpq.dist.engine.compiled_steps import step_runner_of
 from llmpq.dist.engine.cuda_graphs import DecodeGraphs, GraphKey
 from llmpq.dist.engine.stage import StageRunner
-from llmpq.dist.kv.blocks import blocks_of, slot_blocks
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.metrics.core_time import TakenShare
 from llmpq.dist.metrics.stats import synchronize

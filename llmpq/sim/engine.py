@@ -18,8 +18,13 @@ from random import Random
 
 from llmpq.batching import RequestRecord
 from llmpq.batching.block_scheduler import BlockScheduler
-from llmpq.batching.drafts import DraftWork
-from llmpq.batching.engine_step import EngineLimits, EngineRequest, EngineStep, ScheduledChunk
+from llmpq.batching.engine_step import (
+    DraftWork,
+    EngineLimits,
+    EngineRequest,
+    EngineStep,
+    ScheduledChunk,
+)
 from llmpq.batching.queue_order import QueueOrder
 from llmpq.sim.engine_costs import EngineCosts, StepSize, step_size
 from llmpq.sim.engine_report import EngineReport

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from llmpq.batching.blocks import blocks_of
 from llmpq.dist import generate_offline
 from llmpq.dist.engine.batch_run import FinishedAnswer
 from llmpq.dist.engine.cuda_graphs import (
@@ -26,7 +27,6 @@ from llmpq.dist.engine.cuda_graphs import (
 )
 from llmpq.dist.io.job import Job
 from llmpq.dist.io.prompts import Prompt, Request
-from llmpq.dist.kv.blocks import blocks_of
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.launch.rank import RankContext, run_master
 from llmpq.dist.metrics.progress import SilentProgress

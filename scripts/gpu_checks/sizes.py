@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig
 
+from llmpq.batching.blocks import blocks_of
 from llmpq.dist.engine.cuda_graphs import CudaCapture, DecodeGraphs, DecodeSizes, GraphKey
 from llmpq.dist.engine.sampler import SamplingState, ScoredRows
 from llmpq.dist.io.sampling_params import SamplingParams
-from llmpq.dist.kv.blocks import blocks_of
 from llmpq.dist.kv.cache import KVCache
 from llmpq.models import DecoderStage, PackedBatch, kv_shapes
 from llmpq.models.adapter import Skeleton

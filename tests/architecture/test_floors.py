@@ -8,7 +8,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TOO_WIDE = {
-    "llmpq/batching": 15,
     "llmpq/cli": 15,
     "llmpq/cli/commands": 15,
     "llmpq/dist/engine": 13,

@@ -20,8 +20,7 @@ from llmpq.assigner.draft_placement import (
 )
 from llmpq.assigner.request import costs_of
 from llmpq.assigner.verify import verify_plan
-from llmpq.batching.drafts import planned_limits
-from llmpq.batching.engine_step import EngineLimits
+from llmpq.batching.engine_step import EngineLimits, planned_limits
 from llmpq.batching.queue_order import queue_order
 from llmpq.costmodel import build_costs
 from llmpq.errors import SpecError

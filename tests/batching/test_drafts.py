@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmpq.batching.drafts import (
+from llmpq.batching.engine_step import (
     FEW_TOKENS,
     FIRST_BALANCE,
     DraftCandidate,

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmpq.batching.prompt_lookup import PromptLookup
 from llmpq.batching.speculation import (
     CREDIT_OF_TOKEN,
     FIRST_CREDIT,
@@ -16,6 +15,7 @@ from llmpq.batching.speculation import (
     RowCost,
     SpeculativeConfig,
 )
+from llmpq.dist.engine.drafters import PromptLookup
 from llmpq.errors import SpecError
 
 

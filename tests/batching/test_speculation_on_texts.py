@@ -10,9 +10,9 @@ from tokenizers import Tokenizer
 
 from llmpq.batching.block_scheduler import BlockScheduler
 from llmpq.batching.engine_step import EngineLimits, EngineRequest
-from llmpq.batching.prompt_lookup import PromptLookup
 from llmpq.batching.queue_order import queue_order
 from llmpq.batching.speculation import SpeculativeConfig
+from llmpq.dist.engine.drafters import PromptLookup
 
 LENGTH = 192
 CONFIG = SpeculativeConfig(num_speculative_tokens=5)

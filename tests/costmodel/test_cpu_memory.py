@@ -9,6 +9,7 @@ import torch
 from helpers.live_tensors import LiveTensors
 from helpers.tiny_configs import stored_fields, tiny_config
 
+from llmpq.batching.blocks import blocks_of, slot_blocks
 from llmpq.costmodel import memory
 from llmpq.costmodel.memory import (
     MASTER_BYTES,
@@ -19,7 +20,6 @@ from llmpq.costmodel.memory import (
     temporary_bytes,
 )
 from llmpq.dist.engine.stage import StageRunner, slot_row
-from llmpq.dist.kv.blocks import blocks_of, slot_blocks
 from llmpq.dist.kv.cache import KVCache
 from llmpq.models import DecoderStage, PackedBatch, build_layer, kv_shapes, load_config
 from llmpq.quant.modules.layer import fuse_norms_, quantize_layer_

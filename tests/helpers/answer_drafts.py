@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from llmpq.batching.drafts import DraftModelSchedule
+from llmpq.batching.engine_step import DraftModelSchedule
 from llmpq.batching.speculation import DraftCredit, SpeculativeConfig
 from llmpq.dist.engine import engine
 

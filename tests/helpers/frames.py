@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from llmpq.dist.kv.blocks import slot_blocks
+from llmpq.batching.blocks import slot_blocks
 from llmpq.dist.transport.frames import Frame, FrameKind, FrameLimits, Row
 
 SMALL = FrameLimits(

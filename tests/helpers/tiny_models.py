@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from llmpq.dist.kv.blocks import blocks_of, slot_blocks
+from llmpq.batching.blocks import blocks_of, slot_blocks
 from llmpq.dist.kv.cache import KVCache
 from llmpq.models import Checkpoint, DecoderStage, Master, PackedBatch, build_layer, kv_shapes
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmpq.dist.kv.blocks import blocks_of
+from llmpq.batching.blocks import blocks_of
 from llmpq.dist.kv.cache import KVCache
 from llmpq.errors import SpecError
 from llmpq.models import KVShape, PackedBatch

@@ -9,7 +9,7 @@ import torch
 from helpers.tiny_models import Pipeline, generate_alone, load_reference
 from test_model_families import CASES
 
-from llmpq.dist.kv.blocks import blocks_of
+from llmpq.batching.blocks import blocks_of
 
 torch.set_num_threads(1)
 

@@ -7,8 +7,7 @@ from itertools import pairwise
 import pytest
 from sim.test_sim_plan_costs import _plan
 
-from llmpq.batching.drafts import DraftLimits, DraftWork
-from llmpq.batching.engine_step import EngineLimits, ScheduledChunk
+from llmpq.batching.engine_step import DraftLimits, DraftWork, EngineLimits, ScheduledChunk
 from llmpq.batching.queue_order import queue_order
 from llmpq.errors import CapacityError
 from llmpq.sim.costs import Hop

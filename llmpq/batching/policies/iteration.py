@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-from llmpq.batching.base import Decision, Decode, Prefill, SchedulerView, Wait
+from llmpq.batching.policy_scheduler import Decision, Decode, Prefill, SchedulerView, Wait
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import Phase
 

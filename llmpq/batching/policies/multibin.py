@@ -10,9 +10,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from llmpq.batching.base import SchedulerView, WaitingRequest
 from llmpq.batching.length import LengthPredictor
 from llmpq.batching.policies.static import must_flush
+from llmpq.batching.policy_scheduler import SchedulerView, WaitingRequest
 from llmpq.errors import SpecError
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Protocol
 
-from llmpq.batching.base import Decision, Decode, Prefill, SchedulerView, Wait
+from llmpq.batching.policy_scheduler import Decision, Decode, Prefill, SchedulerView, Wait
 from llmpq.errors import SpecError
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import Phase

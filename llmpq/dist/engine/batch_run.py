@@ -17,7 +17,7 @@ from llmpq.batching import PolicyScheduler, RequestRecord
 from llmpq.batching.drift import DriftMonitor
 from llmpq.batching.engine_step import EngineLimits, EngineRequest
 from llmpq.batching.speculation import SpeculativeConfig
-from llmpq.dist.engine.draft_model import Drafter
+from llmpq.dist.engine.drafters import Drafter
 from llmpq.dist.engine.engine import Engine, NewTokens, RunningSequence
 from llmpq.dist.engine.executor import StepExecutor
 from llmpq.dist.engine.policy import in_order

@@ -29,7 +29,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from llmpq.dist.kv.blocks import blocks_of
+from llmpq.batching.blocks import blocks_of
 from llmpq.dist.kv.cache import KVCache
 from llmpq.logging import get_logger
 from llmpq.models import DecoderStage, PackedBatch

@@ -28,9 +28,8 @@ from llmpq.batching.engine_step import (
     ScheduledChunk,
     StepScheduler,
 )
-from llmpq.batching.prompt_lookup import PromptLookup
 from llmpq.batching.speculation import SpeculativeConfig
-from llmpq.dist.engine.draft_model import Drafter
+from llmpq.dist.engine.drafters import Drafter, PromptLookup
 from llmpq.dist.engine.executor import StepExecutor
 from llmpq.dist.engine.sampler import SampledToken, SamplingState, ScoredRows, prompt_logprobs
 from llmpq.dist.io.generation import GenerationEnd

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from llmpq.batching.blocks import slot_blocks, slot_window_blocks
 from llmpq.dist.engine.compiled_steps import StepRunner
-from llmpq.dist.kv.blocks import slot_blocks, slot_window_blocks
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.kv.transfer import KVConnector
 from llmpq.dist.metrics.stats import StageClock, synchronize, tokens_read

@@ -26,9 +26,8 @@ from typing import Protocol
 
 import torch
 
-from llmpq.dist.kv.blocks import blocks_of
-from llmpq.dist.kv.cache import KVCache
-from llmpq.dist.kv.storage import TokenIndex
+from llmpq.batching.blocks import blocks_of
+from llmpq.dist.kv.cache import KVCache, TokenIndex
 from llmpq.dist.transport.communicator import FrameReader, FrameWriter, LinkClosedError
 from llmpq.dist.transport.errors import peer_closed, peer_silent
 from llmpq.dist.transport.frames import Frame, FrameKind, Row

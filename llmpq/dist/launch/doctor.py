@@ -22,7 +22,7 @@ import torch
 import transformers
 
 import llmpq
-from llmpq.dist.kv.blocks import slot_blocks
+from llmpq.batching.blocks import slot_blocks
 from llmpq.dist.launch.rank import torch_device
 from llmpq.dist.metrics.control_groups import available_memory_bytes
 from llmpq.dist.transport.channels import RankChannels

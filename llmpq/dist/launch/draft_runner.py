@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from llmpq.batching.drafts import FEW_TOKENS, DraftWork
+from llmpq.batching.engine_step import FEW_TOKENS, DraftWork
 from llmpq.dist.engine.compiled_steps import step_runner_of
 from llmpq.dist.engine.cuda_graphs import DecodeSizes
-from llmpq.dist.engine.draft_model import DraftModel, DraftWorker
+from llmpq.dist.engine.drafters import DraftModel, DraftWorker
 from llmpq.dist.engine.executor import PipelineExecutor
 from llmpq.dist.engine.stage import StageRunner
 from llmpq.dist.engine.warmup import capture_decode_steps

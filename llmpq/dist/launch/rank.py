@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from llmpq.batching import PipelineDepth, PolicyScheduler
+from llmpq.batching.blocks import blocks_of
 from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.queue_order import queue_order
 from llmpq.batching.speculation import MAX_STEP_TOKENS
@@ -24,7 +25,7 @@ from llmpq.dist.engine.batch_run import (
 )
 from llmpq.dist.engine.compiled_steps import step_runner_of
 from llmpq.dist.engine.cuda_graphs import DecodeSizes
-from llmpq.dist.engine.draft_model import Drafter, RemoteDraftModel
+from llmpq.dist.engine.drafters import Drafter, RemoteDraftModel
 from llmpq.dist.engine.executor import PipelineExecutor
 from llmpq.dist.engine.online_run import EngineChannel, OnlineRun
 from llmpq.dist.engine.policy import policy_of, schedule_of
@@ -35,9 +36,7 @@ from llmpq.dist.io.job import Job, check_plan
 from llmpq.dist.io.model_files import eos_token_ids
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.structured_outputs import GrammarCompiler
-from llmpq.dist.kv.blocks import blocks_of
-from llmpq.dist.kv.cache import KVCache
-from llmpq.dist.kv.storage import token_bytes
+from llmpq.dist.kv.cache import KVCache, token_bytes
 from llmpq.dist.kv.transfer import kv_connector
 from llmpq.dist.launch.draft_runner import (
     DTYPES,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from llmpq.batching.drafts import FEW_TOKENS
+from llmpq.batching.engine_step import FEW_TOKENS
 from llmpq.batching.speculation import MAX_STEP_TOKENS
 from llmpq.dist.io.job import BEATS_PER_TIMEOUT
 from llmpq.dist.kv.transfer import KVReceiveLink, KVSendLink

@@ -40,7 +40,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmpq.dist.kv.blocks import tokens_written_twice
+from llmpq.batching.blocks import tokens_written_twice
 from llmpq.errors import StageError
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
 

@@ -17,6 +17,7 @@ from helpers.tiny_models import load_stage
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmpq.batching.blocks import blocks_of, slot_blocks
 from llmpq.dist.engine.cuda_graphs import (
     MOST_GRAPHS,
     DecodeGraphs,
@@ -26,7 +27,6 @@ from llmpq.dist.engine.cuda_graphs import (
     graphs_of,
 )
 from llmpq.dist.io.prompts import Request
-from llmpq.dist.kv.blocks import blocks_of, slot_blocks
 from llmpq.dist.kv.cache import KVCache
 from llmpq.errors import CapacityError, StageError
 from llmpq.models import PackedBatch, kv_shapes

@@ -12,9 +12,9 @@ from helpers.tiny_models import load_reference, save_tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmpq.batching.blocks import blocks_of, slot_blocks
 from llmpq.dist.engine.stage import cast_hidden_states
 from llmpq.dist.io.prompts import Request
-from llmpq.dist.kv.blocks import blocks_of, slot_blocks
 from llmpq.dist.kv.cache import KVCache
 from llmpq.errors import LlmpqError, StageError
 from llmpq.models import PackedBatch, kv_shapes

@@ -17,13 +17,12 @@ from hypothesis import strategies as st
 
 from llmpq.assigner.planner import even_plan
 from llmpq.batching.block_scheduler import BlockScheduler
-from llmpq.batching.drafts import DraftLimits, DraftWork
-from llmpq.batching.engine_step import EngineLimits, EngineStep
+from llmpq.batching.engine_step import DraftLimits, DraftWork, EngineLimits, EngineStep
 from llmpq.batching.queue_order import queue_order
 from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.cli.engine_simulation import add_engine_options, simulated_limits
 from llmpq.dist.engine import engine as engine_module
-from llmpq.dist.engine.draft_model import DraftModel
+from llmpq.dist.engine.drafters import DraftModel
 from llmpq.dist.engine.online_run import OnlineRun
 from llmpq.dist.io.engine_messages import AddedRequest, ModelLimits, added_to_json
 from llmpq.dist.io.generation import GenerationRequest

@@ -28,10 +28,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmpq.assigner.draft_placement import DraftRequest, _memory_bytes
-from llmpq.batching.drafts import DraftLimits, DraftModelSchedule, DraftWork
+from llmpq.batching.engine_step import DraftLimits, DraftModelSchedule, DraftWork
 from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.costmodel import build_costs
-from llmpq.dist.engine.draft_model import DraftModel, DraftWorker, RemoteDraftModel
+from llmpq.dist.engine.drafters import DraftModel, DraftWorker, RemoteDraftModel
 from llmpq.dist.io.generation import GenerationRequest
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.sampling_params import SamplingParams

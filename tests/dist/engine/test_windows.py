@@ -15,13 +15,13 @@ from helpers.tiny_configs import TESTED, stored_fields, tiny_config
 from helpers.tiny_models import generate_alone, load_reference, load_stage
 
 from llmpq.assigner.forecast import stage_memory
+from llmpq.batching.blocks import blocks_of
 from llmpq.costmodel import build_costs
 from llmpq.costmodel.exact_bytes import layer_kv_bytes
 from llmpq.dist.engine.stage import StageRunner, slot_row
 from llmpq.dist.io.generation import GenerationRequest
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.sampling_params import SamplingParams
-from llmpq.dist.kv.blocks import blocks_of
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.launch.rank import window_blocks_of, window_of
 from llmpq.errors import StageError

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmpq.dist.kv.blocks import blocks_of, slot_blocks
-from llmpq.dist.kv.cache import KVCache
-from llmpq.dist.kv.storage import quantize_tokens
+from llmpq.batching.blocks import blocks_of, slot_blocks
+from llmpq.dist.kv.cache import KVCache, quantize_tokens
 from llmpq.errors import CapacityError, SpecError, StageError
 from llmpq.kernels.cpu.paged_attention import can_attend
 from llmpq.models import KVShape, PackedBatch

@@ -11,11 +11,10 @@ from helpers.tiny_models import Pipeline, Sequences, load_reference
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmpq.batching.blocks import blocks_of
 from llmpq.costmodel.exact_bytes import layer_kv_bytes
 from llmpq.dist.io.prompts import Request
-from llmpq.dist.kv.blocks import blocks_of
-from llmpq.dist.kv.cache import KVCache
-from llmpq.dist.kv.storage import quantize_keys_values, quantize_tokens
+from llmpq.dist.kv.cache import KVCache, quantize_keys_values, quantize_tokens
 from llmpq.errors import SpecError
 from llmpq.models import KVShape, PackedBatch, kv_shapes
 from llmpq.spec.huggingface.families import load_model_dir

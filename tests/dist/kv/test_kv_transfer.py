@@ -18,8 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmpq.dist.engine.stage import packed_batch_of
-from llmpq.dist.kv.cache import KVCache
-from llmpq.dist.kv.storage import token_bytes
+from llmpq.dist.kv.cache import KVCache, token_bytes
 from llmpq.dist.kv.transfer import KVReceiveLink, KVReceiver, KVSender, KVSendLink
 from llmpq.dist.transport.errors import PeerLostError
 from llmpq.dist.transport.frames import (

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmpq.dist.kv.blocks import blocks_of
+from llmpq.batching.blocks import blocks_of
 from llmpq.dist.transport.frames import (
     MAX_TEXT_BYTES,
     Frame,

@@ -1,7 +1,8 @@
-"""Draft models: a small model with KV blocks of its own computes the draft tokens of a step.
+"""Where draft tokens come from: prompt lookup in a sequence's own tokens, or a draft model.
 
+A draft model is a small model with KV blocks of its own, which computes the draft tokens of a step.
 Which sequences have drafts, how long, and in which blocks, is the scheduler's decision
-(``llmpq.batching.drafts``). ``DraftModel`` runs in the process of rank 0, or in one of its own
+(``llmpq.batching.engine_step``). ``DraftModel`` runs in the process of rank 0, or in one of its own
 on another device: there a ``DraftWorker`` serves the master's ``RemoteDraftModel``.
 
 Both send rows of token ids: the master the tokens that are not known yet, with a 0 for each draft
@@ -17,8 +18,10 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from llmpq.batching.drafts import FEW_TOKENS, DraftWork
+from llmpq.batching.engine_step import FEW_TOKENS, DraftWork
+from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.dist.engine.executor import StepExecutor
 from llmpq.dist.metrics.measurement import HeldBytes, StageStats
 from llmpq.dist.metrics.stats import StageClock
@@ -282,3 +285,57 @@ def _split(frame: Frame) -> list[list[int]]:
         found.append(ids[at : at + row.length - row.first])
         at += row.length - row.first
     return found
+
+
+class PromptLookup:
+    """Finds drafts in the tokens of one sequence: what followed its last tokens earlier in it.
+
+    Args:
+        config: lengths of what is looked up.
+    """
+
+    __slots__ = ("_config", "_length", "_tokens")
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self._config = config
+        self._tokens: NDArray[np.int64] = np.empty(256, np.int64)
+        self._length = 0
+
+    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
+        """Return up to ``most`` tokens that may follow; none where nothing repeats itself.
+
+        Args:
+            tokens: prompt and answer so far; they begin with those of the call before.
+            most: at least 1.
+        """
+        known = self._extend(tokens)
+        start = self._continuation(known)
+        if start is None:
+            return []
+        # What repeats itself up to its own end goes on with its own beginning.
+        period = len(known) - start
+        return [int(known[start + at % period]) for at in range(most)]
+
+    def _extend(self, tokens: Sequence[int]) -> NDArray[np.int64]:
+        """Return all tokens as an array."""
+        if len(tokens) > len(self._tokens):
+            larger = np.empty(2 * len(tokens), np.int64)
+            larger[: self._length] = self._tokens[: self._length]
+            self._tokens = larger
+        self._tokens[self._length : len(tokens)] = tokens[self._length :]
+        self._length = len(tokens)
+        return self._tokens[: self._length]
+
+    def _continuation(self, known: NDArray[np.int64]) -> int | None:
+        """Return where the latest of the longest matches goes on, ``None`` without one."""
+        ends = np.flatnonzero(known[:-1] == known[-1]) + 1  # of the matches
+        length, found = 1, None
+        while len(ends):
+            if length >= self._config.prompt_lookup_min:
+                found = int(ends[-1])
+            if length == self._config.prompt_lookup_max:
+                break
+            length += 1
+            ends = ends[ends >= length]
+            ends = ends[known[ends - length] == known[-length]]
+        return found

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmpq.batching.admission import Admission
-from llmpq.batching.base import BatchingPolicy
 from llmpq.batching.length import LengthPredictor
 from llmpq.batching.policies.hybrid import HybridPolicy
 from llmpq.batching.policies.iteration import IterationPolicy
 from llmpq.batching.policies.multibin import MultiBinFormer
-from llmpq.batching.policies.rra import RraPolicy
+from llmpq.batching.policies.rra import Admission, RraPolicy
 from llmpq.batching.policies.static import FirstComeFormer, StaticPolicy
 from llmpq.batching.policies.waa import WaaPolicy
+from llmpq.batching.policy_scheduler import BatchingPolicy
 from llmpq.errors import SpecError
 from llmpq.spec.plan import MicroBatching, Plan, Schedule
 from llmpq.spec.precision import Phase

@@ -16,9 +16,9 @@ from helpers.tiny_models import generate_alone, load_reference
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from llmpq.batching.drafts import DraftLimits, DraftModelSchedule, DraftWork
+from llmpq.batching.engine_step import DraftLimits, DraftModelSchedule, DraftWork
 from llmpq.batching.speculation import SpeculativeConfig
-from llmpq.dist.engine.draft_model import DraftModel
+from llmpq.dist.engine.drafters import DraftModel
 from llmpq.dist.io.job import Job
 from llmpq.dist.launch.draft_runner import load_draft_model
 from llmpq.options.engine import EngineOptions
