@@ -42,7 +42,7 @@ from workbench import (
 
 from llmpq.batching.blocks import blocks_of, slot_blocks
 from llmpq.dist.engine.compiled_steps import step_runner_of
-from llmpq.dist.engine.stage import StageRunner
+from llmpq.dist.engine.executor import StageRunner
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.launch.process_environment import cpu_environment
 from llmpq.dist.transport.frames import Row

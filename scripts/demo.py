@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 
 from llmpq.costmodel import ClusterCosts, build_costs
 from llmpq.dist.launch.process_environment import allowed_isa
-from llmpq.dist.metrics.core_time import busy_text, is_busy, share_in
+from llmpq.dist.metrics.measurement import busy_text, is_busy, share_in
 from llmpq.errors import LlmpqError
 from llmpq.profiler.device import available_cores, cpu_isas, cpu_name
 from llmpq.spec.catalog import resolve_model

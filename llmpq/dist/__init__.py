@@ -10,8 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmpq.dist.engine.policy import schedule_of
-from llmpq.dist.io.job import Job, Rendezvous, check_model
+from llmpq.dist.io.job import Job, Rendezvous, check_model, schedule_of
 from llmpq.dist.io.prompts import (
     Prompt,
     RequestLimits,

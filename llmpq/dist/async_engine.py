@@ -18,10 +18,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmpq.dist.io.draft_check import checked_speculation
-from llmpq.dist.io.engine_messages import AddedRequest, added_to_json, output_from_json
+from llmpq.dist.io.control_channel import AddedRequest, added_to_json, output_from_json
 from llmpq.dist.io.generation import GenerationRequest, ServingStats, TokenOutput
-from llmpq.dist.io.job import check_model
+from llmpq.dist.io.job import check_model, checked_speculation
 from llmpq.dist.io.sampling_params import StructuredOutputsParams, TokenLogprobs
 from llmpq.dist.launch.ranks import CLOSE_TIMEOUT_S, Ranks
 from llmpq.dist.limited.form_checker import FormChecker

@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from llmpq.dist.engine.policy import schedule_of
 from llmpq.dist.io.control_channel import ControlChannel, Message
-from llmpq.dist.io.draft_check import checked_speculation
-from llmpq.dist.io.job import check_model
+from llmpq.dist.io.job import check_model, checked_speculation, schedule_of
 from llmpq.dist.io.prompts import Prompt, RequestId, prompt_to_json
 from llmpq.dist.io.results import Result, result_from_fields
 from llmpq.dist.launch.ranks import CLOSE_TIMEOUT_S, Ranks

@@ -26,8 +26,7 @@ from llmpq.batching.policy_scheduler import slot_limits
 from llmpq.dist.engine.batch_run import BatchRun, FinishedAnswer
 from llmpq.dist.engine.compiled_steps import step_runner_of
 from llmpq.dist.engine.cuda_graphs import DecodeGraphs, GraphKey
-from llmpq.dist.engine.executor import PipelineExecutor
-from llmpq.dist.engine.stage import StageRunner
+from llmpq.dist.engine.executor import PipelineExecutor, StageRunner
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.launch.process_environment import tune_malloc_for_serving

@@ -20,7 +20,7 @@ from statistics import median, median_low, quantiles
 import torch
 
 from llmpq import __version__
-from llmpq.dist.metrics.core_time import (
+from llmpq.dist.metrics.measurement import (
     CoreTime,
     TakenShare,
     busy_text,

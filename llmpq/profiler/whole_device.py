@@ -23,9 +23,9 @@ from transformers import LlamaConfig
 from llmpq.batching.blocks import blocks_of, slot_blocks
 from llmpq.dist.engine.compiled_steps import step_runner_of
 from llmpq.dist.engine.cuda_graphs import DecodeGraphs, GraphKey
-from llmpq.dist.engine.stage import StageRunner
+from llmpq.dist.engine.executor import StageRunner
 from llmpq.dist.kv.cache import KVCache
-from llmpq.dist.metrics.core_time import TakenShare
+from llmpq.dist.metrics.measurement import TakenShare
 from llmpq.dist.metrics.stats import synchronize
 from llmpq.dist.transport.frames import Row
 from llmpq.kernels.gpu.device import open_device

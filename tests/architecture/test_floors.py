@@ -10,8 +10,6 @@ ROOT = Path(__file__).resolve().parents[2]
 TOO_WIDE = {
     "llmpq/cli": 15,
     "llmpq/cli/commands": 15,
-    "llmpq/dist/engine": 13,
-    "llmpq/dist/io": 13,
     "llmpq/dist/launch": 14,
     "llmpq/dist/transport": 10,
     "llmpq/spec/huggingface": 11,

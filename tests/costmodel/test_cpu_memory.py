@@ -19,7 +19,7 @@ from llmpq.costmodel.memory import (
     loading_bytes,
     temporary_bytes,
 )
-from llmpq.dist.engine.stage import StageRunner, slot_row
+from llmpq.dist.engine.executor import StageRunner, slot_row
 from llmpq.dist.kv.cache import KVCache
 from llmpq.models import DecoderStage, PackedBatch, build_layer, kv_shapes, load_config
 from llmpq.quant.modules.layer import fuse_norms_, quantize_layer_

@@ -22,8 +22,7 @@ from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.queue_order import queue_order
 from llmpq.dist.async_engine import AsyncEngine
 from llmpq.dist.engine.online_run import OnlineRun
-from llmpq.dist.io.control_channel import ControlChannel
-from llmpq.dist.io.engine_messages import ModelLimits
+from llmpq.dist.io.control_channel import ControlChannel, ModelLimits
 from llmpq.dist.io.generation import GenerationRequest, TokenOutput
 from llmpq.dist.io.sampling_params import SamplingParams, StructuredOutputsParams
 from llmpq.dist.launch import ranks as module

@@ -11,7 +11,7 @@ from helpers.clocks import PATIENCE_S
 from helpers.in_process_ring import in_process_ring
 from helpers.ranks import make_plan, rank_contexts
 
-from llmpq.dist.engine.hidden_states import micro_batches, run_teacher_forcing
+from llmpq.dist.engine.master_tasks import micro_batches, run_teacher_forcing
 from llmpq.dist.launch.rank import frame_limits, run_stage
 from llmpq.errors import SpecError
 from llmpq.evals.pipeline import evaluation_plan, pipeline_hidden

@@ -8,7 +8,7 @@ from helpers.scripted_channel import Script
 from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.queue_order import queue_order
 from llmpq.dist.engine.online_run import OnlineRun
-from llmpq.dist.io.engine_messages import ModelLimits
+from llmpq.dist.io.control_channel import ModelLimits
 from llmpq.dist.io.generation import GenerationRequest
 from llmpq.dist.io.sampling_params import SamplingParams
 

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from llmpq.dist.io.engine_messages import AddedRequest, added_to_json, output_from_json
+from llmpq.dist.io.control_channel import AddedRequest, added_to_json, output_from_json
 from llmpq.dist.io.generation import GenerationRequest, TokenOutput
 
 

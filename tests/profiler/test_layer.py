@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from llmpq.costmodel.tables.profiles import StageOverhead
-from llmpq.dist.metrics.core_time import CoreTime, share_in
+from llmpq.dist.metrics.measurement import CoreTime, share_in
 from llmpq.errors import SpecError
 from llmpq.profiler import layer as layer_module
 from llmpq.profiler.bench import MASTER_STEPS, LayerBench, LayerJob, TimedStep, Timing, is_short

@@ -17,7 +17,7 @@ from llmpq.dist.launch.process_environment import (
     cpu_environment,
     usable_isas,
 )
-from llmpq.dist.metrics.core_time import BUSY_SHARE
+from llmpq.dist.metrics.measurement import BUSY_SHARE
 from llmpq.spec.cluster import CPU_ISAS
 from scripts import demo
 

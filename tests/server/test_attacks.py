@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from llmpq.cli import server_options
-from llmpq.dist.io.export_tokenizer import export_tokenizer
+from llmpq.dist.io.model_files import export_tokenizer
 from llmpq.dist.io.sampling_params import SamplingParams, TokenLogprobs
 from llmpq.dist.limited.limited_process import JobLimits
 from llmpq.dist.transport.endpoint import Acceptor, Endpoint

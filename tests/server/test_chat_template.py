@@ -11,7 +11,7 @@ import pytest
 from helpers.served import DEMO
 from transformers import AutoTokenizer
 
-from llmpq.dist.io.export_tokenizer import export_tokenizer
+from llmpq.dist.io.model_files import export_tokenizer
 from llmpq.errors import SpecError
 from llmpq.server.errors import ApiError
 from llmpq.server.protocol import ChatCompletionRequest

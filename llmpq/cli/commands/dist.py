@@ -27,8 +27,7 @@ from llmpq.cli.options import (
     schedule_of,
 )
 from llmpq.dist import check_job, model_dir_of, run_job
-from llmpq.dist.io.draft_check import checked_speculation
-from llmpq.dist.io.job import Job
+from llmpq.dist.io.job import Job, checked_speculation
 from llmpq.dist.io.prompts import sort_prompts
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.launch.launcher import rank_environment

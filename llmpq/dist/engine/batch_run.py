@@ -13,14 +13,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from llmpq.batching import PolicyScheduler, RequestRecord
+from llmpq.batching import (
+    BatchingPolicy,
+    PipelineShape,
+    PolicyScheduler,
+    RequestRecord,
+    make_policy,
+)
 from llmpq.batching.drift import DriftMonitor
 from llmpq.batching.engine_step import EngineLimits, EngineRequest
+from llmpq.batching.length import Prediction, make_predictor
 from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.dist.engine.drafters import Drafter
 from llmpq.dist.engine.engine import Engine, NewTokens, RunningSequence
 from llmpq.dist.engine.executor import StepExecutor
-from llmpq.dist.engine.policy import in_order
 from llmpq.dist.engine.sampler import sampling_state_of
 from llmpq.dist.io.prompts import Request, Tokenizer
 from llmpq.dist.io.results import FinishReason, Result
@@ -28,6 +34,7 @@ from llmpq.dist.io.sampling_params import TokenLogprobs
 from llmpq.dist.io.structured_outputs import GrammarCompiler
 from llmpq.dist.metrics.stats import StageClock
 from llmpq.errors import StageError
+from llmpq.spec.plan import Plan, Schedule
 from llmpq.spec.precision import Phase
 
 
@@ -303,6 +310,28 @@ class BatchRun:
             )
         )
         del self._running[number]
+
+
+def in_order(requests: Sequence[Request]) -> list[Request]:
+    """Return the requests in order of arrival; their indices are their numbers."""
+    return sorted(requests, key=lambda request: request.arrival_s)
+
+
+def policy_of(
+    plan: Plan, schedule: Schedule, prediction: Prediction, requests: Sequence[Request]
+) -> BatchingPolicy:
+    """Return a new policy for these requests.
+
+    The most tokens that a request asks for are the known length of its answer.
+    """
+    shape = PipelineShape.of(plan)
+    ordered = in_order(requests)
+    predictor = make_predictor(
+        prediction,
+        [len(request.prompt_token_ids) for request in ordered],
+        [request.max_new_tokens for request in ordered],
+    )
+    return make_policy(schedule, shape, predictor)
 
 
 def result_of(answer: FinishedAnswer, tokenizer: Tokenizer | None) -> Result:

@@ -21,9 +21,9 @@ from llmpq.dist.engine.drafters import Drafter
 from llmpq.dist.engine.engine import Engine, NewTokens, RunningSequence
 from llmpq.dist.engine.executor import StepExecutor
 from llmpq.dist.engine.sampler import SamplingState, TokenMatcher
-from llmpq.dist.io.control_channel import Message
-from llmpq.dist.io.engine_messages import (
+from llmpq.dist.io.control_channel import (
     AddedRequest,
+    Message,
     ModelLimits,
     added_from_json,
     new_tokens_of,

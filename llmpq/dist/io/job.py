@@ -1,18 +1,25 @@
-"""Job: the input of all ranks of a run, a file from launcher to workers. Needs no torch."""
+"""Job: the input of all ranks of a run, a file from launcher to workers, and its checks.
+
+Needs no torch.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from llmpq.batching.length import ORACLE, Prediction
+from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.dist.io.sampling_params import GREEDY, SamplingParams
 from llmpq.errors import SpecError
 from llmpq.logging import get_logger
 from llmpq.options.engine import EngineOptions
+from llmpq.options.limits import planned_speculation
 from llmpq.options.run import RunOptions
 from llmpq.spec.catalog import resolve_model
+from llmpq.spec.facts.model_fields import absolute_model_path
 from llmpq.spec.fields import (
     Fields,
     digest_of,
@@ -22,12 +29,14 @@ from llmpq.spec.fields import (
     to_json,
     write_text,
 )
+from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import Plan, Schedule
 from llmpq.spec.precision import DTYPE_BYTES
 
 _log = get_logger(__name__)
 Task = Literal["generate", "serve", "online", "hidden", "doctor"]
+TOKENIZER_FILE = "tokenizer.json"
 BEATS_PER_TIMEOUT = 5
 """Signs of life within a step timeout: a busy machine may delay some of them."""
 START_TIMEOUT_S = 120.0
@@ -186,6 +195,27 @@ def _described(model: ModelSpec) -> str:
     )
 
 
+def schedule_of(plan: Plan, asked: Schedule | None) -> Schedule:
+    """Return the schedule of a run: the one asked for, else the plan's own, else hybrid.
+
+    Raises:
+        SpecError: it does not fit the plan's stages.
+    """
+    found = asked or plan.schedule or Schedule(policy="hybrid")
+    if found.policy == "waa" and not plan.is_split:
+        # On one ring, decode steps queue behind prefills, which WAA is to avoid.
+        raise SpecError(
+            "schedule: found policy 'waa' for stages that do both phases, expected a plan with "
+            "stages of their own for either, as llmpq-algo --policy waa makes"
+        )
+    if plan.is_split and found.policy != "waa":
+        raise SpecError(
+            f"schedule: found policy '{found.policy}', expected 'waa': this plan has stages of "
+            "their own for prefill and for decode"
+        )
+    return found
+
+
 def write_job(path: Path, job: Job) -> None:
     """Write a job for the workers of this host."""
     write_text(path, dump_json(to_json(job)))
@@ -194,3 +224,57 @@ def write_job(path: Path, job: Job) -> None:
 def read_job(path: Path) -> Job:
     """Read a job; ``SpecError`` names the field that is wrong."""
     return from_json(Job, Fields(read_json(path), str(path)))
+
+
+def checked_speculation(
+    plan: Plan, config: SpeculativeConfig | None, model_dir: Path
+) -> SpeculativeConfig | None:
+    """Return a run's speculative decoding with the absolute path of its draft model.
+
+    Args:
+        plan: whose draft model is taken where none is asked for.
+        config: as asked for.
+        model_dir: directory of the model that answers.
+
+    Raises:
+        SpecError: the draft model has another vocabulary: another size, or another token in its
+            ``tokenizer.json``, where both have one.
+    """
+    config = config or planned_speculation(plan)
+    if config is None or config.model is None:
+        return config
+    folder = absolute_model_path(config.model)
+    found, expected = load_model_dir(folder).vocab_size, load_model_dir(model_dir).vocab_size
+    if found != expected:
+        raise SpecError(
+            f"{folder / 'config.json'}: field 'vocab_size': found {found}, expected the {expected} "
+            f"of {model_dir / 'config.json'}: a draft model shares the vocabulary"
+        )
+    _check_tokens(folder / TOKENIZER_FILE, model_dir / TOKENIZER_FILE)
+    return replace(config, model=str(folder))
+
+
+def _check_tokens(own: Path, other: Path) -> None:
+    """Compare the tokens of two tokenizers, where both are files that differ."""
+    if not (own.is_file() and other.is_file()) or own.read_bytes() == other.read_bytes():
+        return
+    found, expected = _tokens(own), _tokens(other)
+    for number in sorted(found.keys() | expected.keys()):
+        if found.get(number) != expected.get(number):
+            raise SpecError(
+                f"{own}: field 'model.vocab': found token {number} {found.get(number)!r}, expected "
+                f"{expected.get(number)!r} as in {other}: a draft model shares the vocabulary"
+            )
+
+
+def _tokens(file: Path) -> dict[int, str]:
+    """Return the tokens of a tokenizer by their number."""
+    fields = read_json(file)
+    if not isinstance(fields, Mapping) or not isinstance(fields.get("model"), Mapping):
+        raise SpecError(f"{file}: field 'model': found nothing, expected a tokenizer's model")
+    vocab: Any = fields["model"].get("vocab", {})
+    if isinstance(vocab, Mapping):
+        tokens = {number: token for token, number in vocab.items()}
+    else:  # of a unigram model: pieces with their scores
+        tokens = {number: piece for number, (piece, _) in enumerate(vocab)}
+    return tokens | {item["id"]: item["content"] for item in fields.get("added_tokens", ())}

@@ -1,15 +1,33 @@
-"""Tokenizer and end tokens of a model directory."""
+"""Tokenizer and end tokens of a model directory.
+
+transformers knows all layouts of tokenizer files. Processes without it start this module as a
+program, which prints the tokenizer as one JSON object, and read its output. The object has
+``tokenizer`` (the content of a ``tokenizer.json``), ``special_tokens`` (such as ``bos_token``) and
+``chat_template``.
+"""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
-
-from llmpq.dist.io.prompts import Tokenizer
+from llmpq.dist.model_listing import list_models_when_asked
+from llmpq.errors import SpecError
 from llmpq.spec.facts.end_tokens import end_token_ids
+from llmpq.spec.fields import read_json
 from llmpq.spec.gguf.tokenizer import tokenizer_arguments, tokenizer_error
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+    from llmpq.dist.io.prompts import Tokenizer
+
+PROCESSOR_FILES = ("chat_template.json", "processor_config.json")
+TIMEOUT_S = 120.0
 
 
 class _TransformersTokenizer:
@@ -32,6 +50,8 @@ def load_tokenizer(model_dir: Path) -> Tokenizer | None:
     arguments = tokenizer_arguments(model_dir)
     if arguments is None:
         return None
+    from transformers import AutoTokenizer  # noqa: PLC0415  processes without it import this module
+
     try:
         return _TransformersTokenizer(
             AutoTokenizer.from_pretrained(**arguments, local_files_only=True)
@@ -43,3 +63,83 @@ def load_tokenizer(model_dir: Path) -> Tokenizer | None:
 def eos_token_ids(model_dir: Path, config: PreTrainedConfig) -> frozenset[int]:
     """Return the end tokens of a model; see :func:`end_token_ids`."""
     return end_token_ids(model_dir, getattr(config, "eos_token_id", None))
+
+
+def read_tokenizer(model_dir: Path) -> dict[str, Any] | None:
+    """Return what ``export_tokenizer`` returns of a model.
+
+    Raises:
+        SpecError: as ``export_tokenizer``, or it takes too long.
+    """
+    command = [sys.executable, "-P", "-m", "llmpq.dist.io.model_files", str(model_dir)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise SpecError(f"{model_dir}: the tokenizer was not read within {TIMEOUT_S:g} s") from None
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines()
+        raise SpecError(lines[-1] if lines else f"{model_dir}: the tokenizer cannot be read")
+    found: dict[str, Any] | None = json.loads(done.stdout)
+    return found
+
+
+def export_tokenizer(model_dir: Path) -> dict[str, Any] | None:
+    """Return tokenizer, special tokens and chat template; ``None`` for a model without.
+
+    Raises:
+        SpecError: the tokenizer cannot be read, or has no form that the tokenizers library reads.
+    """
+    arguments = tokenizer_arguments(model_dir)
+    if arguments is None:
+        return None
+    from transformers import AutoTokenizer  # noqa: PLC0415  not before ``main`` keeps torch out
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(**arguments, local_files_only=True)
+    except Exception as error:  # tokenizers raise many types
+        raise tokenizer_error(model_dir, error) from error
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise SpecError(
+            f"{model_dir}: found a tokenizer written in Python, expected one that the tokenizers "
+            "library reads"
+        )
+    return {
+        "tokenizer": json.loads(backend.to_str()),
+        "special_tokens": {
+            name: str(value) for name, value in tokenizer.special_tokens_map.items()
+        },
+        "chat_template": tokenizer.chat_template
+        or _template_of_processor(Path(arguments["pretrained_model_name_or_path"])),
+    }
+
+
+def _template_of_processor(folder: Path) -> Any:
+    """Return the chat template of a multimodal model's processor, which tokenizers do not read."""
+    for name in PROCESSOR_FILES:
+        file = folder / name
+        found = read_json(file) if file.is_file() else None
+        if isinstance(found, dict) and found.get("chat_template"):
+            return found["chat_template"]
+    return None
+
+
+def main(argv: list[str]) -> int:
+    """Print the tokenizer of the directory ``argv[0]``."""
+    folder = Path(argv[0])
+    try:
+        if "gguf_file" not in (tokenizer_arguments(folder) or {}):
+            # Only GGUF files are read by torch, whose import takes seconds.
+            sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+        list_models_when_asked()
+        json.dump(export_tokenizer(folder), sys.stdout)
+    except SpecError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

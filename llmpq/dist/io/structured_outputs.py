@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+from llmpq.dist.io.model_files import read_tokenizer
 from llmpq.dist.io.sampling_params import StructuredOutputsParams
-from llmpq.dist.io.tokenizer_process import read_tokenizer
 from llmpq.dist.launch.process_environment import resident_bytes, return_freed_memory
 from llmpq.errors import SpecError
 from llmpq.spec.gguf.header import find_gguf

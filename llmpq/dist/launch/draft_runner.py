@@ -10,9 +10,7 @@ from llmpq.batching.engine_step import FEW_TOKENS, DraftWork
 from llmpq.dist.engine.compiled_steps import step_runner_of
 from llmpq.dist.engine.cuda_graphs import DecodeSizes
 from llmpq.dist.engine.drafters import DraftModel, DraftWorker
-from llmpq.dist.engine.executor import PipelineExecutor
-from llmpq.dist.engine.stage import StageRunner
-from llmpq.dist.engine.warmup import capture_decode_steps
+from llmpq.dist.engine.executor import PipelineExecutor, StageRunner, capture_decode_steps
 from llmpq.dist.io.job import Job
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.launch.process_environment import tune_malloc_for_serving

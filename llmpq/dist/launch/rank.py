@@ -22,17 +22,22 @@ from llmpq.dist.engine.batch_run import (
     OnFinish,
     OnTokens,
     ShouldAbort,
+    policy_of,
 )
 from llmpq.dist.engine.compiled_steps import step_runner_of
 from llmpq.dist.engine.cuda_graphs import DecodeSizes
 from llmpq.dist.engine.drafters import Drafter, RemoteDraftModel
-from llmpq.dist.engine.executor import PipelineExecutor
+from llmpq.dist.engine.executor import (
+    PipelineExecutor,
+    StageRunner,
+    StageWorker,
+    capture_decode_steps,
+    warm_up,
+    warm_up_master,
+)
 from llmpq.dist.engine.online_run import EngineChannel, OnlineRun
-from llmpq.dist.engine.policy import policy_of, schedule_of
-from llmpq.dist.engine.stage import StageRunner, StageWorker
-from llmpq.dist.engine.warmup import capture_decode_steps, warm_up, warm_up_master
-from llmpq.dist.io.engine_messages import ModelLimits
-from llmpq.dist.io.job import Job, check_plan
+from llmpq.dist.io.control_channel import ModelLimits
+from llmpq.dist.io.job import Job, check_plan, schedule_of
 from llmpq.dist.io.model_files import eos_token_ids
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.structured_outputs import GrammarCompiler
@@ -48,9 +53,8 @@ from llmpq.dist.launch.process_environment import tune_malloc_for_serving
 from llmpq.dist.launch.signals import DrainFlag
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import Event, RunProgress, TokenCounter
-from llmpq.dist.metrics.recorder import Recorder, RecordingCommunicator
 from llmpq.dist.metrics.report import drift_monitor
-from llmpq.dist.metrics.stats import StageClock
+from llmpq.dist.metrics.stats import Recorder, RecordingCommunicator, StageClock
 from llmpq.dist.transport.channels import RankChannels
 from llmpq.dist.transport.communicator import (
     Communicator,

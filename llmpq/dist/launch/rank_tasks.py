@@ -15,8 +15,7 @@ from torch import Tensor
 
 from llmpq.dist import block_unused_imports as lean  # noqa: F401  before what imports transformers
 from llmpq.dist.engine.batch_run import FinishedAnswer, result_of
-from llmpq.dist.engine.hidden_states import run_teacher_forcing
-from llmpq.dist.engine.serve import serve
+from llmpq.dist.engine.master_tasks import run_teacher_forcing, serve
 from llmpq.dist.io.control_channel import ControlChannel
 from llmpq.dist.io.job import START_TIMEOUT_S, Job
 from llmpq.dist.io.model_files import eos_token_ids, load_tokenizer
@@ -48,7 +47,7 @@ from llmpq.dist.launch.rank import (
 )
 from llmpq.dist.metrics.measurement import Measurement, StartLog
 from llmpq.dist.metrics.progress import RunProgress
-from llmpq.dist.metrics.recorder import Recorder
+from llmpq.dist.metrics.stats import Recorder
 from llmpq.dist.transport.channels import RankChannels
 from llmpq.dist.transport.endpoint import Endpoint
 from llmpq.dist.transport.errors import stage_name

@@ -19,8 +19,7 @@ from typing import Any
 
 from llmpq.batching import BatchingPolicy, summarise
 from llmpq.batching.drift import Drift, DriftMonitor
-from llmpq.dist.metrics.core_time import busy_text, is_busy
-from llmpq.dist.metrics.measurement import Measurement, StageStats, seconds_of
+from llmpq.dist.metrics.measurement import Measurement, StageStats, busy_text, is_busy, seconds_of
 from llmpq.logging import get_logger
 from llmpq.spec.fields import dump_json, to_json, write_text
 from llmpq.spec.huggingface.gptq import find_config

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.dist.io.detokenizer import INCOMPLETE, Decode
-from llmpq.dist.io.tokenizer_process import read_tokenizer
+from llmpq.dist.io.model_files import read_tokenizer
 from llmpq.errors import SpecError
 from llmpq.server.errors import ApiError, bad_request
 from llmpq.server.text.chat_template import ChatTemplate, plain_message
@@ -32,7 +32,7 @@ class ServerTokenizer:
     """Encodes and decodes as transformers does with the same files.
 
     Args:
-        exported: what ``llmpq.dist.io.export_tokenizer`` returns.
+        exported: what ``llmpq.dist.io.model_files`` returns.
     """
 
     def __init__(self, exported: Mapping[str, Any]) -> None:

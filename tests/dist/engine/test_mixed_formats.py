@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmpq.batching.blocks import blocks_of, slot_blocks
-from llmpq.dist.engine.stage import cast_hidden_states
+from llmpq.dist.engine.executor import cast_hidden_states
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.kv.cache import KVCache
 from llmpq.errors import LlmpqError, StageError

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from llmpq.batching.block_scheduler import BlockScheduler
 from llmpq.batching.queue_order import queue_order
 from llmpq.dist.engine.online_run import COMPILE_POLL_S, COMPILE_THREADS, OnlineRun
-from llmpq.dist.io.engine_messages import ModelLimits
+from llmpq.dist.io.control_channel import ModelLimits
 from llmpq.dist.io.sampling_params import SamplingParams, StructuredOutputsParams
 from llmpq.errors import SpecError, StageError
 

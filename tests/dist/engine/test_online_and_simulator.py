@@ -24,7 +24,7 @@ from llmpq.cli.engine_simulation import add_engine_options, simulated_limits
 from llmpq.dist.engine import engine as engine_module
 from llmpq.dist.engine.drafters import DraftModel
 from llmpq.dist.engine.online_run import OnlineRun
-from llmpq.dist.io.engine_messages import AddedRequest, ModelLimits, added_to_json
+from llmpq.dist.io.control_channel import AddedRequest, ModelLimits, added_to_json
 from llmpq.dist.io.generation import GenerationRequest
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.launch.rank import limits_of_model

@@ -11,7 +11,7 @@ from helpers.clocks import PATIENCE_S
 from helpers.in_process_ring import in_process_ring
 from helpers.ranks import make_plan, run_threads
 
-from llmpq.dist.engine.stage import StageRunner, StageWorker, micro_batch_frame
+from llmpq.dist.engine.executor import StageRunner, StageWorker, micro_batch_frame
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.metrics.stats import StageClock, tokens_read
 from llmpq.dist.transport.communicator import (

@@ -9,8 +9,8 @@ import pytest
 import torch
 from helpers.ranks import make_plan, run_threads
 
-from llmpq.dist.engine import warmup
-from llmpq.dist.engine.warmup import warm_up, warm_up_master
+from llmpq.dist.engine import executor
+from llmpq.dist.engine.executor import warm_up, warm_up_master
 from llmpq.dist.io.prompts import Request
 from llmpq.spec.runtime_constants import PROMPT_CHUNK_TOKENS
 from llmpq.spec.workload import Workload
@@ -81,7 +81,7 @@ def test_a_stage_without_layers_has_nothing_to_warm_up():
 
 
 def test_a_large_prefill_is_warmed_up_with_fewer_rows_and_whole_prompts(monkeypatch):
-    monkeypatch.setattr(warmup, "MAX_TOKENS", 15)
+    monkeypatch.setattr(executor, "WARM_UP_TOKENS", 15)
     runner = Runner()
     warm_up(plan_of(prefill=4), plan_of().stages[0], runner, 16, torch.float32)
     assert runner.calls[0][0] == (1, 14, 16)

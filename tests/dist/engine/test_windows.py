@@ -18,7 +18,7 @@ from llmpq.assigner.forecast import stage_memory
 from llmpq.batching.blocks import blocks_of
 from llmpq.costmodel import build_costs
 from llmpq.costmodel.exact_bytes import layer_kv_bytes
-from llmpq.dist.engine.stage import StageRunner, slot_row
+from llmpq.dist.engine.executor import StageRunner, slot_row
 from llmpq.dist.io.generation import GenerationRequest
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.sampling_params import SamplingParams

@@ -13,8 +13,7 @@ from helpers.ranks import make_plan
 
 from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.dist.async_engine import AsyncEngine
-from llmpq.dist.io.draft_check import checked_speculation
-from llmpq.dist.io.job import Job, read_job, write_job
+from llmpq.dist.io.job import Job, checked_speculation, read_job, write_job
 from llmpq.errors import SpecError
 from llmpq.options.engine import EngineOptions
 from llmpq.options.limits import draft_limits

@@ -17,7 +17,7 @@ from helpers.ranks import make_split_plan
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmpq.dist.engine.stage import packed_batch_of
+from llmpq.dist.engine.executor import packed_batch_of
 from llmpq.dist.kv.cache import KVCache, token_bytes
 from llmpq.dist.kv.transfer import KVReceiveLink, KVReceiver, KVSender, KVSendLink
 from llmpq.dist.transport.errors import PeerLostError

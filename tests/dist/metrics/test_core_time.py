@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from llmpq.dist.metrics import core_time as module
-from llmpq.dist.metrics.core_time import CoreTime, TakenShare, busy_text, core_time, is_busy
+from llmpq.dist.metrics import measurement as module
+from llmpq.dist.metrics.measurement import CoreTime, TakenShare, busy_text, core_time, is_busy
 
 BUSY_LOOP = "import os\nprint(flush=True)\nwhile os.getppid() == {parent}: pass"
 

@@ -9,8 +9,7 @@ from helpers.in_process_ring import in_process_ring
 
 from llmpq.dist.metrics.measurement import StartLog
 from llmpq.dist.metrics.progress import Event
-from llmpq.dist.metrics.recorder import Recorder, RecordingCommunicator
-from llmpq.dist.metrics.stats import StageClock
+from llmpq.dist.metrics.stats import Recorder, RecordingCommunicator, StageClock
 from llmpq.dist.transport.frames import Frame, FrameKind
 from llmpq.errors import StageError
 from llmpq.spec.plan import MicroBatching

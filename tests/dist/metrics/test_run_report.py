@@ -12,8 +12,8 @@ from helpers.ranks import make_plan
 
 from llmpq.batching import RequestRecord
 from llmpq.cli.plots import draw_run, run_groups
-from llmpq.dist.metrics.core_time import CoreTime
 from llmpq.dist.metrics.measurement import (
+    CoreTime,
     Measurement,
     StageStats,
     StartStep,
