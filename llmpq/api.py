@@ -183,6 +183,7 @@ class Output:
         text: the same as text, without special tokens; empty for a model without a tokenizer.
         finish_reason: ``stop`` by a stop token, ``length`` by reaching ``max_tokens``.
         logprobs: of each new token where the sampling parameters ask for them, else ``None``.
+        prompt_logprobs: likewise of each token of the prompt, ``None`` for the first.
     """
 
     id: int
@@ -191,6 +192,7 @@ class Output:
     text: str
     finish_reason: str
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,6 +280,7 @@ class Pipeline:
                 text=result.text,
                 finish_reason=result.finish_reason,
                 logprobs=result.logprobs,
+                prompt_logprobs=result.prompt_logprobs,
             )
             for number, (item, result) in enumerate(zip(batch, results, strict=True))
         ]

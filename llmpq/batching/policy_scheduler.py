@@ -279,6 +279,7 @@ class PolicyScheduler:
         depth: how many steps may be in flight.
         part_tokens: most tokens of a prompt in a step; a longer one takes several steps. ``None``
             for any.
+        scored_tokens: most tokens of a step that are of prompts with a score at every position.
         drafts: of its sequences; those of another scheduler know what a draft token costs.
         monitor: receives started requests and finished answers.
         first_number: number of the first step.
@@ -295,6 +296,7 @@ class PolicyScheduler:
         depth: PipelineDepth,
         *,
         part_tokens: int | None = None,
+        scored_tokens: int = 1,
         drafts: StepDrafts | None = None,
         monitor: DriftMonitor | None = None,
         first_number: int = 0,
@@ -303,6 +305,7 @@ class PolicyScheduler:
         self._limits = limits
         self._depth = depth
         self._part_tokens = part_tokens or sys.maxsize
+        self._scored_tokens = scored_tokens
         self._monitor = monitor
         self.drafts = drafts or limits.new_drafts()
         self._slot_blocks = limits.num_blocks // limits.max_sequences
@@ -577,7 +580,9 @@ class PolicyScheduler:
                 for sequence in batch.sequences
             ]
             return [self._step(batch.phase, chunks)]
-        parts = [self._parts_of(sequence) for sequence in batch.sequences]
+        # Each position with a score is a row of the step, as is each other sequence.
+        scored = max(1, self._scored_tokens // len(batch.sequences))
+        parts = [self._parts_of(sequence, scored) for sequence in batch.sequences]
         most = max(map(len, parts))
         return [
             self._step(
@@ -590,10 +595,11 @@ class PolicyScheduler:
         number, self.next_number = self.next_number, self.next_number + 1
         return EngineStep(number, tuple(chunks), drafts=self.drafts.take_works(), phase=phase)
 
-    def _parts_of(self, sequence: ReadySequence) -> list[ScheduledChunk]:
-        """Return the parts of a prompt, as even as they can be."""
+    def _parts_of(self, sequence: ReadySequence, scored: int) -> list[ScheduledChunk]:
+        """Return the parts of a prompt, as even as they can be; with scores, of few tokens."""
         tokens = sequence.context_tokens
-        count = -(-tokens // self._part_tokens)
+        scores = self._requests[sequence.request].request.scores_prompt
+        count = -(-tokens // min(self._part_tokens, scored if scores else sys.maxsize))
         ends = [tokens * (place + 1) // count for place in range(count)]
         return [
             self._chunk(sequence, first, end=end)

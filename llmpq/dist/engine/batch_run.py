@@ -45,6 +45,7 @@ class FinishedAnswer(NamedTuple):
     token_ids: tuple[int, ...]
     reason: FinishReason
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
 OnFinish = Callable[[FinishedAnswer], None]
@@ -194,7 +195,9 @@ class BatchRun:
         start_s = self._now_s()
         step = self.engine.dispatch()
         if step is not None and step.phase is Phase.PREFILL:
-            self._running |= {chunk.request: _Progress(start_s=start_s) for chunk in step.chunks}
+            for chunk in step.chunks:
+                if not chunk.first:  # of the parts of a prompt, the first one
+                    self._running[chunk.request] = _Progress(start_s=start_s)
         self._report_finished(on_finish)
         if step is None:
             self._await_change(on_tokens)
@@ -239,6 +242,7 @@ class BatchRun:
                 prompt_tokens=len(request.prompt_token_ids),
                 max_tokens=request.max_new_tokens,
                 arrival_s=request.arrival_s,
+                scores_prompt=request.sampling_params.prompt_logprobs is not None,
             ),
             lambda: self._sequence(number, request),
         )
@@ -251,6 +255,7 @@ class BatchRun:
             num_prompt_tokens=len(request.prompt_token_ids),
             state=sampling_state_of(request, self._grammars),
             max_tokens=request.max_new_tokens,
+            prompt_logprobs=None if request.sampling_params.prompt_logprobs is None else [],
         )
 
     def _await_change(self, on_tokens: OnTokens | None) -> None:
@@ -297,7 +302,9 @@ class BatchRun:
         assert reason in ("stop", "length")
         answer = tuple(sequence.state.token_ids)
         logprobs = None if sequence.state.params.logprobs is None else tuple(running.logprobs)
-        self._finished.append(FinishedAnswer(request, answer, reason, logprobs))
+        scores = sequence.prompt_logprobs
+        of_prompt = None if scores is None else (None, *scores)
+        self._finished.append(FinishedAnswer(request, answer, reason, logprobs, of_prompt))
         self._records.append(
             RequestRecord(
                 request=number,
@@ -342,4 +349,5 @@ def result_of(answer: FinishedAnswer, tokenizer: Tokenizer | None) -> Result:
         text="" if tokenizer is None else tokenizer.decode(answer.token_ids),
         finish_reason=answer.reason,
         logprobs=answer.logprobs,
+        prompt_logprobs=answer.prompt_logprobs,
     )

@@ -95,6 +95,7 @@ class RequestLimits:
         eos_token_ids: the model's own end tokens.
         sampling_params: those of prompts without parameters of their own.
         missing_tokenizer: what to say where the model has none.
+        scores_prompts: whether log probabilities of prompts can be returned.
     """
 
     prompt_tokens: int
@@ -105,6 +106,7 @@ class RequestLimits:
     eos_token_ids: frozenset[int] = frozenset()
     sampling_params: SamplingParams = GREEDY
     missing_tokenizer: str = "the model has no tokenizer"
+    scores_prompts: bool = True
 
 
 def request_limits(
@@ -122,6 +124,7 @@ def request_limits(
         vocab_size=model.vocab_size,
         eos_token_ids=frozenset(eos_token_ids),
         sampling_params=sampling,
+        scores_prompts=not plan.is_split,
     )
 
 
@@ -186,7 +189,13 @@ def make_request(prompt: Prompt, limits: RequestLimits, tokenizer: Tokenizer | N
     sampling = prompt.sampling_params or limits.sampling_params
     try:
         sampling.check_tokens(limits.vocab_size)
-        _check_offline(sampling)
+        if sampling.prompt_logprobs is not None and not limits.scores_prompts:
+            raise SpecError(
+                "prompt_logprobs: found a number, expected none: this plan has stages of their own "
+                "for prefill and for decode"
+            )
+        if sampling.structured_outputs is not None:
+            grammar_of(sampling.structured_outputs)
     except SpecError as error:
         raise SpecError(f"{prompt.where}: {error}") from None
     new_tokens = prompt.max_new_tokens or sampling.max_tokens or limits.new_tokens
@@ -202,17 +211,6 @@ def make_request(prompt: Prompt, limits: RequestLimits, tokenizer: Tokenizer | N
         arrival_s=prompt.arrival_s,
         sampling_params=sampling,
     )
-
-
-def _check_offline(sampling: SamplingParams) -> None:
-    """Check what a result can hold, and the form of the answer."""
-    if sampling.prompt_logprobs is not None:
-        raise SpecError(
-            "prompt_logprobs: found a number, expected none: AsyncEngine, llmpq-serve and "
-            "llmpq-dist --format openai_batch return them"
-        )
-    if sampling.structured_outputs is not None:
-        grammar_of(sampling.structured_outputs)
 
 
 def write_prompts(path: str | Path, prompts: Iterable[Prompt]) -> None:

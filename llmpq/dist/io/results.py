@@ -1,7 +1,7 @@
 """Results: JSON lines, one a request, appended when it finishes and never twice.
 
-A line is ``{"id", "token_ids", "text", "finish_reason"}``, with ``"logprobs"`` if a request asked
-for them. Needs no torch.
+A line is ``{"id", "token_ids", "text", "finish_reason"}``, with ``"logprobs"`` and
+``"prompt_logprobs"`` if a request asked for them. Needs no torch.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class Result:
         text: the new tokens as text, empty without a tokenizer.
         finish_reason: ``stop`` by a stop token, ``length`` by reaching ``max_new_tokens``.
         logprobs: of each new token, ``None`` where they were not asked for.
+        prompt_logprobs: of each token of the prompt, ``None`` for the first; likewise.
     """
 
     id: RequestId
@@ -38,6 +39,7 @@ class Result:
     text: str
     finish_reason: FinishReason
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
 class LineWriter:
@@ -139,18 +141,23 @@ def read_lines(path: str | Path) -> Iterator[Fields]:
 
 def result_to_json(result: Result) -> dict[str, Any]:
     """Return the JSON object of a result; :func:`result_from_fields` reads it back."""
-    found = asdict(replace(result, logprobs=None))
-    del found["logprobs"]
-    if result.logprobs is not None:
-        found["logprobs"] = [
-            {
-                "token_id": one.token_id,
-                "logprob": _finite(one.logprob),
-                "top": [[token, _finite(logprob)] for token, logprob in one.top],
-            }
-            for one in result.logprobs
-        ]
+    found = asdict(replace(result, logprobs=None, prompt_logprobs=None))
+    for name, values in (
+        ("logprobs", result.logprobs),
+        ("prompt_logprobs", result.prompt_logprobs),
+    ):
+        del found[name]
+        if values is not None:
+            found[name] = [one and _logprobs_to_json(one) for one in values]
     return found
+
+
+def _logprobs_to_json(one: TokenLogprobs) -> dict[str, Any]:
+    return {
+        "token_id": one.token_id,
+        "logprob": _finite(one.logprob),
+        "top": [[token, _finite(logprob)] for token, logprob in one.top],
+    }
 
 
 def _finite(logprob: float) -> float:
@@ -160,30 +167,39 @@ def _finite(logprob: float) -> float:
 
 def result_from_fields(fields: Fields) -> Result:
     """Build a result from its JSON object, strictly."""
+    logprobs, prompt_logprobs = _logprobs(fields, "logprobs"), _logprobs(fields, "prompt_logprobs")
+    if logprobs is not None and None in logprobs:
+        raise fields.error("logprobs", None, "the log probabilities of every token")
     result = Result(
         id=request_id(fields),
         token_ids=token_ids_of(fields, "token_ids"),
         text=str(fields.take("text")),
         finish_reason=cast(FinishReason, fields.text("finish_reason", ("stop", "length"))),
-        logprobs=_logprobs(fields.take("logprobs"), fields) if fields.has("logprobs") else None,
+        logprobs=cast("tuple[TokenLogprobs, ...] | None", logprobs),
+        prompt_logprobs=prompt_logprobs,
     )
     fields.done()
     return result
 
 
-def _logprobs(value: Any, fields: Fields) -> tuple[TokenLogprobs, ...]:
+def _logprobs(fields: Fields, name: str) -> tuple[TokenLogprobs | None, ...] | None:
+    """Take a field of log probabilities, ``None`` without one."""
+    if not fields.has(name):
+        return None
+    value = fields.take(name)
     try:
-        return tuple(
-            TokenLogprobs(
-                int(one["token_id"]),
-                float(one["logprob"]),
-                tuple((int(token), float(logprob)) for token, logprob in one["top"]),
-            )
-            for one in value
-        )
+        return tuple(None if one is None else _logprobs_from_json(one) for one in value)
     except (KeyError, TypeError, ValueError):
         expected = "objects of 'token_id', 'logprob' and 'top', pairs of token and log probability"
-        raise fields.error("logprobs", value, expected) from None
+        raise fields.error(name, value, expected) from None
+
+
+def _logprobs_from_json(one: Any) -> TokenLogprobs:
+    return TokenLogprobs(
+        int(one["token_id"]),
+        float(one["logprob"]),
+        tuple((int(token), float(logprob)) for token, logprob in one["top"]),
+    )
 
 
 def _whole_lines(path: Path) -> bytes:

@@ -601,6 +601,8 @@ class MasterRank:
             self._limits,
             self._depth,
             part_tokens=None if plan.is_split else plan.workload.prompt_tokens,
+            # As many rows as the plan's frames and its head's memory are for.
+            scored_tokens=max(plan.micro_batching.prefill, plan.micro_batching.decode),
             drafts=self._drafts,
             monitor=monitor,
             first_number=self._next_number,

@@ -230,6 +230,54 @@ def test_log_probabilities_are_those_of_the_model(tiny_model, monkeypatch, stage
 
 @pytest.mark.parametrize("policy", ["hybrid", "static", "iteration", "rra"])
 @pytest.mark.parametrize("stages", [1, 2])
+def test_log_probabilities_of_prompts_are_those_of_the_model(
+    tiny_model, monkeypatch, stages, policy
+):
+    """Of a prompt longer than planned and of short ones, beside prompts without them."""
+    model_dir = tiny_model("llama", seed=1)
+    model = load_reference(model_dir)
+    prompts = [list(range(2, 41)), *PROMPTS[:4]]
+    asked = SamplingParams(prompt_logprobs=2)
+    requests = [
+        Request(
+            id=number,
+            prompt_token_ids=tuple(prompt),
+            max_new_tokens=3,
+            sampling_params=SamplingParams() if number == 2 else asked,
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+    plain = [replace(one, sampling_params=SamplingParams()) for one in requests]
+    plan = make_plan(CUTS[stages], prefill=2, decode=4, batch=4, new_tokens=16)
+    plan = replace(plan, schedule=default_schedule(policy, plan.workload.batch))
+    expected, _ = run_threads(plan, model_dir, plain)
+    found = {}
+    monkeypatch.setattr(
+        "helpers.ranks.run_master",
+        lambda context, all, finish: run_master(
+            context,
+            all,
+            lambda one: (found.update({one.request.id: one.prompt_logprobs}), finish(one)),
+        ),
+    )
+    answers, made = run_threads(plan, model_dir, requests)
+    assert answers == expected
+    assert found.pop(2) is None
+    for number, (first, *scores) in found.items():
+        assert first is None
+        assert [one.token_id for one in scores] == prompts[number][1:]
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompts[number]])).logits[0].float()
+        for one, row in zip(scores, torch.log_softmax(logits, -1), strict=False):
+            assert one.logprob == pytest.approx(float(row[one.token_id]), abs=1e-4)
+            best = row.topk(2)
+            assert [token for token, _ in one.top] == best.indices.tolist()
+            assert [value for _, value in one.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+    assert all(one.start_s <= one.first_token_s for one in made.records)
+
+
+@pytest.mark.parametrize("policy", ["hybrid", "static", "iteration", "rra"])
+@pytest.mark.parametrize("stages", [1, 2])
 def test_sequences_longer_than_planned_take_the_memory_of_several(tiny_model, stages, policy):
     """Prompts of up to 3 parts and 40 tokens, in slots of 32 for prompts of up to 16."""
     model_dir = tiny_model("llama", seed=1)

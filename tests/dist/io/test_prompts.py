@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -177,7 +178,6 @@ def test_a_prompt_has_sampling_parameters_of_its_own(tmp_path):
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"prompt_logprobs": 0}, "--format openai_batch return them"),
         ({"top_k": -2}, "sampling_params.top_k"),
         ({"allowed_token_ids": [10**6]}, "allowed_token_ids"),
         ({"topk": 2}, "no such field"),
@@ -187,6 +187,14 @@ def test_sampling_parameters_that_cannot_be_used_are_refused(tmp_path, params, m
     path = _file(tmp_path, {"id": "a", "prompt_token_ids": [1], "sampling_params": params})
     with pytest.raises(SpecError, match=message):
         make_request(read_prompts(path)[0], LIMITS, None)
+
+
+def test_log_probabilities_of_prompts_need_stages_that_do_both_phases(tmp_path):
+    line = {"id": "a", "prompt_token_ids": [1], "sampling_params": {"prompt_logprobs": 0}}
+    prompt = read_prompts(_file(tmp_path, line))[0]
+    assert make_request(prompt, LIMITS, None).sampling_params.prompt_logprobs == 0
+    with pytest.raises(SpecError, match="prompt_logprobs: found a number"):
+        make_request(prompt, replace(LIMITS, scores_prompts=False), None)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])

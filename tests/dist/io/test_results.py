@@ -39,21 +39,24 @@ def test_log_probabilities_are_read_back_and_are_json(tmp_path):
         TokenLogprobs(2, -0.5, ((2, -0.5), (3, -math.inf))),  # a token that may not come
     )
     with ResultWriter(path) as writer:
-        writer.write(replace(_result("a"), logprobs=logprobs))
+        writer.write(replace(_result("a"), logprobs=logprobs, prompt_logprobs=(None, *logprobs)))
         writer.write(_result("b"))
     with_them, without = map(json.loads, path.read_text(encoding="utf-8").splitlines())
     assert "Infinity" not in path.read_text(encoding="utf-8")
-    assert "logprobs" not in without
+    assert not {"logprobs", "prompt_logprobs"} & without.keys()
+    assert with_them["prompt_logprobs"] == [None, *with_them["logprobs"]]
     assert with_them["logprobs"][0] == {
         "token_id": 1, "logprob": -0.25, "top": [[1, -0.25], [7, -1.5]]
     }  # fmt: skip
-    found = read_results(path)[0].logprobs
+    result = read_results(path)[0]
+    found = result.logprobs
+    assert result.prompt_logprobs == (None, *(found or ()))
     assert found is not None
     assert found[0] == logprobs[0]
     assert found[1].top[1] == (3, -9999.0)
 
 
-@pytest.mark.parametrize("value", [3, [{"token_id": 1}], [{"token_id": "x", "logprob": 0}]])
+@pytest.mark.parametrize("value", [3, [None], [{"token_id": 1}], [{"token_id": "x", "logprob": 0}]])
 def test_log_probabilities_of_another_form_are_refused(tmp_path, value):
     path = tmp_path / "results.jsonl"
     line = {"id": "a", "token_ids": [1], "text": "", "finish_reason": "stop", "logprobs": value}
