@@ -29,7 +29,6 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -41,6 +40,7 @@ from helpers.ranks import make_plan, run_threads, serve_script
 from helpers.scripted_channel import Script
 from helpers.served import make_service
 from helpers.tiny_models import save_tiny_model
+from torch import Tensor
 
 from llmpq.cli.commands.algo import main as algo
 from llmpq.dist.io.prompts import Request
@@ -106,15 +106,18 @@ class Walk:
 
 @contextlib.contextmanager
 def between_steps(walk: Walk) -> Iterator[None]:
-    """Open a walk at a middle call of ``Master.embed``, which begins each step, until the next."""
+    """Open a walk at a middle call of ``Master.embed``, which begins each step, until the next.
+
+    Only decode steps of the request count: warming up and its prompt have earlier positions.
+    """
     embed, calls = Master.embed, 0
 
-    def counted(self: Master, *args: Any, **options: Any) -> Any:
+    def counted(self: Master, token_ids: Tensor, positions: Tensor) -> Tensor:
         nonlocal calls
-        calls += 1
+        calls += int(positions.min()) >= len(PROMPT)
         # The call itself belongs to both ends: it is counted at the second.
         walk.is_open = calls == STEPS // 2
-        return embed(self, *args, **options)
+        return embed(self, token_ids, positions)
 
     Master.embed = counted  # type: ignore[method-assign]
     try:

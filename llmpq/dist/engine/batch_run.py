@@ -8,6 +8,7 @@ dispatch, while the other stages compute.
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -32,10 +33,10 @@ from llmpq.dist.io.prompts import Request, Tokenizer
 from llmpq.dist.io.results import FinishReason, Result
 from llmpq.dist.io.sampling_params import TokenLogprobs
 from llmpq.dist.io.structured_outputs import GrammarCompiler
+from llmpq.dist.metrics.progress import Event, RunProgress, SilentProgress
 from llmpq.dist.metrics.stats import StageClock
 from llmpq.errors import StageError
 from llmpq.spec.plan import Plan, Schedule
-from llmpq.spec.precision import Phase
 
 
 class FinishedAnswer(NamedTuple):
@@ -57,6 +58,8 @@ ShouldDrain = Callable[[], bool]
 ShouldAbort = Callable[[], bool]
 """Returns True once the run should end its running requests."""
 
+REPORT_S = 0.05
+"""Shortest time between two token events of the master."""
 MAX_IDLE_WAIT_S = 0.5
 """Longest single wait of an idle run, after which it looks at its callbacks again."""
 
@@ -74,6 +77,7 @@ class RunStats:
         adjusted: decode iterations that the policy changed to during the run, in order.
         draft_tokens: that were verified.
         accepted_tokens: those of them that became tokens of an answer.
+        first_token_s: time of the first token, on the clock of the run; ``None`` without one.
     """
 
     requests: int
@@ -84,6 +88,44 @@ class RunStats:
     adjusted: tuple[int, ...] = ()
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    first_token_s: float | None = None
+
+
+class TokenCounter:
+    """Counts new tokens, and reports them and the expected number at a limited rate.
+
+    Attributes:
+        made: tokens so far.
+    """
+
+    def __init__(
+        self, progress: RunProgress, expected: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._progress = progress
+        self._clock = clock
+        self.made = self._reported = 0
+        self._expected = expected
+        self._report_s = 0.0
+        self.report()
+
+    def add(self, count: int) -> None:
+        """Count new tokens; report them if the last report is at least ``REPORT_S`` ago.
+
+        A count of 0 means that the engine goes idle: unreported tokens are reported now.
+        """
+        self.made += count
+        if self.made > self._reported and (not count or self._clock() >= self._report_s):
+            self.report()
+
+    def expect_fewer(self, count: int) -> None:
+        """Reduce the expected tokens, after an answer that ended early."""
+        self._expected -= count
+
+    def report(self) -> None:
+        """Report the count now."""
+        self._report_s, self._reported = self._clock() + REPORT_S, self.made
+        event = Event(rank=0, kind="tokens", done=self.made, total=self._expected)
+        self._progress.report(event)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -107,6 +149,7 @@ class BatchRun:
         grammars: compiles the forms of answers; ``None`` where no request has one.
         lookup: finds drafts in the text so far; ``None`` for none.
         draft_model: proposes them where ``limits.draft`` has its size.
+        progress: receives the number of tokens.
     """
 
     def __init__(  # noqa: PLR0913  the parts of a run
@@ -120,6 +163,7 @@ class BatchRun:
         grammars: GrammarCompiler | None = None,
         lookup: SpeculativeConfig | None = None,
         draft_model: Drafter | None = None,
+        progress: RunProgress | None = None,
     ) -> None:
         self._executor = executor
         self._scheduler = scheduler
@@ -133,13 +177,15 @@ class BatchRun:
             now=self._now_s,
             lookup=lookup,
             draft_model=draft_model,
+            on_start=self._begin,
         )
+        self._progress = progress or SilentProgress()
         self._requests: Sequence[Request] = ()
         self._arrived = 0
         self._running: dict[int, _Progress] = {}  # of running requests, by number
         self._finished: deque[FinishedAnswer] = deque()
         self._records: list[RequestRecord] = []
-        self._tokens = 0
+        self._first_token_s: float | None = None
         self._start_s = 0.0
         self._prefill_s = 0.0
         drafts = scheduler.drafts  # of earlier runs on the same ranks, too
@@ -167,6 +213,8 @@ class BatchRun:
             StageError: a stage failed, hangs, or returned another micro-batch than expected.
         """
         self._requests = in_order(requests)
+        expected = sum(request.max_new_tokens for request in requests)
+        self._tokens = TokenCounter(self._progress, expected)  # says that answering begins
         self._start_s = self._clock.now()
         self._take_arrivals()
         try:
@@ -175,16 +223,18 @@ class BatchRun:
                 self._take_arrivals()
         finally:
             self._report_finished(on_finish)  # finished answers are kept, whatever ends the run
+        self._tokens.report()
         drafts, (draft_tokens, accepted_tokens) = self._scheduler.drafts, self._drafted_before
         return RunStats(
             requests=len(self._records),
-            generated_tokens=self._tokens,
+            generated_tokens=self._tokens.made,
             elapsed_s=self._now_s(),
             prefill_s=self._prefill_s,
             records=tuple(sorted(self._records, key=lambda record: record.request)),
             adjusted=() if self._monitor is None else self._monitor.adjusted,
             draft_tokens=drafts.num_draft_tokens - draft_tokens,
             accepted_tokens=drafts.num_accepted_tokens - accepted_tokens,
+            first_token_s=self._first_token_s,
         )
 
     def _step(self, on_finish: OnFinish, on_tokens: OnTokens | None) -> None:
@@ -192,19 +242,22 @@ class BatchRun:
         if self.engine.has_result():
             self._complete(on_tokens)
             return
-        start_s = self._now_s()
         step = self.engine.dispatch()
-        if step is not None and step.phase is Phase.PREFILL:
-            for chunk in step.chunks:
-                if not chunk.first:  # of the parts of a prompt, the first one
-                    self._running[chunk.request] = _Progress(start_s=start_s)
         self._report_finished(on_finish)
         if step is None:
             self._await_change(on_tokens)
 
+    def _begin(self, numbers: Sequence[int]) -> None:
+        """Note when the first step of requests is dispatched."""
+        start_s = self._now_s()
+        for number in numbers:
+            self._running[number] = _Progress(start_s=start_s)
+
     def _report_finished(self, on_finish: OnFinish) -> None:
         while self._finished:
-            on_finish(self._finished.popleft())
+            answer = self._finished.popleft()
+            self._tokens.expect_fewer(answer.request.max_new_tokens - len(answer.token_ids))
+            on_finish(answer)
 
     def _now_s(self) -> float:
         return self._clock.now() - self._start_s
@@ -270,6 +323,7 @@ class BatchRun:
         if self.engine.num_in_flight:
             self._executor.await_result(wait_s)
             return
+        self._tokens.add(0)
         if on_tokens is not None:
             on_tokens(())
         self._clock.sleep(wait_s)
@@ -283,7 +337,9 @@ class BatchRun:
             self._take(one, now_s)
             request = self._requests[one.sequence.number]
             new += [(request, token.token_id) for token in one.tokens]
-        self._tokens += len(new)
+        if new and self._first_token_s is None:
+            self._first_token_s = self._clock.now()
+        self._tokens.add(len(new))
         if on_tokens is not None:
             on_tokens(new)
 

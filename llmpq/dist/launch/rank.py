@@ -18,7 +18,6 @@ from llmpq.batching.queue_order import queue_order
 from llmpq.batching.speculation import MAX_STEP_TOKENS
 from llmpq.dist.engine.batch_run import (
     BatchRun,
-    FinishedAnswer,
     OnFinish,
     OnTokens,
     ShouldAbort,
@@ -52,7 +51,7 @@ from llmpq.dist.launch.draft_runner import (
 from llmpq.dist.launch.process_environment import tune_malloc_for_serving
 from llmpq.dist.launch.signals import DrainFlag
 from llmpq.dist.metrics.measurement import Measurement
-from llmpq.dist.metrics.progress import Event, RunProgress, TokenCounter
+from llmpq.dist.metrics.progress import Event, RunProgress
 from llmpq.dist.metrics.report import drift_monitor
 from llmpq.dist.metrics.stats import Recorder, RecordingCommunicator, StageClock
 from llmpq.dist.transport.channels import RankChannels
@@ -518,25 +517,12 @@ class MasterRank:
         should_abort: ShouldAbort | None = None,
     ) -> None:
         """Answer a batch of requests, in order of arrival; see :meth:`BatchRun.run`."""
-        expected = sum(request.max_new_tokens for request in requests)
-        progress = TokenCounter(self._context.progress, expected)  # says that serving begins
-
-        def finish(answer: FinishedAnswer) -> None:
-            progress.expect_fewer(answer.request.max_new_tokens - len(answer.token_ids))
-            on_finish(answer)
-
-        def count(tokens: Sequence[tuple[Request, int]]) -> None:
-            if tokens and not self._has_tokens:
-                self._has_tokens = True
-                self._context.recorder.mark("first token")
-            progress.add(len(tokens))
-            if on_tokens is not None:
-                on_tokens(tokens)
-
         scheduler, run = self._batch_run(requests)
-        made = run.run(requests, finish, count, self._should_drain, should_abort)
+        made = run.run(requests, on_finish, on_tokens, self._should_drain, should_abort)
         self._next_number = scheduler.next_number
-        progress.report()
+        if made.first_token_s is not None and not self._has_tokens:
+            self._has_tokens = True
+            self._context.recorder.mark("first token", made.first_token_s)
         total = self._made
         self._made = replace(
             total,
@@ -616,6 +602,7 @@ class MasterRank:
             grammars=self._grammars,
             lookup=context.job.engine.speculative_config,
             draft_model=self._draft_model,
+            progress=context.progress,
         )
         context.recorder.trace_calls(run.engine, "sample", "sample", self._runner.device)
         return scheduler, run

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 EventKind = Literal["load", "tokens", "alive", "busy", "ready"]
-REPORT_S = 0.05
-"""Shortest time between two token events of the master."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,39 +77,6 @@ class EventPipe:
             os.write(self._descriptor, event.encode())
         except OSError:
             return
-
-
-class TokenCounter:
-    """Counts new tokens, and reports them and the expected number at a limited rate."""
-
-    def __init__(
-        self, progress: RunProgress, expected: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._progress = progress
-        self._clock = clock
-        self._made = self._reported = 0
-        self._expected = expected
-        self._report_s = 0.0
-        self.report()
-
-    def add(self, count: int) -> None:
-        """Count new tokens; report them if the last report is at least ``REPORT_S`` ago.
-
-        A count of 0 means that the engine goes idle: unreported tokens are reported now.
-        """
-        self._made += count
-        if self._made > self._reported and (not count or self._clock() >= self._report_s):
-            self.report()
-
-    def expect_fewer(self, count: int) -> None:
-        """Reduce the expected tokens, after an answer that ended early."""
-        self._expected -= count
-
-    def report(self) -> None:
-        """Report the count now."""
-        self._report_s, self._reported = self._clock() + REPORT_S, self._made
-        event = Event(rank=0, kind="tokens", done=self._made, total=self._expected)
-        self._progress.report(event)
 
 
 class Heartbeat:

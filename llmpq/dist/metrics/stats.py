@@ -222,9 +222,9 @@ class Recorder:
         for step in self.start.steps:
             self._add_step(step)
 
-    def mark(self, name: str) -> None:
-        """End a step of the rank's start."""
-        self._add_step(self.start.mark(name))
+    def mark(self, name: str, end_s: float | None = None) -> None:
+        """End a step of the rank's start, now by default."""
+        self._add_step(self.start.mark(name, end_s))
 
     def _add_step(self, step: StartStep) -> None:
         """Keep a step as a span that belongs to no micro-batch."""

@@ -8,14 +8,8 @@ import queue
 
 from helpers.clocks import PATIENCE_S
 
-from llmpq.dist.metrics.progress import (
-    REPORT_S,
-    BarProgress,
-    Event,
-    EventPipe,
-    Heartbeat,
-    TokenCounter,
-)
+from llmpq.dist.engine.batch_run import REPORT_S, TokenCounter
+from llmpq.dist.metrics.progress import BarProgress, Event, EventPipe, Heartbeat
 
 
 def _event(done: int, kind: str = "tokens", rank: int = 0, total: int = 10) -> Event:
