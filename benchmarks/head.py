@@ -34,8 +34,8 @@ from workbench import ROOT, make_model
 from llmpq.batching.blocks import blocks_of, slot_blocks
 from llmpq.calibration import Hessian
 from llmpq.dist.engine.compiled_steps import step_runner_of
+from llmpq.dist.engine.engine import SamplingState, ScoredRows
 from llmpq.dist.engine.executor import StageRunner
-from llmpq.dist.engine.sampler import SamplingState, ScoredRows
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.transport.frames import Row
 from llmpq.models import Master, kv_shapes, load_config

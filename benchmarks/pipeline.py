@@ -30,8 +30,8 @@ from workbench import call, cluster_text, command, keep_document, make_model, or
 
 from llmpq.batching.blocks import blocks_of, slot_blocks
 from llmpq.dist.engine.compiled_steps import step_runner_of
+from llmpq.dist.engine.engine import SamplingState, ScoredRows
 from llmpq.dist.engine.executor import StageRunner
-from llmpq.dist.engine.sampler import SamplingState, ScoredRows
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.launch.process_environment import cpu_environment
 from llmpq.dist.transport.frames import Row

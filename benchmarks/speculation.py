@@ -46,9 +46,9 @@ from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.dist.engine import engine as engine_module
 from llmpq.dist.engine.compiled_steps import step_runner_of
 from llmpq.dist.engine.drafters import DraftModel
+from llmpq.dist.engine.engine import SampledToken, SamplingState, ScoredRows
 from llmpq.dist.engine.executor import PipelineExecutor, StageRunner
 from llmpq.dist.engine.online_run import OnlineRun
-from llmpq.dist.engine.sampler import SampledToken, SamplingState, ScoredRows
 from llmpq.dist.io.control_channel import AddedRequest, ModelLimits, added_to_json
 from llmpq.dist.io.generation import GenerationRequest
 from llmpq.dist.io.sampling_params import SamplingParams

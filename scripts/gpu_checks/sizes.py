@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 
 from llmpq.batching.blocks import blocks_of
 from llmpq.dist.engine.cuda_graphs import CudaCapture, DecodeGraphs, DecodeSizes, GraphKey
-from llmpq.dist.engine.sampler import SamplingState, ScoredRows
+from llmpq.dist.engine.engine import SamplingState, ScoredRows
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.kv.cache import KVCache
 from llmpq.models import DecoderStage, PackedBatch, kv_shapes

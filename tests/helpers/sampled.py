@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from llmpq.dist.engine.sampler import SampledToken, SamplingState, ScoredRows
+from llmpq.dist.engine.engine import SampledToken, SamplingState, ScoredRows
 
 
 def sampled(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmpq.calibration.stats import Moments
-from llmpq.dist.engine import sampler
+from llmpq.dist.engine import engine
 from llmpq.evals import score
 from llmpq.indicator import rounding
 from llmpq.kernels.gpu import cuda, triton_int
@@ -162,10 +162,10 @@ def test_a_draw_on_such_a_device_is_that_of_a_cpu(monkeypatch):
             moved.append(self.shape)
             return super().cpu()
 
-    monkeypatch.setattr(sampler, "exact_dtype", lambda _: torch.float32)
+    monkeypatch.setattr(engine, "exact_dtype", lambda _: torch.float32)
     scores = torch.randn(100)
     own = scores.as_subclass(Scores)
-    found = [sampler._draw(own, place / 10) for place in range(10)]
+    found = [engine._draw(own, place / 10) for place in range(10)]
     assert len(moved) == 10
     monkeypatch.undo()
-    assert found == [sampler._draw(scores, place / 10) for place in range(10)]
+    assert found == [engine._draw(scores, place / 10) for place in range(10)]

@@ -26,9 +26,8 @@ from llmpq.batching.engine_step import EngineLimits, EngineRequest
 from llmpq.batching.length import Prediction, make_predictor
 from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.dist.engine.drafters import Drafter
-from llmpq.dist.engine.engine import Engine, NewTokens, RunningSequence
+from llmpq.dist.engine.engine import Engine, NewTokens, RunningSequence, sampling_state_of
 from llmpq.dist.engine.executor import StepExecutor
-from llmpq.dist.engine.sampler import sampling_state_of
 from llmpq.dist.io.prompts import Request, Tokenizer
 from llmpq.dist.io.results import FinishReason, Result
 from llmpq.dist.io.sampling_params import TokenLogprobs

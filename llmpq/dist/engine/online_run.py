@@ -18,9 +18,8 @@ from llmpq.batching.engine_step import EngineLimits, EngineRequest
 from llmpq.batching.queue_order import QueueOrder
 from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.dist.engine.drafters import Drafter
-from llmpq.dist.engine.engine import Engine, NewTokens, RunningSequence
+from llmpq.dist.engine.engine import Engine, NewTokens, RunningSequence, SamplingState, TokenMatcher
 from llmpq.dist.engine.executor import StepExecutor
-from llmpq.dist.engine.sampler import SamplingState, TokenMatcher
 from llmpq.dist.io.control_channel import (
     AddedRequest,
     Message,

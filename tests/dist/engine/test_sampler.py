@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation import logits_process as hf
 
-from llmpq.dist.engine.sampler import SamplingState, prompt_logprobs
+from llmpq.dist.engine.engine import SamplingState, prompt_logprobs
 from llmpq.dist.io.sampling_params import SamplingParams
 
 torch.set_num_threads(1)

@@ -14,7 +14,7 @@ from helpers.sampled import sampled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmpq.dist.engine.sampler import SamplingState
+from llmpq.dist.engine.engine import SamplingState
 from llmpq.dist.io.sampling_params import SamplingParams, StructuredOutputsParams
 from llmpq.dist.io.structured_outputs import GrammarCompiler, grammar_of
 from llmpq.errors import SpecError
