@@ -26,7 +26,13 @@ from llmpq.batching.engine_step import EngineLimits, EngineRequest
 from llmpq.batching.length import Prediction, make_predictor
 from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.dist.engine.drafters import Drafter
-from llmpq.dist.engine.engine import Engine, NewTokens, RunningSequence, sampling_state_of
+from llmpq.dist.engine.engine import (
+    MAX_IDLE_WAIT_S,
+    Engine,
+    NewTokens,
+    RunningSequence,
+    sampling_state_of,
+)
 from llmpq.dist.engine.executor import StepExecutor
 from llmpq.dist.io.prompts import Request, Tokenizer
 from llmpq.dist.io.results import FinishReason, Result
@@ -59,8 +65,6 @@ ShouldAbort = Callable[[], bool]
 
 REPORT_S = 0.05
 """Shortest time between two token events of the master."""
-MAX_IDLE_WAIT_S = 0.5
-"""Longest single wait of an idle run, after which it looks at its callbacks again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +177,7 @@ class BatchRun:
             executor=executor,
             scheduler=scheduler,
             limits=limits,
-            now=self._now_s,
+            clock=clock.now,
             lookup=lookup,
             draft_model=draft_model,
             on_start=self._begin,
@@ -185,7 +189,6 @@ class BatchRun:
         self._finished: deque[FinishedAnswer] = deque()
         self._records: list[RequestRecord] = []
         self._first_token_s: float | None = None
-        self._start_s = 0.0
         self._prefill_s = 0.0
         drafts = scheduler.drafts  # of earlier runs on the same ranks, too
         self._drafted_before = drafts.num_draft_tokens, drafts.num_accepted_tokens
@@ -214,7 +217,6 @@ class BatchRun:
         self._requests = in_order(requests)
         expected = sum(request.max_new_tokens for request in requests)
         self._tokens = TokenCounter(self._progress, expected)  # says that answering begins
-        self._start_s = self._clock.now()
         self._take_arrivals()
         try:
             while not self._is_over(should_drain, should_abort):
@@ -227,7 +229,7 @@ class BatchRun:
         return RunStats(
             requests=len(self._records),
             generated_tokens=self._tokens.made,
-            elapsed_s=self._now_s(),
+            elapsed_s=self.engine.now_s(),
             prefill_s=self._prefill_s,
             records=tuple(sorted(self._records, key=lambda record: record.request)),
             adjusted=() if self._monitor is None else self._monitor.adjusted,
@@ -248,7 +250,7 @@ class BatchRun:
 
     def _begin(self, numbers: Sequence[int]) -> None:
         """Note when the first step of requests is dispatched."""
-        start_s = self._now_s()
+        start_s = self.engine.now_s()
         for number in numbers:
             self._running[number] = _Progress(start_s=start_s)
 
@@ -257,9 +259,6 @@ class BatchRun:
             answer = self._finished.popleft()
             self._tokens.expect_fewer(answer.request.max_new_tokens - len(answer.token_ids))
             on_finish(answer)
-
-    def _now_s(self) -> float:
-        return self._clock.now() - self._start_s
 
     def _is_over(self, should_drain: ShouldDrain | None, should_abort: ShouldAbort | None) -> bool:
         aborts = should_abort is not None and should_abort()
@@ -277,7 +276,7 @@ class BatchRun:
         """Queue the requests whose arrival time has come."""
         if self._arrived == len(self._requests) > 0:
             return
-        now_s = self._now_s()
+        now_s = self.engine.now_s()
         for number in range(self._arrived, len(self._requests)):
             request = self._requests[number]
             if request.arrival_s > now_s:
@@ -287,27 +286,20 @@ class BatchRun:
         self._scheduler.close()
 
     def _add(self, number: int, request: Request) -> None:
-        self.engine.add(
-            EngineRequest(
-                request=number,
-                token_ids=None,
-                prompt_tokens=len(request.prompt_token_ids),
-                max_tokens=request.max_new_tokens,
-                arrival_s=request.arrival_s,
-                scores_prompt=request.sampling_params.prompt_logprobs is not None,
-            ),
-            lambda: self._sequence(number, request),
-        )
-
-    def _sequence(self, number: int, request: Request) -> RunningSequence:
-        """Return the sequence of a request; the form of its answer is compiled."""
-        return RunningSequence(
-            number=number,
-            tokens=list(request.prompt_token_ids),
-            num_prompt_tokens=len(request.prompt_token_ids),
-            state=sampling_state_of(request, self._grammars),
+        """Queue a request; the form of its answer is compiled before its first step."""
+        added = EngineRequest(
+            request=number,
+            token_ids=None,
+            prompt_tokens=len(request.prompt_token_ids),
             max_tokens=request.max_new_tokens,
-            prompt_logprobs=None if request.sampling_params.prompt_logprobs is None else [],
+            arrival_s=request.arrival_s,
+            scores_prompt=request.sampling_params.prompt_logprobs is not None,
+        )
+        self.engine.add(
+            added,
+            lambda: RunningSequence.of(
+                added, request.prompt_token_ids, sampling_state_of(request, self._grammars)
+            ),
         )
 
     def _await_change(self, on_tokens: OnTokens | None) -> None:
@@ -318,7 +310,7 @@ class BatchRun:
         if self.engine.num_in_flight and wake_s == math.inf:
             self._complete(on_tokens)
             return
-        wait_s = min(max(wake_s - self._now_s(), 0.0), MAX_IDLE_WAIT_S)
+        wait_s = min(max(wake_s - self.engine.now_s(), 0.0), MAX_IDLE_WAIT_S)
         if self.engine.num_in_flight:
             self._executor.await_result(wait_s)
             return
@@ -330,7 +322,7 @@ class BatchRun:
     def _complete(self, on_tokens: OnTokens | None) -> None:
         """Complete the next step that is back: new tokens for each sequence."""
         made = self.engine.complete()
-        now_s = self._now_s()
+        now_s = self.engine.now_s()
         new: list[tuple[Request, int]] = []
         for one in made:
             self._take(one, now_s)

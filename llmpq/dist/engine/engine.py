@@ -57,6 +57,8 @@ NAN_SCORES = (
 NO_TOKEN = "sampling_params: found no token that all of them allow, expected at least one"
 _UNIFORM_BITS = 52
 """Bits of a random number: with one bit more, its product with the total could round up to it."""
+MAX_IDLE_WAIT_S = 0.5
+"""Longest single wait of an idle run, after which it looks at its callbacks again."""
 ROWS_AT_ONCE = 64
 """Positions whose log probabilities are computed together; more would take memory alone."""
 
@@ -88,6 +90,20 @@ class RunningSequence:
     num_cached_tokens: int | None = None
     lookup: PromptLookup | None = None
     draft: Sequence[int] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls, request: EngineRequest, prompt_token_ids: Sequence[int], state: SamplingState
+    ) -> RunningSequence:
+        """Return the sequence of a request, with the tokens of the answer that ``state`` has."""
+        return cls(
+            number=request.request,
+            tokens=[*prompt_token_ids, *state.token_ids],
+            num_prompt_tokens=len(prompt_token_ids),
+            state=state,
+            max_tokens=request.max_tokens + len(state.token_ids),
+            prompt_logprobs=[] if request.scores_prompt else None,
+        )
 
     def take_prompt_logprobs(self) -> list[TokenLogprobs]:
         """Return those that were found since the last call."""
@@ -147,10 +163,13 @@ class Engine:
         executor: computes the steps.
         scheduler: decides them.
         limits: of the scheduler.
-        now: returns the time on the clock of the arrivals.
+        clock: seconds; arrivals count from when the engine was made.
         lookup: finds drafts in the text so far; ``None`` for none.
         draft_model: proposes them where ``limits.draft`` has its size.
         on_start: called with the requests whose first step is about to be dispatched.
+
+    Attributes:
+        start_s: when it was made, by the clock.
     """
 
     def __init__(  # noqa: PLR0913  the parts of an engine
@@ -159,7 +178,7 @@ class Engine:
         executor: StepExecutor,
         scheduler: StepScheduler,
         limits: EngineLimits,
-        now: Callable[[], float],
+        clock: Callable[[], float],
         lookup: SpeculativeConfig | None = None,
         draft_model: Drafter | None = None,
         on_start: Callable[[Sequence[int]], None] | None = None,
@@ -168,7 +187,8 @@ class Engine:
         self._executor = executor
         self._scheduler = scheduler
         self._limits = limits
-        self._now = now
+        self._clock = clock
+        self.start_s = clock()
         self._draft_model = draft_model
         self._lookup = None if draft_model is not None else lookup
         if self._lookup is not None:
@@ -176,6 +196,10 @@ class Engine:
         self._unmade: dict[int, Callable[[], RunningSequence]] = {}
         self._sequences: dict[int, RunningSequence] = {}
         self._in_flight: dict[int, _Dispatched] = {}  # by number
+
+    def now_s(self) -> float:
+        """Return the time on the clock of the arrivals."""
+        return self._clock() - self.start_s
 
     @property
     def num_in_flight(self) -> int:
@@ -207,7 +231,7 @@ class Engine:
 
     def dispatch(self) -> EngineStep | None:
         """Dispatch the step that the scheduler decides; ``None`` if there is none now."""
-        step = self._scheduler.schedule(self._now())
+        step = self._scheduler.schedule(self.now_s())
         if step is None:
             return None
         if step.drafts:
@@ -276,7 +300,7 @@ class Engine:
             if reason is not None:
                 finished.append(sequence.number)
                 del self._sequences[sequence.number]
-        self._scheduler.complete(step.number, tokens, finished, accepted, now_s=self._now())
+        self._scheduler.complete(step.number, tokens, finished, accepted, now_s=self.now_s())
         return made
 
     def sample(
@@ -329,7 +353,7 @@ class Engine:
         proposed = drafts or [[0] * work.length for work in step.drafts]
         for sequence, draft in zip(sequences, proposed, strict=True):
             sequence.draft = draft
-        self._scheduler.complete_drafts(step, self._now(), has_ended=drafts is None)
+        self._scheduler.complete_drafts(step, self.now_s(), has_ended=drafts is None)
 
     def _rows(
         self, chunk: ScheduledChunk, sequence: RunningSequence

@@ -19,7 +19,8 @@ from itertools import islice
 import numpy as np
 from torch import Tensor
 
-from llmpq.dist.engine.batch_run import MAX_IDLE_WAIT_S, FinishedAnswer, result_of
+from llmpq.dist.engine.batch_run import FinishedAnswer, result_of
+from llmpq.dist.engine.engine import MAX_IDLE_WAIT_S
 from llmpq.dist.engine.executor import PipelineExecutor, slot_row
 from llmpq.dist.io.control_channel import ControlChannel, Message
 from llmpq.dist.io.detokenizer import IncrementalDecoder

@@ -18,7 +18,14 @@ from llmpq.batching.engine_step import EngineLimits, EngineRequest
 from llmpq.batching.queue_order import QueueOrder
 from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.dist.engine.drafters import Drafter
-from llmpq.dist.engine.engine import Engine, NewTokens, RunningSequence, SamplingState, TokenMatcher
+from llmpq.dist.engine.engine import (
+    MAX_IDLE_WAIT_S,
+    Engine,
+    NewTokens,
+    RunningSequence,
+    SamplingState,
+    TokenMatcher,
+)
 from llmpq.dist.engine.executor import StepExecutor
 from llmpq.dist.io.control_channel import (
     AddedRequest,
@@ -35,7 +42,6 @@ from llmpq.logging import get_logger
 
 STATS_PERIOD_S = 0.05
 """How often changed counters are sent at most; less than the 0.1 s that load balancers assume."""
-MAX_IDLE_WAIT_S = 0.5
 COMPILE_POLL_S = 0.005
 COMPILE_THREADS = 2
 _log = get_logger(__name__)
@@ -86,14 +92,12 @@ class OnlineRun:
         self._limits = limits
         self._model = model
         self._grammars = grammars
-        self._clock = clock
-        self._start_s = clock()
         self.scheduler = BlockScheduler(limits, order)
         self._engine = Engine(
             executor=executor,
             scheduler=self.scheduler,
             limits=limits,
-            now=self._now_s,
+            clock=clock,
             lookup=speculative,
             draft_model=draft_model,
             on_start=self._report_started,
@@ -217,33 +221,23 @@ class OnlineRun:
         )
         number, self._next_number = self._next_number, self._next_number + 1
         # A step that was computed meanwhile counts as waiting, as does a restart.
-        now_s = self._now_s()
-        arrival_s = now_s
+        arrival_s = self._engine.now_s()
         if added.arrival_s is not None:
-            arrival_s = min(now_s, added.arrival_s - self._start_s)
-        tokens = [*request.prompt_token_ids, *added.token_ids]
-        sequence = RunningSequence(
-            number=number,
-            tokens=tokens,
-            num_prompt_tokens=len(request.prompt_token_ids),
-            state=state,
-            max_tokens=max_tokens,
-            prompt_logprobs=[] if added.needs_prompt_logprobs else None,
+            arrival_s = min(arrival_s, added.arrival_s - self._engine.start_s)
+        tokens = (*request.prompt_token_ids, *added.token_ids)
+        asked = EngineRequest(
+            request=number,
+            token_ids=tokens,
+            prompt_tokens=len(tokens),
+            max_tokens=max_tokens - len(added.token_ids),
+            arrival_s=arrival_s,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            group=request.group,
+            scores_prompt=added.needs_prompt_logprobs,
         )
-        self._engine.add(
-            EngineRequest(
-                request=number,
-                token_ids=tuple(tokens),
-                prompt_tokens=len(tokens),
-                max_tokens=max_tokens - len(added.token_ids),
-                arrival_s=arrival_s,
-                priority=request.priority,
-                cache_salt=request.cache_salt,
-                group=request.group,
-                scores_prompt=added.needs_prompt_logprobs,
-            ),
-            lambda: sequence,
-        )
+        sequence = RunningSequence.of(asked, request.prompt_token_ids, state)
+        self._engine.add(asked, lambda: sequence)
         self._numbers[request.id] = number
         self._added[number] = added
         if added.needs_prompt_logprobs:
@@ -307,9 +301,6 @@ class OnlineRun:
             del self._numbers[added.request.id]
         return output_to_json(added.request.id, output)
 
-    def _now_s(self) -> float:
-        return self._clock() - self._start_s
-
     def _current_stats(self) -> ServingStats:
         scheduler, limits = self.scheduler, self._limits
         return ServingStats(
@@ -331,7 +322,7 @@ class OnlineRun:
 
     def _send_stats(self) -> None:
         """Send the counters where they changed, at a limited rate."""
-        now_s = self._now_s()
+        now_s = self._engine.now_s()
         if now_s - self._stats_s < STATS_PERIOD_S:
             return
         self._stats_s = now_s
