@@ -1,8 +1,16 @@
-"""Tokens to text while an answer is made, and stop strings. Needs no torch."""
+"""Tokens to text while an answer is made, and stop strings. Needs no torch.
+
+The tokenizer of a model is read by another process, so that transformers is not imported here.
+"""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 from llmpq.errors import SpecError
 
@@ -13,6 +21,7 @@ MAX_PENDING = 16
 CHARACTER_BYTES = 4
 CONTEXT_TOKENS = 4
 """Tokens before an answer that are decoded with it: special ones among them have no text."""
+TIMEOUT_S = 120.0
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -169,3 +178,23 @@ class Detokenizer:
             if any(stop.startswith(end) and len(stop) > length for stop in self._stop):
                 return length
         return 0
+
+
+def read_tokenizer(model_dir: Path) -> dict[str, Any] | None:
+    """Return what ``model_files.export_tokenizer`` returns of a model.
+
+    Raises:
+        SpecError: as ``export_tokenizer``, or it takes too long.
+    """
+    command = [sys.executable, "-P", "-m", "llmpq.dist.io.model_files", str(model_dir)]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise SpecError(f"{model_dir}: the tokenizer was not read within {TIMEOUT_S:g} s") from None
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines()
+        raise SpecError(lines[-1] if lines else f"{model_dir}: the tokenizer cannot be read")
+    found: dict[str, Any] | None = json.loads(done.stdout)
+    return found

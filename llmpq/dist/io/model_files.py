@@ -1,15 +1,14 @@
 """Tokenizer and end tokens of a model directory.
 
 transformers knows all layouts of tokenizer files. Processes without it start this module as a
-program, which prints the tokenizer as one JSON object, and read its output. The object has
-``tokenizer`` (the content of a ``tokenizer.json``), ``special_tokens`` (such as ``bos_token``) and
-``chat_template``.
+program, which prints the tokenizer as one JSON object (``dist.io.detokenizer.read_tokenizer``). The
+object has ``tokenizer`` (the content of a ``tokenizer.json``), ``special_tokens`` (such as
+``bos_token``) and ``chat_template``.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from llmpq.dist.io.prompts import Tokenizer
 
 PROCESSOR_FILES = ("chat_template.json", "processor_config.json")
-TIMEOUT_S = 120.0
 
 
 class _TransformersTokenizer:
@@ -50,7 +48,7 @@ def load_tokenizer(model_dir: Path) -> Tokenizer | None:
     arguments = tokenizer_arguments(model_dir)
     if arguments is None:
         return None
-    from transformers import AutoTokenizer  # noqa: PLC0415  processes without it import this module
+    from transformers import AutoTokenizer  # noqa: PLC0415  the program may have no torch
 
     try:
         return _TransformersTokenizer(
@@ -63,26 +61,6 @@ def load_tokenizer(model_dir: Path) -> Tokenizer | None:
 def eos_token_ids(model_dir: Path, config: PreTrainedConfig) -> frozenset[int]:
     """Return the end tokens of a model; see :func:`end_token_ids`."""
     return end_token_ids(model_dir, getattr(config, "eos_token_id", None))
-
-
-def read_tokenizer(model_dir: Path) -> dict[str, Any] | None:
-    """Return what ``export_tokenizer`` returns of a model.
-
-    Raises:
-        SpecError: as ``export_tokenizer``, or it takes too long.
-    """
-    command = [sys.executable, "-P", "-m", "llmpq.dist.io.model_files", str(model_dir)]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise SpecError(f"{model_dir}: the tokenizer was not read within {TIMEOUT_S:g} s") from None
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines()
-        raise SpecError(lines[-1] if lines else f"{model_dir}: the tokenizer cannot be read")
-    found: dict[str, Any] | None = json.loads(done.stdout)
-    return found
 
 
 def export_tokenizer(model_dir: Path) -> dict[str, Any] | None:

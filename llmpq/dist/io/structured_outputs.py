@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from llmpq.dist.io.model_files import read_tokenizer
+from llmpq.dist.io.detokenizer import read_tokenizer
 from llmpq.dist.io.sampling_params import StructuredOutputsParams
 from llmpq.dist.launch.process_environment import resident_bytes, return_freed_memory
 from llmpq.errors import SpecError

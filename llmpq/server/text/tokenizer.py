@@ -9,8 +9,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from llmpq.dist.io.detokenizer import INCOMPLETE, Decode
-from llmpq.dist.io.model_files import read_tokenizer
+from llmpq.dist.io.detokenizer import INCOMPLETE, Decode, read_tokenizer
 from llmpq.errors import SpecError
 from llmpq.server.errors import ApiError, bad_request
 from llmpq.server.text.chat_template import ChatTemplate, plain_message
