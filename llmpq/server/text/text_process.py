@@ -32,7 +32,7 @@ class TextProcesses:
     """Child processes that render the chat template of a model, and those that encode long texts.
 
     Args:
-        exported: what ``llmpq.dist.io.model_files`` returns.
+        exported: what ``model_files.export_tokenizer`` returns.
     """
 
     def __init__(self, exported: Mapping[str, Any]) -> None:

@@ -31,7 +31,7 @@ class ServerTokenizer:
     """Encodes and decodes as transformers does with the same files.
 
     Args:
-        exported: what ``llmpq.dist.io.model_files`` returns.
+        exported: what ``model_files.export_tokenizer`` returns.
     """
 
     def __init__(self, exported: Mapping[str, Any]) -> None:
