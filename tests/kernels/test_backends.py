@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from llmpq.errors import SpecError
 from llmpq.kernels import BACKENDS, PackedWeight
-from llmpq.kernels.packed import pack_codes
+from llmpq.kernels.base import pack_codes
 from llmpq.kernels.registry import Scratch
 from llmpq.spec.precision import Precision, linear_bytes
 
@@ -108,7 +108,7 @@ def test_widened_three_bits_weigh_four():
 
 @pytest.mark.parametrize("rows", [16, 48, 64, 80, 208])
 def test_int4_layout_in_blocks_is_that_of_the_whole(rows, monkeypatch):
-    monkeypatch.setattr("llmpq.kernels.packed._BLOCK_ELEMENTS", 64 * COLUMNS)
+    monkeypatch.setattr("llmpq.kernels.base._BLOCK_ELEMENTS", 64 * COLUMNS)
     packed = random_packed(Precision(bits=4), torch.bfloat16, rows=rows)
     layout, _ = BACKENDS["cpu_int4"].prepare(packed).tensors
     codes = packed.signed_rows(slice(None)).to(torch.int32) + 8

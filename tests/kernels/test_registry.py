@@ -73,7 +73,7 @@ def test_rounded_activations_can_be_asked_for_and_avoided(bits, dtype):
     ],
 )
 def test_defaults_without_a_compiler(bits, dtype, expected, monkeypatch):
-    monkeypatch.setattr("llmpq.kernels.cpu.compiled_backends.library", lambda: None)
+    monkeypatch.setattr("llmpq.kernels.registry.library", lambda: None)
     assert choose_backend("cpu", default_precision(bits), dtype, 1024, 1024).name == expected
 
 

@@ -24,8 +24,8 @@ from llmpq.kernels.cpu.step import (
     append_experts,
 )
 from llmpq.kernels.registry import choose_backend
-from llmpq.models.expert_layouts import ClampedGate
-from llmpq.quant.modules.linear import GatedActivation, QuantExperts, QuantLinear
+from llmpq.models.adapter import ClampedGate
+from llmpq.quant.modules.layer import GatedActivation, QuantExperts, QuantLinear
 from llmpq.quant.modules.steps.append import routed, router_like
 from llmpq.quant.quantizers.rtn import quantize
 from llmpq.spec.precision import default_precision

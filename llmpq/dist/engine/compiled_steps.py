@@ -29,7 +29,7 @@ from llmpq.kernels.cpu.step import StepProgram, StepScores, UnsupportedStepError
 from llmpq.logging import get_logger
 from llmpq.models import DecoderStage, PackedBatch, kv_shapes
 from llmpq.models.attention import Attention, LayerAttention, ScoreOptions
-from llmpq.quant.modules.linear import QuantExperts
+from llmpq.quant.modules.layer import QuantExperts
 from llmpq.quant.modules.steps.append import LayerStep, append_layer
 from llmpq.quant.modules.steps.parts import LayerParts, RotaryRows, parts_of
 from llmpq.spec.families import LayerForm, family_of

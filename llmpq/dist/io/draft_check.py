@@ -10,9 +10,9 @@ from typing import Any
 from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.errors import SpecError
 from llmpq.options.limits import planned_speculation
-from llmpq.spec.facts.model_fields import absolute_model_path
 from llmpq.spec.fields import read_json
 from llmpq.spec.huggingface.families import load_model_dir
+from llmpq.spec.model_files.config import absolute_model_path
 from llmpq.spec.plan import Plan
 
 TOKENIZER_FILE = "tokenizer.json"

@@ -15,7 +15,7 @@ from typing import Any
 from llmpq.dist.model_listing import list_models_when_asked
 from llmpq.errors import SpecError
 from llmpq.spec.fields import read_json
-from llmpq.spec.gguf.tokenizer import tokenizer_arguments, tokenizer_error
+from llmpq.spec.model_files.tokenizer import tokenizer_arguments, tokenizer_error
 
 PROCESSOR_FILES = ("chat_template.json", "processor_config.json")
 

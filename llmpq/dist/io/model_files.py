@@ -8,8 +8,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from llmpq.dist.io.prompts import Tokenizer
-from llmpq.spec.facts.end_tokens import end_token_ids
-from llmpq.spec.gguf.tokenizer import tokenizer_arguments, tokenizer_error
+from llmpq.spec.model_files.tokenizer import end_token_ids, tokenizer_arguments, tokenizer_error
 
 
 class _TransformersTokenizer:

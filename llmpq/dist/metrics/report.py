@@ -23,7 +23,7 @@ from llmpq.dist.metrics.core_time import busy_text, is_busy
 from llmpq.dist.metrics.measurement import Measurement, StageStats, seconds_of
 from llmpq.logging import get_logger
 from llmpq.spec.fields import dump_json, to_json, write_text
-from llmpq.spec.huggingface.gptq import find_config
+from llmpq.spec.huggingface.quantization import find_config
 from llmpq.spec.plan import Plan, PlanForecast, Schedule, StageForecast, draft_bytes
 from llmpq.spec.precision import Phase
 from llmpq.spec.workload import empirical

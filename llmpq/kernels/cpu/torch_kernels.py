@@ -11,9 +11,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmpq.kernels.base import Capability, KernelBackend, PreparedWeight
+from llmpq.kernels.base import (
+    SCALE_DTYPES,
+    Capability,
+    KernelBackend,
+    PackedWeight,
+    PreparedWeight,
+    row_blocks,
+)
 from llmpq.kernels.cpu.native import has_u8_matmul, u8_matmul
-from llmpq.kernels.packed import SCALE_DTYPES, PackedWeight, row_blocks
 from llmpq.spec.precision import Precision, linear_bytes
 
 _HALF_DTYPES = (torch.bfloat16, torch.float16)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-from llmpq.spec.gguf.form import GgufForm
 from llmpq.spec.huggingface.sizes import Sizes
+from llmpq.spec.model_files.gguf_form import GgufForm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

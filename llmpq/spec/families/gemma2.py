@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from llmpq.spec.families import Family
-from llmpq.spec.gguf.form import FOUR_NORMS, GELU, GgufForm, GgufMetadata, query_scalar
 from llmpq.spec.huggingface import windows
 from llmpq.spec.huggingface.sizes import Sizes
+from llmpq.spec.model_files.gguf_form import FOUR_NORMS, GELU, GgufForm, GgufMetadata, query_scalar
 
 SIZES = Sizes(norms=4, windows=windows.by_period(2))
 

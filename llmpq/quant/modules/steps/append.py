@@ -34,9 +34,14 @@ from llmpq.kernels.cpu.step import (
     UnsupportedStepError,
     append_experts,
 )
-from llmpq.models.expert_layouts import ClampedGate
-from llmpq.quant.modules.layer import FusedNorm
-from llmpq.quant.modules.linear import DenseLinear, GatedActivation, QuantExperts, QuantLinear
+from llmpq.models.adapter import ClampedGate
+from llmpq.quant.modules.layer import (
+    DenseLinear,
+    FusedNorm,
+    GatedActivation,
+    QuantExperts,
+    QuantLinear,
+)
 from llmpq.quant.modules.steps.parts import MixtureParts, MlpParts, parts_of
 from llmpq.spec.families import LayerForm
 

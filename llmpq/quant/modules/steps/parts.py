@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from llmpq.kernels.cpu.step import StepProgram, UnsupportedStepError
 from llmpq.models import DecoderStage, PackedBatch
-from llmpq.models.rotary import RotaryTables
-from llmpq.quant.modules.linear import DenseLinear, QuantExperts, QuantLinear
+from llmpq.models.stage import RotaryTables
+from llmpq.quant.modules.layer import DenseLinear, QuantExperts, QuantLinear
 
 # Norms before and after attention, before and after the MLP; those of the most norms come first.
 _NORMS: tuple[tuple[str | None, str | None, str | None, str | None], ...] = (
