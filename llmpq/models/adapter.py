@@ -43,9 +43,12 @@ from transformers.pytorch_utils import Conv1D
 from llmpq.errors import SpecError, bad_field
 from llmpq.logging import get_logger
 from llmpq.models.attention import KVShape
-from llmpq.spec.families import Family, family_of
+from llmpq.spec.families import Family, family_of, known_families
 from llmpq.spec.model_files.config import CONFIG_FILE, language_fields, model_fields
 
+_logger = get_logger(__name__)
+
+MAX_LAYERS = 10_000
 # Configuration fields that scale embeddings or logits in some family.
 SCALES = (
     "embedding_multiplier",
@@ -473,11 +476,6 @@ def _run_one_by_one(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor
     return output
 
 
-_logger = get_logger(__name__)
-
-MAX_LAYERS = 10_000
-
-
 def load_config(model_dir: Path | str) -> PreTrainedConfig:
     """Read ``config.json`` of ``model_dir`` and choose the attention function.
 
@@ -564,9 +562,10 @@ def _check_hand_over(config: PreTrainedConfig) -> None:
     for field, reason in needs.items():
         value = getattr(config, field, None)
         if value and not family_of(config.model_type).sends_more:
+            others = " and ".join(one.name for one in known_families() if one.sends_more)
             raise SpecError(
                 f"model family {config.model_type}: field '{field}' = {value}: {reason}, which "
-                "stages send on for Gemma 3n and Gemma 4 only; such a model is planned, not run"
+                f"stages send on for {others} only; such a model is planned, not run"
             )
     kv_sources(config)
 

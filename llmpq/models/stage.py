@@ -47,6 +47,7 @@ from llmpq.models.attention import (
 )
 from llmpq.models.master import SharedKV, TokenLayout, layout_of
 from llmpq.spec.families import Family, family_of
+from llmpq.spec.huggingface.feed_forward import Gated
 from llmpq.spec.model_files.config import LengthScaling, read_length_scaling
 from llmpq.spec.runtime_constants import ACTIVATION_BLOCK_VALUES, KV_BLOCK_SIZE, ROW_BLOCK
 
@@ -291,8 +292,10 @@ class DecoderStage(nn.Module):
 
 def _install(layer: nn.Module, family: Family) -> None:
     """Replace parts of a layer, and its attention function."""
-    if family.activation is not None:
-        use_blockwise_activation(layer, family.activation)
+    if family.has_formula:
+        block = family.feed_forward
+        assert isinstance(block, Gated)
+        use_blockwise_activation(layer, f"{block.prefix}.{block.activation}")
     use_row_blocks(layer)
     if not use_own_attention(layer):
         use_packed_attention(layer)

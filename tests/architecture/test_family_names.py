@@ -17,7 +17,7 @@ FOLDER = Path(families.__file__).parent
 RECORDS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
 OTHERS = {
     "llmpq/cli/plan_options.py": {"bloom", "opt"},
-    "llmpq/models/adapter.py": {"dbrx", "gemma", "gptoss", "llama4text"},
+    "llmpq/models/adapter.py": {"dbrx", "gptoss", "llama4text"},
     "llmpq/models/attention.py": {
         "bloom", "codegen", "falcon", "gptj", "llama", "llama4text", "mpt",
     },

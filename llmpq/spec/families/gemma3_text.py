@@ -55,5 +55,6 @@ FAMILY = Family(
         attention=SelfAttention(norm="heads"),
         windows=windows.by_period(6, "sliding_window_pattern"),
     ),
+    form=gemma2.FORM,
     gguf=GgufForm(architecture="gemma3", fields=_fields, names=FOUR_NORMS, has_shifted_norms=True),
 )

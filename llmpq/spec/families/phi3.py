@@ -11,7 +11,7 @@ from llmpq.spec.huggingface.feed_forward import Gated
 from llmpq.spec.huggingface.sizes import Sizes
 from llmpq.spec.model_files.gguf_form import GgufForm, GgufMetadata
 
-FEED_FORWARD = Gated(names=("gate_up_proj", "down_proj"), joined=True)
+FEED_FORWARD = Gated(names=("gate_up_proj", "down_proj"), activation="activation_fn", joined=True)
 
 
 def _fields(metadata: GgufMetadata) -> dict[str, Any]:
