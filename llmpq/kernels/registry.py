@@ -262,9 +262,8 @@ BACKENDS: dict[str, KernelBackend] = {
         CpuLlmInt8Backend(),
         CpuPackedInt8Backend(),
         CpuPackedBackend(),
-        CpuInt4Backend(4),
+        CpuInt4Backend(),
         CpuInt8Backend(),
-        CpuInt4Backend(3),
         *cuda_backends(),
         ReferenceBackend(),
     )
