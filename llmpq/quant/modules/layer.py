@@ -5,9 +5,8 @@ Operators are found by the type of module, not by the model family. ``matrices_o
 matrices under the names that checkpoints in GPTQ's format and the cache of the loader use, too.
 
 Norms are replaced by a compiled kernel that computes the same in one pass over the rows, where
-torch needs seven. Only classes whose ``forward`` has
-the same bytecode as Llama's are replaced: Gemma, for example, adds one to the weight, and Olmo
-rounds at another place.
+torch needs seven. Only classes whose ``forward`` has the same bytecode as Llama's are replaced:
+Gemma, for example, adds one to the weight, and Olmo rounds at another place.
 
 The modules that replace linear operators, experts and the head have their weights in a kernel's
 layout. They are for inference and cannot be moved to another device or cast once built.
