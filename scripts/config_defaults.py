@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Write the defaults of transformers' configuration classes for the families that can be planned.
 
-    scripts/config_defaults.py > llmpq/data/config_defaults.json
+    scripts/config_defaults.py
 
-A ``config.json`` may leave out a field; the planner, which has no transformers, then reads the
-default from this file. Sizes that define a model are apart: only the text part of a multimodal
-model may leave them out.
+To be run after a family is added. A ``config.json`` may leave out a field; the planner, which has
+no transformers, then reads the default from ``llmpq/data/config_defaults.json``. Sizes that define
+a model are apart: only the text part of a multimodal model may leave them out.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+from llmpq.spec.huggingface.config import DEFAULTS_FILE
 from llmpq.spec.huggingface.families import model_types
 
+PATH = Path(__file__).resolve().parent.parent / "llmpq" / "data" / DEFAULTS_FILE
 SIZES = frozenset(
     {
         *("hidden_size", "n_embed", "n_embd", "d_model", "vocab_size"),
@@ -51,7 +54,7 @@ def sizes_of(model_type: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Print the file."""
+    """Write the file."""
     known = [name for name in model_types() if name in CONFIG_MAPPING]
     content = {
         "schema": 1,
@@ -59,8 +62,7 @@ def main() -> int:
         "families": {name: defaults_of(name) for name in known},
         "sizes": {name: sizes_of(name) for name in known},
     }
-    json.dump(content, sys.stdout, indent=1)
-    print()
+    PATH.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

@@ -41,10 +41,11 @@ def one_switch_of_kernels() -> Iterator[None]:
     """Rows switch between bf16 kernels at the same count everywhere: nothing hangs on timings."""
     with pytest.MonkeyPatch.context() as patch:
         if "torch" in sys.modules:  # folders without torch tests need not import it
-            from llmpq.kernels.cpu import compiled_backends, dense, step  # noqa: PLC0415
+            from llmpq.kernels import registry  # noqa: PLC0415
+            from llmpq.kernels.cpu import dense, step  # noqa: PLC0415
 
-            patch.setattr(compiled_backends, "gemv_max_rows", lambda bits: 0 if bits == 8 else 8)
-            for module in (compiled_backends, step):
+            patch.setattr(registry, "gemv_max_rows", lambda bits: 0 if bits == 8 else 8)
+            for module in (registry, step):
                 patch.setattr(module, "is_float_faster", lambda: False)
             for module in (dense, step):
                 patch.setattr(module, "few_dense_rows", lambda: None)

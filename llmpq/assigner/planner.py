@@ -40,9 +40,9 @@ from llmpq.assigner.request import (
 from llmpq.costmodel import build_costs
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
-from llmpq.spec.facts.model_fields import absolute_model_path
 from llmpq.spec.fields import digest_of, to_json
 from llmpq.spec.huggingface.families import load_model_dir
+from llmpq.spec.model_files.config import absolute_model_path
 from llmpq.spec.plan import (
     QUALITY_UNIT,
     MicroBatching,

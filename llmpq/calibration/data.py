@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from llmpq.errors import SpecError
 from llmpq.spec.fields import Fields, read_text
-from llmpq.spec.gguf.tokenizer import missing_tokenizer, tokenizer_arguments, tokenizer_error
+from llmpq.spec.model_files.tokenizer import missing_tokenizer, tokenizer_arguments, tokenizer_error
 
 DEFAULT_SEQUENCES = 128
 DEFAULT_SEQUENCE_TOKENS = 512

@@ -25,7 +25,7 @@ from llmpq.calibration.stats import Hessian
 from llmpq.calibration.walk import LayerWalk, Progress, WalkedLayer, split_experts_
 from llmpq.errors import SpecError
 from llmpq.models import Checkpoint
-from llmpq.models.files.experts import find_stored
+from llmpq.models.weights import find_stored
 from llmpq.quant.checkpoint.format import from_integers, make_config
 from llmpq.quant.checkpoint.reader import stored_modules
 from llmpq.quant.checkpoint.writer import (
@@ -44,10 +44,9 @@ from llmpq.quant.modules.layer import (
 from llmpq.quant.quantizers.gptq import GptqOptions, gptq, round_integers
 from llmpq.quant.quantizers.integer import IntegerWeight
 from llmpq.spec.fields import read_json
-from llmpq.spec.gguf.config import gguf_config
 from llmpq.spec.huggingface.families import load_model_dir
-from llmpq.spec.huggingface.gptq import ZERO_OFFSETS, is_gptq
-from llmpq.spec.huggingface.quantization import FIELD
+from llmpq.spec.huggingface.quantization import FIELD, ZERO_OFFSETS, is_gptq
+from llmpq.spec.model_files.config import gguf_config
 from llmpq.spec.precision import Precision
 
 Format = Literal["gptq", "compressed-tensors"]

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from llmpq.kernels.gpu.device import exact_dtype
+from llmpq.kernels.base import exact_dtype
 
 
 class Collector(Protocol):

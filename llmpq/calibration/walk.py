@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from llmpq.calibration.data import CalibrationSet
 from llmpq.calibration.stats import Collector
 from llmpq.errors import SpecError
-from llmpq.kernels.gpu.device import open_device
+from llmpq.kernels.base import open_device
 from llmpq.models import Checkpoint, DecoderStage, Master, build_layer
 from llmpq.quant.modules.layer import expert_keys, expert_views, experts_of, quantizable_names
 

@@ -23,10 +23,13 @@ from llmpq.sim.engine_costs import PlanEngineCosts
 from llmpq.sim.engine_report import capacity
 from llmpq.sim.fleet import FleetReplica, FleetReport, simulate_fleet
 from llmpq.sim.plan_costs import PlanCosts
-from llmpq.spec.facts.length_scaling import LengthScaling, read_length_scaling
-from llmpq.spec.facts.model_fields import model_fields
-from llmpq.spec.huggingface.language import language_fields
 from llmpq.spec.model import ModelSpec
+from llmpq.spec.model_files.config import (
+    LengthScaling,
+    language_fields,
+    model_fields,
+    read_length_scaling,
+)
 from llmpq.spec.plan import ACCEPTANCE_RATE, Plan
 from llmpq.spec.runtime_constants import POLL_S
 from llmpq.spec.workload import (

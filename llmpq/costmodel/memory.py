@@ -382,7 +382,7 @@ def _latents(step: ForwardShape, layer: LayerSpec, value_dim: int) -> int:
 def _feed_forward(step: ForwardShape, layer: LayerSpec, *, on_cpu: bool) -> int:
     operators = [op for op in layer.linears if not is_attention(op)]
     outputs = [step.rows_of(op, on_cpu=on_cpu) * op.out_features for op in operators]
-    is_stepwise = family_of(step.model.family).activation is not None
+    is_stepwise = family_of(step.model.family).has_formula
     copies = 3 + on_cpu if is_stepwise else 1
     # Outputs of blocks of rows and of experts are joined.
     joins = on_cpu and any(op.count > 1 or runs_in_blocks(op) for op in operators)

@@ -28,8 +28,8 @@ from llmpq.dist.session import Session
 from llmpq.errors import SpecError
 from llmpq.options.declare import read_keywords, with_keywords
 from llmpq.options.run import FaultOptions
-from llmpq.spec.facts.model_fields import absolute_model_path
 from llmpq.spec.huggingface.families import load_model_dir
+from llmpq.spec.model_files.config import absolute_model_path
 from llmpq.spec.plan import Plan, read_plan
 
 __all__ = [

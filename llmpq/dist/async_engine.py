@@ -31,8 +31,8 @@ from llmpq.options.declare import read_keywords, values_of, with_keywords
 from llmpq.options.engine import EngineOptions
 from llmpq.options.limits import max_model_len as longest_sequence
 from llmpq.options.run import FaultOptions, LaunchOptions, RunOptions
-from llmpq.spec.facts.model_fields import absolute_model_path
 from llmpq.spec.huggingface.families import load_model_dir
+from llmpq.spec.model_files.config import absolute_model_path
 from llmpq.spec.plan import Plan
 
 __all__ = ["AsyncEngine", "GenerationRequest", "TokenOutput"]

@@ -18,7 +18,7 @@ from llmpq.evals.pipeline import pipeline_hidden
 from llmpq.evals.score import Quality, perplexity_and_kl
 from llmpq.evals.stream import LayerSource, stream_hidden
 from llmpq.evals.windows import Windows, read_windows
-from llmpq.kernels.gpu.device import open_device
+from llmpq.kernels.base import open_device
 from llmpq.models import Checkpoint, Master
 from llmpq.quant.checkpoint.reader import GptqCheckpoint
 from llmpq.quant.loading.loader import load_master

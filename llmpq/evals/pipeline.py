@@ -21,7 +21,7 @@ from llmpq.dist.io.prompts import write_prompts
 from llmpq.dist.metrics.progress import RunProgress
 from llmpq.errors import StageError
 from llmpq.evals.windows import Windows
-from llmpq.spec.facts.model_fields import absolute_model_path
+from llmpq.spec.model_files.config import absolute_model_path
 from llmpq.spec.plan import MicroBatching, Plan, write_plan
 from llmpq.spec.workload import Workload
 

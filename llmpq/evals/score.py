@@ -19,7 +19,7 @@ from torch import Tensor
 
 from llmpq.errors import LlmpqError, SpecError
 from llmpq.evals.windows import Windows
-from llmpq.kernels.gpu.device import exact_dtype
+from llmpq.kernels.base import exact_dtype
 from llmpq.models import Master
 
 K = TypeVar("K", bound=Hashable)

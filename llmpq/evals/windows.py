@@ -20,7 +20,7 @@ from llmpq.dist.io.model_files import load_tokenizer
 from llmpq.errors import SpecError
 from llmpq.models import load_config
 from llmpq.spec.fields import read_text
-from llmpq.spec.gguf.tokenizer import missing_tokenizer
+from llmpq.spec.model_files.tokenizer import missing_tokenizer
 
 DEFAULT_WINDOW = 512
 DEFAULT_ROWS = 8

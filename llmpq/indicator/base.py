@@ -20,7 +20,7 @@ from llmpq.calibration.walk import Progress
 from llmpq.errors import SpecError
 from llmpq.models import load_config
 from llmpq.spec.huggingface.families import load_model_dir
-from llmpq.spec.huggingface.gptq import is_gptq
+from llmpq.spec.huggingface.quantization import is_gptq
 from llmpq.spec.precision import BITS, default_precision
 from llmpq.spec.tables import (
     NATS_KEY,

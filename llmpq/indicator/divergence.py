@@ -24,7 +24,7 @@ from torch import Tensor
 from llmpq.calibration import CalibrationSet
 from llmpq.calibration.walk import Progress
 from llmpq.indicator.base import IndicatorInput, Scores
-from llmpq.kernels.gpu.device import exact_dtype, open_device
+from llmpq.kernels.base import exact_dtype, open_device
 from llmpq.models import DecoderStage, Master, load_config
 from llmpq.models.master import is_tied
 from llmpq.quant.loading.loader import load_master, load_stage

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from llmpq.kernels.gpu.device import exact_dtype
-from llmpq.kernels.packed import row_blocks
+from llmpq.kernels.base import exact_dtype, row_blocks
 from llmpq.quant.quantizers.rtn import fit_grid, nearest_codes
 from llmpq.spec.precision import Precision, default_precision
 

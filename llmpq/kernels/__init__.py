@@ -1,7 +1,6 @@
 """Matrix multiplication by packed low-bit weights, on whatever this machine offers."""
 
-from llmpq.kernels.base import Capability, KernelBackend, PreparedWeight
-from llmpq.kernels.packed import PackedWeight
+from llmpq.kernels.base import Capability, KernelBackend, PackedWeight, PreparedWeight
 from llmpq.kernels.registry import BACKENDS, choose_backend
 
 __all__ = [

@@ -4,13 +4,12 @@
 layers, ``Master`` runs the embedding and the head.
 """
 
-from llmpq.models.adapter import build_layer
+from llmpq.models.adapter import build_layer, kv_shapes, load_config
 from llmpq.models.attention import KVShape, KVStore, KVView, PackedBatch
-from llmpq.models.config import kv_shapes, load_config
-from llmpq.models.files.tensor_files import TensorFiles
-from llmpq.models.files.weights import Checkpoint
 from llmpq.models.master import Master
 from llmpq.models.stage import DecoderStage
+from llmpq.models.tensor_files import TensorFiles
+from llmpq.models.weights import Checkpoint
 
 __all__ = [
     "Checkpoint",

@@ -1,11 +1,19 @@
-"""Skeleton: the parts of a decoder-only model of transformers.
+"""Adapter to transformers: configuration, skeleton and layers of a decoder-only model.
 
-A copy of the model on the meta device, of one layer where possible (milliseconds, no memory), shows
-its classes and module paths. No code of a model directory is imported. Encoder-decoder models,
-hybrids without attention and models with parts outside a pipeline of equal layers raise an error.
+Configurations are read and checked without running code of the model directory. The attention
+window and the KV shape of a layer follow from the configuration.
 
-The modules around the decoder layers have the names of the family's record, by default those of
-Llama: ``embed_tokens``, ``layers``, ``norm``, ``lm_head``, rotary embeddings.
+``Skeleton`` is a copy of the model on the meta device, of one layer where possible (milliseconds,
+no memory), which shows its classes and module paths. Encoder-decoder models, hybrids without
+attention and models with parts outside a pipeline of equal layers raise an error. The modules
+around the decoder layers have the names of the family's record, by default those of Llama:
+``embed_tokens``, ``layers``, ``norm``, ``lm_head``, rotary embeddings.
+
+Most families keep the experts of a layer as ``gate_up_proj`` ``[E, 2F, H]`` and ``down_proj``
+``[E, H, F]``, outputs first, and get the experts of each token as arguments. The modules of
+gpt_oss, Llama 4 and DBRX are replaced by modules of that layout, which are quantized like others.
+
+Shapes: T tokens, E experts, k experts of a token, H hidden, F features of an expert.
 """
 
 from __future__ import annotations
@@ -13,19 +21,34 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.integrations.moe import use_experts_implementation
+from transformers.models.dbrx.modeling_dbrx import DbrxFFN
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.pytorch_utils import Conv1D
 
-from llmpq.errors import SpecError
-from llmpq.models.expert_layouts import use_stacked_experts
-from llmpq.spec.families import Family, family_of
+from llmpq.errors import SpecError, bad_field
+from llmpq.logging import get_logger
+from llmpq.models.attention import KVShape
+from llmpq.spec.families import Family, family_of, known_families
+from llmpq.spec.model_files.config import CONFIG_FILE, language_fields, model_fields
 
+_logger = get_logger(__name__)
+
+MAX_LAYERS = 10_000
 # Configuration fields that scale embeddings or logits in some family.
 SCALES = (
     "embedding_multiplier",
@@ -264,3 +287,400 @@ def _marker(dtype: torch.dtype) -> float:
 def accepts(function: object, argument: str) -> bool:
     """Whether ``function`` has a parameter ``argument``."""
     return argument in inspect.signature(function).parameters  # type: ignore[arg-type]
+
+
+@use_experts_implementation
+class StackedExperts(nn.Module):
+    """Experts on the meta device; transformers' implementation runs them.
+
+    Attributes:
+        is_stored_transposed: whether files have inputs before outputs.
+
+    Args:
+        config: of the model, from which transformers reads the implementation.
+        sizes: E, F and H.
+        dtype: of the weights.
+        act_fn: applied to the gate.
+    """
+
+    is_stored_transposed = False
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        sizes: tuple[int, int, int],
+        dtype: torch.dtype,
+        act_fn: nn.Module,
+    ) -> None:
+        del config  # read by the decorator
+        super().__init__()
+        self.gate_up_proj, self.down_proj = _stacks(*sizes, dtype)
+        self.num_experts, self.act_fn = sizes[0], act_fn
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the weighted sum of each token's experts, ``[T, H]``.
+
+        Args:
+            hidden_states: ``[T, H]``.
+            top_k_index: expert of each choice, ``[T, k]``.
+            top_k_weights: its weight, ``[T, k]``.
+        """
+        return _run_one_by_one(self, hidden_states, top_k_index, top_k_weights)
+
+
+@use_experts_implementation(has_bias=True, is_concatenated=False)
+class BiasedExperts(nn.Module):
+    """Experts of gpt_oss: biases, and the outputs of gate and up in turn.
+
+    Attributes:
+        is_stored_transposed: as in ``StackedExperts``.
+
+    Args:
+        config: of the model.
+        experts: the module of transformers.
+    """
+
+    is_stored_transposed = True
+    _apply_gate = GptOssExperts._apply_gate
+
+    def __init__(self, config: PreTrainedConfig, experts: Any) -> None:
+        del config  # read by the decorator
+        super().__init__()
+        count, features, hidden = experts.down_proj.shape
+        self.gate_up_proj, self.down_proj = _stacks(
+            count, features, hidden, experts.down_proj.dtype
+        )
+        self.gate_up_proj_bias: nn.Parameter = experts.gate_up_proj_bias
+        self.down_proj_bias: nn.Parameter = experts.down_proj_bias
+        self.num_experts = count
+        self.act_fn = ClampedGate(experts.alpha, experts.limit)
+        self.alpha, self.limit = experts.alpha, experts.limit
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the weighted sum of each token's experts; as ``StackedExperts.forward``."""
+        return _run_one_by_one(self, hidden_states, top_k_index, top_k_weights)
+
+
+class ClampedGate(nn.Module):
+    """The gate of gpt_oss, applied to both outputs of the first matrix.
+
+    Args:
+        alpha: factor inside the sigmoid.
+        limit: largest magnitude of either output.
+    """
+
+    def __init__(self, alpha: float, limit: float) -> None:
+        super().__init__()
+        self.alpha, self.limit = alpha, limit
+
+    def forward(self, gate_up: Tensor) -> Tensor:
+        """Return ``[..., F]`` from ``[..., 2F]``, whose features are of gate and up in turn."""
+        apply: Callable[[Any, Tensor], Tensor] = GptOssExperts._apply_gate
+        return apply(self, gate_up)
+
+
+class Llama4Mixture(nn.Module):
+    """The feed-forward of Llama 4 with experts: scores weigh the inputs of a token's experts.
+
+    transformers runs every token through every expert, most of them on zeros.
+
+    Args:
+        config: of the model.
+        mixture: the module of transformers.
+    """
+
+    def __init__(self, config: PreTrainedConfig, mixture: Any) -> None:
+        super().__init__()
+        own = mixture.experts
+        count, features, hidden = own.down_proj.shape
+        self.experts = StackedExperts(
+            config, (count, features, hidden), own.down_proj.dtype, own.act_fn
+        )
+        self.experts.is_stored_transposed = True
+        self.router = mixture.router
+        self.shared_expert = mixture.shared_expert
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``[T, H]`` from ``[..., H]``, and the scores of the router ``[T, E]``."""
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        scores, logits = self.router(tokens)
+        weights, experts = scores.topk(self.router.top_k, dim=1)  # [T, k]
+        inputs = (tokens[:, None] * weights[..., None]).flatten(0, 1)  # [T * k, H]
+        index = experts.reshape(-1, 1)
+        routed: Tensor = self.experts(inputs, index, torch.ones_like(index, dtype=inputs.dtype))
+        shared: Tensor = self.shared_expert(tokens)
+        return shared + routed.view(*experts.shape, -1).sum(1), logits
+
+
+class DbrxMixture(nn.Module):
+    """The feed-forward of DBRX: a router, and experts in the usual layout.
+
+    Args:
+        config: of the model.
+        mixture: the module of transformers.
+    """
+
+    def __init__(self, config: PreTrainedConfig, mixture: Any) -> None:
+        super().__init__()
+        own = mixture.experts
+        sizes = own.num_experts, own.ffn_hidden_size, own.hidden_size
+        self.experts = StackedExperts(config, sizes, own.mlp.w1.dtype, own.mlp.activation_fn)
+        self.router = mixture.router
+        self.top_k: int = mixture.top_k
+        self.moe_normalize_expert_weights = mixture.moe_normalize_expert_weights
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return the output of the experts, in the shape of ``hidden_states`` ``[..., H]``."""
+        choose: Callable[[Any, Tensor], tuple[Tensor, Tensor]] = DbrxFFN.route_tokens_to_experts
+        weights, experts = choose(self, self.router(hidden_states))
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        output: Tensor = self.experts(tokens, experts, weights)
+        return output.view(hidden_states.shape)
+
+
+_REPLACED: dict[str, Callable[[PreTrainedConfig, Any], nn.Module]] = {
+    "DbrxFFN": DbrxMixture,
+    "GptOssExperts": BiasedExperts,
+    "Llama4TextMoe": Llama4Mixture,
+}
+
+
+def use_stacked_experts(layer: nn.Module, config: PreTrainedConfig) -> None:
+    """Replace the experts of a layer on the meta device by modules of the usual layout."""
+    for name, module in list(layer.named_modules()):
+        make = _REPLACED.get(type(module).__name__)
+        if make is not None:
+            layer.set_submodule(name, make(config, module))
+
+
+def _stacks(
+    count: int, features: int, hidden: int, dtype: torch.dtype
+) -> tuple[nn.Parameter, nn.Parameter]:
+    """Return ``[E, 2F, H]`` and ``[E, H, F]`` without memory."""
+    return (
+        nn.Parameter(torch.empty(count, 2 * features, hidden, dtype=dtype, device="meta")),
+        nn.Parameter(torch.empty(count, hidden, features, dtype=dtype, device="meta")),
+    )
+
+
+def _run_one_by_one(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Run experts one after the other, as transformers does without another implementation."""
+    output = torch.zeros_like(hidden)
+    for expert in range(experts.num_experts):
+        token, choice = torch.where(index == expert)
+        biases = [getattr(experts, f"{name}_bias", None) for name in ("gate_up_proj", "down_proj")]
+        first, last = (None if bias is None else bias[expert] for bias in biases)
+        values = nn.functional.linear(hidden[token], experts.gate_up_proj[expert], first)
+        values = nn.functional.linear(experts._apply_gate(values), experts.down_proj[expert], last)
+        output.index_add_(0, token, (values * weights[token, choice, None]).to(output.dtype))
+    return output
+
+
+def load_config(model_dir: Path | str) -> PreTrainedConfig:
+    """Read ``config.json`` of ``model_dir`` and choose the attention function.
+
+    Only configuration classes of transformers are used: ``auto_map`` is ignored.
+
+    Raises:
+        SpecError: the file is missing or not JSON, ``model_type`` is unknown, transformers rejects
+            a field, or the model is not a plain decoder.
+    """
+    return load_skeleton(model_dir)[0]
+
+
+def load_skeleton(model_dir: Path | str) -> tuple[PreTrainedConfig, Skeleton]:
+    """Return the configuration of :func:`load_config` and the skeleton of its model."""
+    return prepare_config(read_config(model_fields(model_dir), str(Path(model_dir) / CONFIG_FILE)))
+
+
+def read_config(fields: Mapping[str, Any], path: str) -> PreTrainedConfig:
+    """Read the fields of a ``config.json`` with the classes of transformers.
+
+    Of a multimodal model, the configuration is that of its language model.
+
+    Args:
+        fields: from ``model_fields``.
+        path: of the file, for messages.
+
+    Raises:
+        SpecError: ``model_type`` is unknown, or transformers rejects a field.
+    """
+    language = dict(language_fields(fields))
+    model_type = language.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        raise bad_field(path, "model_type", model_type, "a family that transformers knows")
+    try:
+        config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(language)
+    except Exception as error:  # transformers validates with many exception types
+        raise SpecError(f"{path}: transformers rejects this configuration: {error}") from error
+    return config
+
+
+def prepare_config(config: PreTrainedConfig) -> tuple[PreTrainedConfig, Skeleton]:
+    """Return a copy with the functions that transformers chooses, and the model's skeleton.
+
+    Raises:
+        SpecError: the model is not a plain decoder.
+    """
+    prepared = copy.deepcopy(config)
+    _check_layers(prepared)
+    family = family_of(prepared.model_type)
+    if family.unsupported is not None:
+        raise SpecError(f"model family {family.name}: not supported: {family.unsupported}")
+    if not family.is_tested:
+        _logger.warning("family %s was not tested against transformers", family.name)
+    skeleton = Skeleton.of(prepared)
+    chosen = skeleton.model.config
+    prepared._attn_implementation = chosen._attn_implementation
+    if hasattr(chosen, "_experts_implementation"):
+        prepared._experts_implementation = chosen._experts_implementation
+    return prepared, skeleton
+
+
+def _check_layers(config: PreTrainedConfig) -> None:
+    count = getattr(config, "num_hidden_layers", None)
+    if type(count) is not int or not 1 <= count <= MAX_LAYERS:
+        raise bad_field("config.json", "num_hidden_layers", count, f"1 to {MAX_LAYERS}")
+    kinds = getattr(config, "layer_types", None)
+    if kinds and len(kinds) != count:
+        raise bad_field("config.json", "layer_types", kinds, f"one of each of {count} layers")
+    if getattr(config, "alibi", False):
+        raise bad_field("config.json", "alibi", config.alibi, "rotary positions")
+    _check_hand_over(config)
+    for index in range(count):
+        layer_window(config, index)
+        layer_chunk(config, index)
+
+
+def _check_hand_over(config: PreTrainedConfig) -> None:
+    """Raise an error if layers need more than hidden states, in a way that is not known here."""
+    needs = {
+        "num_kv_shared_layers": "layers read keys and values of earlier layers",
+        "hidden_size_per_layer_input": "every layer has embeddings of its own",
+        "altup_num_inputs": "a token has several hidden states",
+    }
+    for field, reason in needs.items():
+        value = getattr(config, field, None)
+        if value and not family_of(config.model_type).sends_more:
+            others = " and ".join(one.name for one in known_families() if one.sends_more)
+            raise SpecError(
+                f"model family {config.model_type}: field '{field}' = {value}: {reason}, which "
+                f"stages send on for {others} only; such a model is planned, not run"
+            )
+    kv_sources(config)
+
+
+def kv_sources(config: PreTrainedConfig) -> tuple[int | None, ...]:
+    """Return for every layer the earlier layer whose keys and values it reads.
+
+    The last ``num_kv_shared_layers`` layers read those of the last layer of their kind before them
+    (Gemma 3n, Gemma 4); other layers read their own: ``None``.
+
+    Raises:
+        SpecError: there is no such layer before them.
+    """
+    count: int = config.num_hidden_layers
+    shared: int = getattr(config, "num_kv_shared_layers", None) or 0
+    if not shared:
+        return (None,) * count
+    kinds: Sequence[str] = getattr(config, "layer_types", None) or ()
+    first = count - shared
+    last_of_kind = {kind: index for index, kind in enumerate(kinds[: max(0, first)])}
+    if any(kind not in last_of_kind for kind in kinds) or len(kinds) != count:
+        raise bad_field(
+            "config.json", "num_kv_shared_layers", shared, "layers of every kind before them"
+        )
+    return tuple(None if index < first else last_of_kind[kind] for index, kind in enumerate(kinds))
+
+
+def layer_window(config: PreTrainedConfig, index: int) -> int | None:
+    """Return the attention window of layer ``index`` in tokens; ``None`` for none.
+
+    Raises:
+        SpecError: the attention type of the layer is neither full, sliding nor chunked.
+    """
+    window: int | None = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)
+    if not layer_types:
+        return window
+    kind = layer_types[index]
+    if kind == "sliding_attention":
+        return window
+    if kind in ("full_attention", "chunked_attention"):
+        return None
+    raise SpecError(
+        f"model family {config.model_type}: layer {index} is '{kind}', expected full_attention, "
+        "sliding_attention or chunked_attention; layers with a recurrent state or another pattern "
+        "are planned, not run"
+    )
+
+
+def layer_chunk(config: PreTrainedConfig, index: int) -> int | None:
+    """Return the size of the chunks that attend to themselves in layer ``index`` (Llama 4).
+
+    Returns:
+        ``None`` for a layer without chunks.
+
+    Raises:
+        SpecError: the layer has chunks and the configuration has no size of them.
+    """
+    layer_types = getattr(config, "layer_types", None)
+    if not layer_types or layer_types[index] != "chunked_attention":
+        return None
+    chunk: int | None = getattr(config, "attention_chunk_size", None)
+    if chunk is None:
+        raise bad_field("config.json", "attention_chunk_size", chunk, "tokens of a chunk")
+    return chunk
+
+
+def has_latent_attention(config: PreTrainedConfig) -> bool:
+    """Return whether a token leaves a latent vector in the cache (DeepSeek-V2, Sec. 2.1)."""
+    return getattr(config, "kv_lora_rank", None) is not None
+
+
+def kv_shapes(config: PreTrainedConfig, first_layer: int, end_layer: int) -> tuple[KVShape, ...]:
+    """Return the KV shapes of layers ``[first_layer, end_layer)``.
+
+    Of several layers that read keys and values of one layer, only the first keeps a copy, and none
+    if that layer is among them: the others have no heads.
+    """
+    sources, kept, found = kv_sources(config), set(range(first_layer, end_layer)), []
+    for index in range(first_layer, end_layer):
+        source = sources[index]
+        shape = layer_kv_shape(config, index if source is None else source)
+        is_read_elsewhere = source is not None and source in kept
+        found.append(replace(shape, heads=0) if is_read_elsewhere else shape)
+        if source is not None:
+            kept.add(source)
+    return tuple(found)
+
+
+def layer_kv_shape(config: PreTrainedConfig, index: int) -> KVShape:
+    """Return the shape of the keys and values that a layer makes."""
+    layers: Sequence[PreTrainedConfig] | None = getattr(config, "per_layer_config", None)
+    shape = _kv_shape(config if layers is None else layers[index])  # layers of Gemma 4 differ
+    return replace(shape, window=layer_window(config, index), chunk=layer_chunk(config, index))
+
+
+def largest_window(config: PreTrainedConfig) -> int | None:
+    """Return the largest window, or chunk that attends to itself, of all layers."""
+    count = config.num_hidden_layers
+    windows = [layer_kv_shape(config, index).kept_tokens or 0 for index in range(count)]
+    return max(windows) or None
+
+
+def _kv_shape(config: PreTrainedConfig) -> KVShape:
+    if has_latent_attention(config):
+        return KVShape(heads=1, head_dim=config.kv_lora_rank, value_dim=config.qk_rope_head_dim)
+    head_dim = getattr(config, "head_dim", None) or (
+        config.hidden_size // config.num_attention_heads
+    )
+    return KVShape(heads=_kv_heads(config), head_dim=head_dim)
+
+
+def _kv_heads(config: PreTrainedConfig) -> int:
+    is_shared: bool | None = getattr(config, "multi_query", None)
+    if is_shared is not None and not getattr(config, "new_decoder_architecture", False):
+        return 1 if is_shared else int(config.num_attention_heads)
+    named = (getattr(config, name, None) for name in ("num_key_value_heads", "num_kv_heads"))
+    return next((heads for heads in named if heads), int(config.num_attention_heads))

@@ -24,9 +24,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from llmpq.models.adapter import Skeleton, fill_constants
+from llmpq.models.adapter import Skeleton, fill_constants, kv_sources, layer_kv_shape
 from llmpq.models.attention import KVShape
-from llmpq.models.config import kv_sources, layer_kv_shape
 
 SharedKV = dict[str | int, tuple[Tensor, Tensor]]
 """Keys and values of a step, ``[1, h, N, d]`` each, by kind or by index of the layer that made

@@ -15,10 +15,9 @@ from llmpq.batching.speculation import SpeculativeConfig, row_cost_of
 from llmpq.errors import SpecError
 from llmpq.options.engine import MAX_SEQUENCES, EngineOptions
 from llmpq.spec.catalog import resolve_model
-from llmpq.spec.facts.length_scaling import LengthScaling
-from llmpq.spec.facts.model_fields import absolute_model_path
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.model import ModelSpec
+from llmpq.spec.model_files.config import LengthScaling, absolute_model_path
 from llmpq.spec.plan import Plan
 from llmpq.spec.precision import DTYPE_BYTES, Phase
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE, PROMPT_CHUNK_TOKENS, kept_blocks

@@ -36,7 +36,7 @@ from llmpq.errors import SpecError
 from llmpq.models import DecoderStage, Master, kv_shapes, load_config
 from llmpq.profiler.grid import Shape
 from llmpq.quant.loading.loader import load_master, load_stage
-from llmpq.spec.huggingface.gptq import stored_head
+from llmpq.spec.huggingface.quantization import stored_head
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import Phase
 from llmpq.spec.tables import MASTER_BITS, master_bits

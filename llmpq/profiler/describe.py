@@ -18,18 +18,17 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from llmpq.errors import SpecError
-from llmpq.models.config import kv_sources, read_config
-from llmpq.models.expert_layouts import use_stacked_experts
+from llmpq.models.adapter import kv_sources, read_config, use_stacked_experts
 from llmpq.models.master import layout_of
 from llmpq.quant.modules.layer import has_plain_experts, is_router
-from llmpq.spec.facts.model_fields import (
+from llmpq.spec.huggingface.config import Config
+from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
+from llmpq.spec.model_files.config import (
     CONFIG_FILE,
     absolute_model_path,
+    language_fields,
     model_fields,
 )
-from llmpq.spec.huggingface.config import Config
-from llmpq.spec.huggingface.language import language_fields
-from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
 from llmpq.spec.precision import Dtype
 
 _TOKENS = 3

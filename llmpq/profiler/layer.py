@@ -28,7 +28,7 @@ from llmpq.dist.metrics.measurement import (
     is_busy,
     provenance_line,
 )
-from llmpq.kernels.gpu.device import open_device
+from llmpq.kernels.base import open_device
 from llmpq.logging import get_logger
 from llmpq.profiler.bench import (
     LONG_S,

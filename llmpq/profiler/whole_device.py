@@ -28,7 +28,7 @@ from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.metrics.measurement import TakenShare
 from llmpq.dist.metrics.stats import synchronize
 from llmpq.dist.transport.frames import Row
-from llmpq.kernels.gpu.device import open_device
+from llmpq.kernels.base import open_device
 from llmpq.models import DecoderStage, kv_shapes
 from llmpq.models.adapter import Skeleton
 from llmpq.profiler.grid import Shape

@@ -4,8 +4,13 @@
 in place; ``llmpq.quant.loading.loader``, which imports transformers, loads a checkpoint.
 """
 
-from llmpq.quant.modules.layer import quantize_layer_, stored_bytes
-from llmpq.quant.modules.linear import DenseLinear, QuantExperts, QuantLinear
+from llmpq.quant.modules.layer import (
+    DenseLinear,
+    QuantExperts,
+    QuantLinear,
+    quantize_layer_,
+    stored_bytes,
+)
 from llmpq.quant.quantizers.rtn import quantize
 
 __all__ = [

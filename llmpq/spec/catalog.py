@@ -29,10 +29,10 @@ from llmpq.spec.devices.figures import (
     completed,
 )
 from llmpq.spec.fields import Fields, from_json, read_json
-from llmpq.spec.gguf.header import find_gguf
 from llmpq.spec.huggingface.described import read_model_file
 from llmpq.spec.huggingface.families import load_model_dir, model_from_config
 from llmpq.spec.model import ModelSpec
+from llmpq.spec.model_files.weight_headers import find_gguf
 
 REFERENCE = {"cpu": "cpu", "cuda": "RTX3090", "mps": "M1", "xpu": "Arc-A770"}
 """By kind, the type whose figures a described device has where it states none."""

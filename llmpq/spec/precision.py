@@ -7,7 +7,7 @@ tested against them byte for byte.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
@@ -116,20 +116,16 @@ class StorageFormat:
 
     Attributes:
         channel_bytes: additional bytes per output channel.
-        stored_bits: bits of a code, ``None`` for those of the precision.
         scale_bytes: bytes of a scale or zero point, ``None`` for those of the run's dtype.
     """
 
     channel_bytes: int = 0
-    stored_bits: int | None = None
     scale_bytes: int | None = None
 
 
 LAWS: dict[str, StorageFormat] = {
     # oneDNN's column sums, which correct for the zero point of the activations.
     "cpu_int8": StorageFormat(channel_bytes=4),
-    # 3-bit codes in 4 bits each, a third more than a plan counts. Chosen by name only.
-    "cpu_int4_widened": StorageFormat(stored_bits=4),
     "bnb_int8": StorageFormat(scale_bytes=4),
     "bnb_int8_cpu": StorageFormat(scale_bytes=4),
 }
@@ -139,19 +135,11 @@ LAWS: dict[str, StorageFormat] = {
 def stored_bytes(
     kernel: str | None, precision: Precision, dtype: Dtype, out_features: int, in_features: int
 ) -> int:
-    """Return the bytes of one weight as ``kernel`` stores it (``None``: the default), without bias.
-
-    Raises:
-        SpecError: the kernel does not support the precision.
-    """
+    """Return the bytes of one weight as ``kernel`` stores it (``None``: the default), no bias."""
     law = LAWS.get(kernel or "", StorageFormat())
     value_bytes = DTYPE_BYTES[dtype]
     if precision.bits == 16:
         return linear_bytes(out_features, in_features, precision, value_bytes)
-    if law.stored_bits is not None:
-        if precision.bits > law.stored_bits:
-            raise SpecError(f"kernel '{kernel}': found {precision}, expected 3 or 4 bits")
-        precision = replace(precision, bits=law.stored_bits)
     total = linear_bytes(out_features, in_features, precision, law.scale_bytes or value_bytes)
     return total + law.channel_bytes * out_features
 

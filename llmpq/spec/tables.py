@@ -33,8 +33,8 @@ from llmpq.spec.fields import (
     to_json,
     write_text,
 )
-from llmpq.spec.gguf.header import find_gguf, read_header
 from llmpq.spec.model import ModelSpec
+from llmpq.spec.model_files.weight_headers import find_gguf, read_gguf_header
 from llmpq.spec.precision import BITS, Phase
 
 MASTER_BITS = 0
@@ -417,7 +417,7 @@ def weights_digest(model_dir: str | Path) -> str:
     gguf = find_gguf(model_dir)
     files = sorted(Path(model_dir).glob("*.safetensors"))
     if gguf is not None:
-        files = list(read_header(gguf).files)
+        files = list(read_gguf_header(gguf).files)
     if not files:
         raise SpecError(f"{model_dir}: found no safetensors files, expected the weights")
     try:

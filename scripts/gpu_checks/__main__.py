@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from llmpq.kernels.gpu.device import open_device
+from llmpq.kernels.base import open_device
 from scripts.gpu_checks import kernels, machine, runtime, sizes
 from scripts.gpu_checks.harness import (
     SYNCHRONOUS,

@@ -16,10 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from llmpq.kernels import BACKENDS, KernelBackend, PackedWeight, PreparedWeight
+from llmpq.kernels.base import open_device, packed_row_bytes
 from llmpq.kernels.gpu.cuda import CudaInt4Backend, CudaInt8Backend
-from llmpq.kernels.gpu.device import open_device
 from llmpq.kernels.gpu.triton_int import TritonIntBackend, dequantize, multiply
-from llmpq.kernels.packed import packed_row_bytes
 from llmpq.spec.precision import Precision, default_precision
 from scripts.gpu_checks.harness import FailedError, Row, Setting, SkippedError
 

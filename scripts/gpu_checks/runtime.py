@@ -33,8 +33,7 @@ from llmpq.dist.metrics.progress import SilentProgress
 from llmpq.dist.metrics.stats import synchronize
 from llmpq.models import DecoderStage, PackedBatch, kv_shapes
 from llmpq.quant.loading.loader import load_stage
-from llmpq.quant.modules.layer import stored_bytes
-from llmpq.quant.modules.linear import QuantLinear
+from llmpq.quant.modules.layer import QuantLinear, stored_bytes
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 from llmpq.spec.plan import (
     MemoryParts,

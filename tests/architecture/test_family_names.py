@@ -17,12 +17,10 @@ FOLDER = Path(families.__file__).parent
 RECORDS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
 OTHERS = {
     "llmpq/cli/plan_options.py": {"bloom", "opt"},
-    "llmpq/models/attention.py": {"llama"},
-    "llmpq/models/attention_patches.py": {
-        "bloom", "codegen", "falcon", "gptj", "llama4text", "mpt",
+    "llmpq/models/adapter.py": {"dbrx", "gptoss", "llama4text"},
+    "llmpq/models/attention.py": {
+        "bloom", "codegen", "falcon", "gptj", "llama", "llama4text", "mpt",
     },
-    "llmpq/models/config.py": {"gemma"},
-    "llmpq/models/expert_layouts.py": {"dbrx", "gptoss", "llama4text"},
     "llmpq/profiler/whole_device.py": {"llama"},
     "llmpq/quant/modules/layer.py": {"dbrx", "jetmoe", "llama"},
     "llmpq/spec/catalog.py": {"bloom", "opt"},

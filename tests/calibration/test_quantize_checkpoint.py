@@ -16,7 +16,7 @@ from llmpq.quant import QuantLinear
 from llmpq.quant.checkpoint.reader import GptqCheckpoint
 from llmpq.quant.loading.loader import load_master, load_stage
 from llmpq.quant.quantizers.gptq import GptqOptions
-from llmpq.spec.huggingface.gptq import is_gptq
+from llmpq.spec.huggingface.quantization import is_gptq
 from llmpq.spec.precision import Precision, unquantized
 
 torch.set_num_threads(1)

@@ -21,8 +21,7 @@ from llmpq.errors import SpecError
 from llmpq.models import Checkpoint
 from llmpq.quant.checkpoint.reader import GptqCheckpoint
 from llmpq.quant.loading.loader import load_master, load_stage
-from llmpq.quant.modules.layer import stored_bytes
-from llmpq.quant.modules.linear import QuantHead
+from llmpq.quant.modules.layer import QuantHead, stored_bytes
 from llmpq.quant.quantizers.gptq import GptqOptions
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.precision import Precision

@@ -14,8 +14,7 @@ from llmpq.costmodel.exact_bytes import (
 from llmpq.costmodel.memory import temporary_bytes
 from llmpq.dist.kv.cache import KVCache
 from llmpq.models import build_layer, kv_shapes, load_config
-from llmpq.quant.modules.layer import quantize_layer_, stored_bytes
-from llmpq.quant.modules.linear import QuantLinear
+from llmpq.quant.modules.layer import QuantLinear, quantize_layer_, stored_bytes
 from llmpq.spec import catalog
 from llmpq.spec.huggingface.families import load_model_dir, model_from_config
 from llmpq.spec.plan import MicroBatching

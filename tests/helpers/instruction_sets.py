@@ -9,12 +9,12 @@ from unittest import mock
 import pytest
 
 from llmpq.dist.engine import compiled_steps
+from llmpq.kernels import registry
 from llmpq.kernels.cpu import (
-    compiled_backends,
     dense,
+    native,
     paged_attention,
     step,
-    tiles,
     torch_kernels,
 )
 from llmpq.kernels.cpu.native import (
@@ -62,16 +62,9 @@ def using(name: str) -> Iterator[None]:
         "has_bf16_products": lambda: name in WITH_BF16,
         "has_u8_matmul": lambda: name in WITH_VNNI,
     }
-    modules = (
-        compiled_backends,
-        compiled_steps,
-        dense,
-        torch_kernels,
-        paged_attention,
-        step,
-        tiles,
-    )
+    modules = (compiled_steps, dense, paged_attention, registry, step, torch_kernels)
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(native, "library", replaced["library"]))
         for module in modules:
             for function, by in replaced.items():
                 if hasattr(module, function):

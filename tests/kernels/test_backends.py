@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from llmpq.errors import SpecError
 from llmpq.kernels import BACKENDS, PackedWeight
-from llmpq.kernels.packed import pack_codes
+from llmpq.kernels.base import pack_codes
 from llmpq.kernels.registry import Scratch
 from llmpq.spec.precision import Precision, linear_bytes
 
@@ -99,32 +99,24 @@ def test_a_default_backend_keeps_the_bytes_that_plans_count(name, dtype):
         assert law <= backend.stored_bytes(precision, dtype, 4096, 4096) <= 1.001 * law
 
 
-def test_widened_three_bits_weigh_four():
-    backend = BACKENDS["cpu_int4_widened"]
-    stored = backend.stored_bytes(Precision(bits=3), torch.bfloat16, 256, 256)
-    assert stored == linear_bytes(256, 256, Precision(bits=4), 2)
-    assert backend.capability.default_dtypes == ()
-
-
 @pytest.mark.parametrize("rows", [16, 48, 64, 80, 208])
 def test_int4_layout_in_blocks_is_that_of_the_whole(rows, monkeypatch):
-    monkeypatch.setattr("llmpq.kernels.packed._BLOCK_ELEMENTS", 64 * COLUMNS)
+    monkeypatch.setattr("llmpq.kernels.base._BLOCK_ELEMENTS", 64 * COLUMNS)
     packed = random_packed(Precision(bits=4), torch.bfloat16, rows=rows)
     layout, _ = BACKENDS["cpu_int4"].prepare(packed).tensors
     codes = packed.signed_rows(slice(None)).to(torch.int32) + 8
     assert torch.equal(layout, torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1))
 
 
-@pytest.mark.parametrize("name", ["cpu_int4", "cpu_int4_widened"])
 @pytest.mark.parametrize("rows", [64, 80])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_int4_gives_one_answer_for_few_rows_and_for_many(name, rows, has_bias):
-    bits = BACKENDS[name].capability.bits[0]
-    prepared = BACKENDS[name].prepare(random_packed(Precision(bits=bits), torch.bfloat16, rows))
+def test_int4_gives_one_answer_for_few_rows_and_for_many(rows, has_bias):
+    backend = BACKENDS["cpu_int4"]
+    prepared = backend.prepare(random_packed(Precision(bits=4), torch.bfloat16, rows))
     x = torch.randn(2, 70, COLUMNS, generator=torch.Generator().manual_seed(4)).to(torch.bfloat16)
     bias = torch.randn(rows).to(torch.bfloat16) if has_bias else None
-    many = BACKENDS[name].linear(x, prepared, bias)
-    few = BACKENDS[name].linear(x[:, :5], prepared, bias)
+    many = backend.linear(x, prepared, bias)
+    few = backend.linear(x[:, :5], prepared, bias)
     assert many.shape == (2, 70, rows)
     torch.testing.assert_close(many[:, :5], few, atol=0.02, rtol=0.02)
 

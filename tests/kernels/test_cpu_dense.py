@@ -23,8 +23,13 @@ from llmpq.kernels.cpu.dense import (
     prepacked_linear,
 )
 from llmpq.kernels.cpu.kernel_choice import TRIED_ROWS
-from llmpq.kernels.cpu.native import has_bf16_products, library
-from llmpq.kernels.cpu.tiles import dense_product, float_product, rows_of_tiles
+from llmpq.kernels.cpu.native import (
+    dense_product,
+    float_product,
+    has_bf16_products,
+    library,
+    rows_of_tiles,
+)
 from llmpq.spec.runtime_constants import PANEL_ROWS
 
 torch.set_num_threads(1)

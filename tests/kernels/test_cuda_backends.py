@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from llmpq.errors import SpecError
 from llmpq.kernels import BACKENDS, choose_backend
+from llmpq.kernels.base import PackedWeight, pack_codes
 from llmpq.kernels.gpu.cuda import (
     BitsAndBytesInt8Backend,
     CudaInt4Backend,
@@ -15,7 +16,6 @@ from llmpq.kernels.gpu.cuda import (
     swapped_halves,
 )
 from llmpq.kernels.gpu.triton_int import why_missing
-from llmpq.kernels.packed import PackedWeight, pack_codes
 from llmpq.spec.precision import Precision, default_precision, linear_bytes
 
 torch.set_num_threads(1)

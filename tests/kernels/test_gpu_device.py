@@ -13,9 +13,9 @@ from llmpq.calibration.stats import Moments
 from llmpq.dist.engine import engine
 from llmpq.evals import score
 from llmpq.indicator import rounding
+from llmpq.kernels import base
+from llmpq.kernels.base import exact_dtype, open_device
 from llmpq.kernels.gpu import cuda, triton_int
-from llmpq.kernels.gpu import device as gpu_device
-from llmpq.kernels.gpu.device import exact_dtype, open_device
 from llmpq.kernels.registry import choose_backend
 from llmpq.quant.loading import loader
 from llmpq.quant.loading.loader import load_stage
@@ -146,7 +146,7 @@ SUMS: dict[str, Callable[[], object]] = {
 def test_a_device_without_float64_is_not_asked_for_it(monkeypatch, what):
     with pytest.raises(TypeError, match="float64"), NoFloat64():
         SUMS[what]()
-    for module in (gpu_device, score, rounding):
+    for module in (base, score, rounding):
         monkeypatch.setattr(module, "exact_dtype", lambda _: torch.float32)
     monkeypatch.setattr("llmpq.calibration.stats.exact_dtype", lambda _: torch.float32)
     with NoFloat64():

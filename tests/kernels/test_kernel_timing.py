@@ -7,8 +7,13 @@ import pytest
 import torch
 
 from llmpq.kernels.cpu import kernel_choice
-from llmpq.kernels.cpu.native import has_bf16_products, library
-from llmpq.kernels.cpu.tiles import bf16_product, prepared_tiles, to_tiles
+from llmpq.kernels.cpu.native import (
+    bf16_product,
+    has_bf16_products,
+    library,
+    prepared_tiles,
+    to_tiles,
+)
 from llmpq.quant import quantize
 from llmpq.spec.precision import Precision
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmpq.errors import SpecError
-from llmpq.kernels.packed import (
+from llmpq.kernels.base import (
     PACKED_BITS,
     PackedWeight,
     pack_codes,

@@ -73,7 +73,7 @@ def test_rounded_activations_can_be_asked_for_and_avoided(bits, dtype):
     ],
 )
 def test_defaults_without_a_compiler(bits, dtype, expected, monkeypatch):
-    monkeypatch.setattr("llmpq.kernels.cpu.compiled_backends.library", lambda: None)
+    monkeypatch.setattr("llmpq.kernels.registry.library", lambda: None)
     assert choose_backend("cpu", default_precision(bits), dtype, 1024, 1024).name == expected
 
 
@@ -98,10 +98,10 @@ def test_shapes_outside_the_rule_fall_back(out_features, in_features, precision)
 
 
 def test_prefer_overrides_the_default_where_it_can():
-    precision = default_precision(3)
-    asked = choose_backend("cpu", precision, torch.bfloat16, 64, 128, prefer="cpu_int4_widened")
-    assert asked.name == "cpu_int4_widened"
-    odd_shape = choose_backend("cpu", precision, torch.bfloat16, 63, 128, prefer="cpu_int4_widened")
+    precision = default_precision(4)
+    asked = choose_backend("cpu", precision, torch.bfloat16, 64, 128, prefer="cpu_int4")
+    assert asked.name == "cpu_int4"
+    odd_shape = choose_backend("cpu", precision, torch.bfloat16, 63, 128, prefer="cpu_int4")
     assert odd_shape.name == "reference"
 
 

@@ -24,10 +24,11 @@ from llmpq.kernels.cpu.step import (
     append_experts,
 )
 from llmpq.kernels.registry import choose_backend
-from llmpq.models.expert_layouts import ClampedGate
-from llmpq.quant.modules.linear import GatedActivation, QuantExperts, QuantLinear
-from llmpq.quant.modules.steps.append import routed, router_like
+from llmpq.models.adapter import ClampedGate
+from llmpq.quant.modules.layer import GatedActivation, QuantExperts, QuantLinear
+from llmpq.quant.modules.step_compiler import MixtureParts, routed, router_of
 from llmpq.quant.quantizers.rtn import quantize
+from llmpq.spec.families import family_of
 from llmpq.spec.precision import default_precision
 
 HAS_STEPS = library() is not None and has_steps(instruction_set())
@@ -58,13 +59,36 @@ def _random(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _router(kind, dtype):
-    """A router with random weights, and its correction."""
-    model_type, router_class, fields = ROUTERS[kind]
+def _config(kind):
+    model_type, _, fields = ROUTERS[kind]
     config = tiny_config(model_type, {"hidden_size": HIDDEN, "num_experts_per_tok": 5, **COUNTS})
     for name, value in fields.items():
         setattr(config, name, value)
-    router, correction = router_class(config), None
+    return config
+
+
+def _parts(correction=None, score="softmax", normalizes=True):
+    return MixtureParts(
+        router="gate",
+        score=score,
+        normalizes=normalizes,
+        experts="experts",
+        shared=None,
+        shared_gate=None,
+        correction=correction,
+    )
+
+
+def _kind(kind):
+    """The kind of router in the record of the family."""
+    found = family_of(ROUTERS[kind][0]).feed_forward.kind
+    return {"score": found.score, "normalizes": found.normalizes_in(_config(kind))}
+
+
+def _router(kind, dtype):
+    """A router with random weights, and its correction."""
+    router_class = ROUTERS[kind][1]
+    router, correction = router_class(_config(kind)), None
     for name, tensor in (*router.named_parameters(), *router.named_buffers()):
         is_correction = "e_score_correction" in name
         tensor.data = _random(*tensor.shape, seed=1) * (0.02 if is_correction else 0.2)
@@ -98,13 +122,13 @@ def _matrices(linears):
             for one in linears]  # fmt: skip
 
 
-def _compare(router, correction, experts, rows, dtype, *, activation="silu", **shared):
+def _compare(router, correction, experts, rows, dtype, *, activation="silu", kind=None, **shared):
     """Compare the rows whose experts are clear; return how many there are."""
     program = StepProgram(dtype)
     x, y = program.buffer("x", HIDDEN), program.buffer("y", HIDDEN)
     x.copy_(_random(*x.shape, seed=7))
     found = RowExperts(
-        router=router_like(router, HIDDEN, dtype, correction),
+        router=router_of(router, HIDDEN, dtype, _parts(correction, **(kind or {}))),
         ups=_matrices(experts.gate_up),
         downs=_matrices(experts.down),
         activation=activation,
@@ -126,9 +150,22 @@ def _compare(router, correction, experts, rows, dtype, *, activation="silu", **s
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ROUTERS)
-def test_router_is_recognized_by_its_values(kind, dtype):
+def test_router_is_of_the_kind_in_the_record_of_its_family(kind, dtype):
     router, correction = _router(kind, dtype)
-    assert _compare(router, correction, _experts(44, dtype), 32, dtype) > 12
+    experts = _experts(44, dtype)
+    assert _compare(router, correction, experts, 32, dtype, kind=_kind(kind)) > 12
+
+
+@pytest.mark.parametrize("kind", ROUTERS)
+def test_router_of_another_kind_than_the_record_says_is_an_error(kind):
+    found = _kind(kind)
+    wrong = [found | {"score": "softmax" if found["score"] == "sigmoid" else "sigmoid"}]
+    if found["score"] != "sparse mixer":
+        wrong.append(found | {"normalizes": not found["normalizes"]})
+    router, correction = _router(kind, torch.float32)
+    for other in wrong:
+        with pytest.raises(UnsupportedStepError, match=f"the router {type(router).__name__}"):
+            router_of(router, HIDDEN, torch.float32, _parts(correction, **other))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -155,7 +192,7 @@ def test_a_row_alone_has_the_numbers_it_has_among_others():
         x, y = program.buffer("x", HIDDEN), program.buffer("y", HIDDEN)
         x.copy_(_random(*x.shape, seed=7))
         row = RowExperts(
-            router=router_like(router, HIDDEN, torch.bfloat16, None),
+            router=router_of(router, HIDDEN, torch.bfloat16, _parts()),
             ups=_matrices(experts.gate_up),
             downs=_matrices(experts.down),
             activation="silu",
@@ -198,7 +235,7 @@ def test_rows_that_are_no_numbers_have_experts():
     x.fill_(torch.nan)
     experts = _experts(44, torch.float32)
     row = RowExperts(
-        router=router_like(router, HIDDEN, torch.float32, None),
+        router=router_of(router, HIDDEN, torch.float32, _parts()),
         ups=_matrices(experts.gate_up),
         downs=_matrices(experts.down),
         activation="silu",
@@ -218,7 +255,7 @@ def test_router_of_another_kind_is_an_error():
     router = _OtherRouter(tiny_config("qwen3_moe", {"hidden_size": HIDDEN, **COUNTS}))
     router.weight.data = _random(44, HIDDEN)
     with pytest.raises(UnsupportedStepError, match="the router _OtherRouter"):
-        router_like(router, HIDDEN, torch.float32, None)
+        router_of(router, HIDDEN, torch.float32, _parts())
 
 
 def test_groups_of_experts_are_another_kind():
@@ -226,4 +263,4 @@ def test_groups_of_experts_are_another_kind():
     router = Glm4MoeTopkRouter(tiny_config("glm4_moe", fields)).requires_grad_(False)
     router.weight.data = _random(44, HIDDEN)
     with pytest.raises(UnsupportedStepError, match="the router Glm4MoeTopkRouter"):
-        router_like(router, HIDDEN, torch.float32, torch.zeros(44))
+        router_of(router, HIDDEN, torch.float32, _parts(torch.zeros(44), **_kind("scaled")))

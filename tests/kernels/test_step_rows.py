@@ -15,7 +15,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from llmpq.kernels.cpu.native import has_steps, instruction_set, library
 from llmpq.kernels.cpu.paged_attention import PagedTokens
 from llmpq.kernels.cpu.step import ACTIVATIONS, StepProgram, UnsupportedStepError
-from llmpq.quant.modules.steps.append import activation_like, norm_like
+from llmpq.quant.modules.step_compiler import activation_like, norm_like
 
 HAS_STEPS = library() is not None and has_steps(instruction_set())
 pytestmark = pytest.mark.skipif(not HAS_STEPS, reason="needs AVX-512 and a C compiler")

@@ -11,25 +11,23 @@ from helpers.instruction_sets import OWN, RUNNABLE, those, using
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmpq.kernels.base import PACKED_BITS, PackedWeight, pack_codes
 from llmpq.kernels.cpu.native import (
-    has_bf16_products,
-    has_int8,
-    library,
-)
-from llmpq.kernels.cpu.tiles import (
     TILE_COLUMNS,
     TILE_ROWS,
     TiledWeight,
     bf16_product,
     fits_tiles,
     float_product,
+    has_bf16_products,
+    has_int8,
     int8_product,
+    library,
     packed_int8_product,
     prepared_tiles,
     rows_of_tiles,
     to_tiles,
 )
-from llmpq.kernels.packed import PACKED_BITS, PackedWeight, pack_codes
 from llmpq.spec.precision import Precision, linear_bytes
 
 torch.set_num_threads(1)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from llmpq.kernels.base import unpack_signed
 from llmpq.kernels.gpu.triton_int import TritonIntBackend, launch_failure, segments, to_planes
-from llmpq.kernels.packed import unpack_signed
 from llmpq.spec.precision import Precision
 
 needs_triton = pytest.mark.skipif(

@@ -7,10 +7,10 @@ import torch
 from torch.nn import functional as F
 
 from llmpq.errors import SpecError
+from llmpq.kernels.base import PackedWeight, pack_codes
 from llmpq.kernels.gpu import triton_int
 from llmpq.kernels.gpu.cuda import read_int4pack_into
 from llmpq.kernels.gpu.triton_int import TritonIntBackend, dequantize, launch_failure, multiply
-from llmpq.kernels.packed import PackedWeight, pack_codes
 from llmpq.spec.precision import Precision, linear_bytes
 
 torch.set_num_threads(1)

@@ -12,13 +12,16 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from llmpq.models import PackedBatch
 from llmpq.models.attention import (
+    AlibiAttention,
     LayerAttention,
     ScoreOptions,
     StepAttention,
+    alibi_bias,
     attend_last,
     keys_before,
+    mpt_slopes,
+    use_own_attention,
 )
-from llmpq.models.attention_patches import AlibiAttention, alibi_bias, mpt_slopes, use_own_attention
 from llmpq.models.stage import BlockwiseActivation, use_blockwise_activation
 from llmpq.spec.runtime_constants import ACTIVATION_BLOCK_VALUES, SCORE_BLOCK_TOKENS
 

@@ -11,8 +11,14 @@ from llmpq.batching.blocks import blocks_of
 from llmpq.dist.kv.cache import KVCache
 from llmpq.errors import SpecError
 from llmpq.models import KVShape, PackedBatch
-from llmpq.models.attention import ScoreOptions, StepAttention, keys_before, use_packed_attention
-from llmpq.models.attention_patches import alibi_bias, alibi_slopes
+from llmpq.models.attention import (
+    ScoreOptions,
+    StepAttention,
+    alibi_bias,
+    alibi_slopes,
+    keys_before,
+    use_packed_attention,
+)
 
 torch.set_num_threads(1)
 

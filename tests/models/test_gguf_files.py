@@ -21,8 +21,7 @@ from llmpq.dist.io.model_files import eos_token_ids, load_tokenizer
 from llmpq.dist.io.sampling_params import StructuredOutputsParams
 from llmpq.dist.io.structured_outputs import GrammarCompiler
 from llmpq.errors import SpecError
-from llmpq.models import Checkpoint, load_config
-from llmpq.models.files import tensor_formats
+from llmpq.models import Checkpoint, load_config, tensor_files
 from llmpq.quant.loading.loader import load_master, load_stage
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.tables import weights_digest
@@ -161,7 +160,7 @@ def test_plan_bits_quantize_what_was_decoded(bits, model_of, tmp_path):
 def test_blocks_of_rows_give_the_same_weights(model_of, tmp_path, monkeypatch):
     file = write_gguf(model_of("llama"), tmp_path / "model.gguf", "Q8_0")
     whole = Checkpoint(file).layer_state_dict(1)
-    monkeypatch.setattr(tensor_formats, "BLOCK_WEIGHTS", 7 * 64)
+    monkeypatch.setattr(tensor_files, "BLOCK_WEIGHTS", 7 * 64)
     checkpoint = Checkpoint(file)
     for name, source in checkpoint.layer_sources(1).items():
         assert torch.equal(checkpoint.tensors.load(source), whole[name])

@@ -25,7 +25,7 @@ from transformers import (
 
 from llmpq.errors import SpecError
 from llmpq.models import KVShape, Master, build_layer, kv_shapes, load_config
-from llmpq.models.config import layer_window, prepare_config
+from llmpq.models.adapter import layer_window, prepare_config
 
 
 def _write(directory, text):

@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from llmpq.models import Checkpoint
 from llmpq.spec.huggingface.families import load_model_dir
-from llmpq.spec.huggingface.language import language_fields
+from llmpq.spec.model_files.config import language_fields
 
 torch.set_num_threads(1)
 

@@ -17,10 +17,9 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from llmpq.errors import SpecError
-from llmpq.models import Checkpoint
-from llmpq.models.files import tensor_formats
-from llmpq.models.files.tensor_formats import AWQ_ORDER
-from llmpq.models.files.weights import QuantizedFiles
+from llmpq.models import Checkpoint, tensor_files
+from llmpq.models.tensor_files import AWQ_ORDER
+from llmpq.models.weights import QuantizedFiles
 from llmpq.quant.loading.loader import load_master, load_stage
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.huggingface.quantization import codes_config
@@ -45,7 +44,7 @@ def files_of(folder, tensors, fields):
 
 @pytest.mark.parametrize("block_weights", [1 << 21, 3 * 128])
 def test_weights_are_those_of_compressed_tensors(block_weights, monkeypatch):
-    monkeypatch.setattr(tensor_formats, "BLOCK_WEIGHTS", block_weights)
+    monkeypatch.setattr(tensor_files, "BLOCK_WEIGHTS", block_weights)
     files = QuantizedFiles(
         FIXTURE, config_of(json.loads((FIXTURE / "quantization.json").read_text()))
     )

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from llmpq.errors import SpecError
 from llmpq.models import TensorFiles
-from llmpq.models.files.sources import on_host
+from llmpq.models.tensor_files import on_host
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from helpers.tiny_models import (
 )
 
 from llmpq.costmodel.exact_bytes import layer_kv_bytes
-from llmpq.models.config import kv_sources
+from llmpq.models.adapter import kv_sources
 from llmpq.models.master import layout_of
 from llmpq.quant.loading.loader import load_stage
 from llmpq.spec.huggingface.families import load_model_dir

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from llmpq.calibration.quantize import QuantizeJob, quantize_checkpoint
-from llmpq.models.files.tensor_formats import AWQ_ORDER
+from llmpq.models.tensor_files import AWQ_ORDER
 from llmpq.quant import stored_bytes
 from llmpq.quant.loading.loader import load_master, load_stage
 from llmpq.quant.loading.weight_cache import WeightCache

@@ -15,8 +15,7 @@ from llmpq.errors import SpecError
 from llmpq.kernels.cpu.native import library
 from llmpq.quant.loading.loader import head_key, load_master
 from llmpq.quant.loading.weight_cache import WeightCache
-from llmpq.quant.modules.layer import stored_bytes
-from llmpq.quant.modules.linear import TiedEmbedding
+from llmpq.quant.modules.layer import TiedEmbedding, stored_bytes
 from llmpq.quant.quantizers.rtn import quantize
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.precision import default_precision

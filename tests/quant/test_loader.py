@@ -13,7 +13,8 @@ from helpers.tiny_models import load_reference
 from safetensors.torch import load_file, save_file
 
 from llmpq.errors import SpecError
-from llmpq.kernels.cpu import compiled_backends, tiles
+from llmpq.kernels import registry
+from llmpq.kernels.cpu import native
 from llmpq.models import Checkpoint
 from llmpq.quant import (
     QuantLinear,
@@ -221,7 +222,7 @@ def test_kernels_of_tiles_and_of_rows_have_entries_of_their_own(own_model, cache
 def test_without_a_compiler_layers_are_cached_as_well(own_model, cache, monkeypatch):
     first, _ = load_cached(own_model, cache)
     expected = output_of(first)
-    for module in (compiled_backends, tiles, rtn):
+    for module in (registry, native, rtn):
         monkeypatch.setattr(module, "library", lambda: None)
     second, _ = load_cached(own_model, cache)
     third, cached = load_cached(own_model, cache)

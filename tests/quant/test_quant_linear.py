@@ -12,7 +12,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from llmpq.errors import SpecError
 from llmpq.kernels import BACKENDS, choose_backend
 from llmpq.quant import QuantExperts, QuantLinear, quantize
-from llmpq.quant.modules.linear import gate_of
+from llmpq.quant.modules.layer import gate_of
 from llmpq.spec.precision import default_precision, linear_bytes
 
 torch.set_num_threads(1)

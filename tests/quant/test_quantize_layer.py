@@ -114,8 +114,8 @@ def test_biases_and_norms_are_kept_in_the_dtype_of_the_run(tiny_model):
 
 def test_a_named_backend_is_used_where_it_can_run(tiny_model):
     layer = read_layer(tiny_model("llama", shape={**SHAPE, "hidden": 128}))
-    quantize_layer_(layer, 3, torch.bfloat16, backend="cpu_int4_widened")
-    assert layer.mlp.down_proj.backend_name == "cpu_int4_widened"
+    quantize_layer_(layer, 4, torch.bfloat16, backend="cpu_int4")
+    assert layer.mlp.down_proj.backend_name == "cpu_int4"
 
 
 def test_a_layer_without_linear_operators_is_refused():

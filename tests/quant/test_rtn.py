@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from llmpq.errors import SpecError
-from llmpq.kernels.packed import PACKED_BITS
+from llmpq.kernels.base import PACKED_BITS
 from llmpq.quant import quantize
 from llmpq.spec.precision import Precision, default_precision, linear_bytes
 

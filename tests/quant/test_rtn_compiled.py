@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from llmpq.errors import SpecError
+from llmpq.kernels.base import PACKED_BITS
 from llmpq.kernels.cpu import native
-from llmpq.kernels.packed import PACKED_BITS
 from llmpq.quant.quantizers import rtn
 from llmpq.spec.precision import Precision
 

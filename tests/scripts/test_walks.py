@@ -31,7 +31,7 @@ ON_THE_WAY = {
     "token_offline": ("llmpq.dist.engine.engine.Engine", "llmpq.dist.kv.cache.KVCache"),
     "token_online": ("llmpq.dist.engine.engine.Engine", "llmpq.dist.kv.cache.KVCache"),
     "plan": ("llmpq.spec.plan.Plan",),
-    "weight": ("llmpq.quant.modules.linear.QuantLinear",),
+    "weight": ("llmpq.quant.modules.layer.QuantLinear",),
     "request": ("llmpq.server.service.Service",),
 }
 

@@ -133,6 +133,12 @@ def test_grouped_heads_of_falcon_are_cached_once():
     assert _comparable(found) == _comparable(expected)
 
 
+def test_every_family_has_defaults():
+    different = sorted(set(model_types()) ^ set(family_defaults()))
+    assert not different, f"{different}: run scripts/config_defaults.py"
+    assert family_defaults().keys() == class_sizes().keys()
+
+
 @pytest.mark.parametrize("model_type", model_types())
 def test_defaults_are_those_of_transformers(model_type):
     if model_type not in CONFIG_MAPPING:
@@ -142,8 +148,9 @@ def test_defaults_are_those_of_transformers(model_type):
         != transformers.__version__
     ):
         pytest.skip("written by another version of transformers")
-    assert config_defaults.defaults_of(model_type) == family_defaults()[model_type]
-    assert config_defaults.sizes_of(model_type) == class_sizes()[model_type]
+    message = "run scripts/config_defaults.py"
+    assert config_defaults.defaults_of(model_type) == family_defaults()[model_type], message
+    assert config_defaults.sizes_of(model_type) == class_sizes()[model_type], message
 
 
 def test_jetmoe_has_the_operators_and_the_cache_of_transformers(monkeypatch):

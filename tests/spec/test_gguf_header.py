@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmpq.errors import SpecError
-from llmpq.spec.gguf.config import config_bytes, config_of, gguf_config
-from llmpq.spec.gguf.header import GGML_TYPES, find_gguf, read_header
+from llmpq.spec.model_files.config import config_bytes, config_of, gguf_config
+from llmpq.spec.model_files.weight_headers import GGML_TYPES, find_gguf, read_gguf_header
 
 
 def write(folder, content, name="model.gguf"):
@@ -22,7 +22,7 @@ def write(folder, content, name="model.gguf"):
 def test_sizes_and_tensors(tmp_path):
     long = text("tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, 5000) + text("word") * 5000
     short = text("llama.rope.x") + struct.pack("<IIQ2i", 9, 5, 2, -1, 7)
-    header = read_header(write(tmp_path, gguf_bytes(extra=(long, short))))
+    header = read_gguf_header(write(tmp_path, gguf_bytes(extra=(long, short))))
     assert header.metadata["llama.rope.x"] == (-1, 7)
     assert header.lengths["tokenizer.ggml.tokens"] == 5000
     assert "tokenizer.ggml.tokens" not in header.metadata

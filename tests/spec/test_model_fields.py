@@ -10,11 +10,10 @@ import pytest
 
 from llmpq.errors import SpecError
 from llmpq.spec import catalog
-from llmpq.spec.facts.end_tokens import end_token_ids
-from llmpq.spec.facts.model_fields import absolute_model_path, model_fields
-from llmpq.spec.gguf.tokenizer import missing_tokenizer, tokenizer_arguments
 from llmpq.spec.huggingface.families import load_model_dir
-from llmpq.spec.safetensors.files import find_weights, read_headers
+from llmpq.spec.model_files.config import absolute_model_path, model_fields
+from llmpq.spec.model_files.tokenizer import end_token_ids, missing_tokenizer, tokenizer_arguments
+from llmpq.spec.model_files.weight_headers import find_weights, read_headers
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,

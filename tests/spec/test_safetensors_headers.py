@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import save_file
 
 from llmpq.errors import SpecError
-from llmpq.spec.safetensors.headers import (
-    MAX_HEADER_BYTES,
+from llmpq.spec.model_files.weight_headers import (
+    MAX_SAFETENSORS_BYTES,
     parse_header,
-    read_header,
+    read_safetensors_header,
 )
 
 MUTATIONS = [2000, pytest.param(100_000, marks=pytest.mark.slow)]
@@ -31,7 +31,7 @@ def _tensor(dtype="F32", shape=(2,), offsets=(0, 8)):
 
 def header_of(path):
     with path.open("rb") as stream:
-        return read_header(stream, file_bytes=path.stat().st_size, where=str(path))
+        return read_safetensors_header(stream, file_bytes=path.stat().st_size, where=str(path))
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_header_that_is_not_json_raises_an_error(raw):
         parse_header(raw, data_bytes=0, where="file")
 
 
-@pytest.mark.parametrize("length", [0, 1, 50, MAX_HEADER_BYTES + 1, 2**63, 2**64 - 1])
+@pytest.mark.parametrize("length", [0, 1, 50, MAX_SAFETENSORS_BYTES + 1, 2**63, 2**64 - 1])
 def test_header_of_impossible_length_raises_an_error_before_reading(tmp_path, length):
     path = tmp_path / "model.safetensors"
     path.write_bytes(length.to_bytes(8, "little") + b"{}" + b" " * 20)
@@ -102,8 +102,8 @@ def test_header_of_impossible_length_raises_an_error_before_reading(tmp_path, le
 def test_header_over_the_limit_raises_an_error(tmp_path):
     path = tmp_path / "model.safetensors"
     with path.open("wb") as stream:  # sparse: takes no disk space
-        stream.write((MAX_HEADER_BYTES + 1).to_bytes(8, "little"))
-        stream.truncate(MAX_HEADER_BYTES + 100)
+        stream.write((MAX_SAFETENSORS_BYTES + 1).to_bytes(8, "little"))
+        stream.truncate(MAX_SAFETENSORS_BYTES + 100)
     with pytest.raises(SpecError, match="found a header of"):
         header_of(path)
 
@@ -158,7 +158,7 @@ def test_mutated_files_raise_an_error_or_read_like_the_library(stored, count):
         mutate = rng.choice([_mutate_bytes, _mutate_fields])
         data = mutate(rng, original)
         try:
-            header = read_header(io.BytesIO(data), file_bytes=len(data), where="file")
+            header = read_safetensors_header(io.BytesIO(data), file_bytes=len(data), where="file")
         except SpecError:
             refused += 1
             continue

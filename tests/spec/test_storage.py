@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from llmpq.errors import SpecError
 from llmpq.kernels import BACKENDS
 from llmpq.quant import quantize
 from llmpq.spec.precision import LAWS, Precision, stored_bytes
@@ -51,8 +50,3 @@ def test_every_kernel_holds_what_the_law_says(name):
 
 def test_laws_are_of_kernels_there_are():
     assert set(LAWS) <= set(BACKENDS)
-
-
-def test_four_bit_storage_cannot_hold_eight():
-    with pytest.raises(SpecError, match="expected 3 or 4 bits"):
-        stored_bytes("cpu_int4_widened", Precision(bits=8), "bfloat16", 64, 128)

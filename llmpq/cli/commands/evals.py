@@ -28,7 +28,7 @@ from llmpq.options.declare import add_options
 from llmpq.options.run import RunOptions
 from llmpq.spec.fields import read_json
 from llmpq.spec.huggingface.families import load_model_dir
-from llmpq.spec.huggingface.gptq import find_config
+from llmpq.spec.huggingface.quantization import find_config
 from llmpq.spec.plan import Plan, read_plan
 from llmpq.spec.precision import BITS, DTYPE_BYTES
 from llmpq.units import GIB

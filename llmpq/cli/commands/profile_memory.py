@@ -12,7 +12,7 @@ from llmpq.cli.run_options import run_progress
 from llmpq.dist.metrics.report import memory_parts
 from llmpq.errors import SpecError
 from llmpq.profiler.memory import measure_memory
-from llmpq.spec.facts.model_fields import absolute_model_path
+from llmpq.spec.model_files.config import absolute_model_path
 from llmpq.spec.plan import read_plan
 from llmpq.spec.precision import BITS, DTYPE_BYTES
 from llmpq.units import format_bytes

@@ -29,9 +29,15 @@ from llmpq.kernels.cpu.step import StepProgram, StepScores, UnsupportedStepError
 from llmpq.logging import get_logger
 from llmpq.models import DecoderStage, PackedBatch, kv_shapes
 from llmpq.models.attention import Attention, LayerAttention, ScoreOptions
-from llmpq.quant.modules.linear import QuantExperts
-from llmpq.quant.modules.steps.append import LayerStep, append_layer
-from llmpq.quant.modules.steps.parts import LayerParts, RotaryRows, parts_of
+from llmpq.quant.modules.layer import QuantExperts
+from llmpq.quant.modules.step_compiler import (
+    LayerParts,
+    LayerStep,
+    RotaryRows,
+    append_layer,
+    parts_of,
+    stored_positions,
+)
 from llmpq.spec.families import LayerForm, family_of
 from llmpq.spec.precision import Precision
 
@@ -174,7 +180,7 @@ class CompiledSteps:
             rotary=None if form.rotation is None else self._rotary.buffers[number],
             heads=self._cache.heads_of(number),
             scores=scores,
-            form=form,
+            parts=_parts_of(self._layers, index, form),
         )
         append_layer(self._program, self._layers.layers[index], step)
 
@@ -200,6 +206,12 @@ def _form_of(layers: DecoderStage, index: int) -> LayerForm:
     """Return how the modules of a layer are combined, as the record of the family says."""
     family = family_of(layers.config.model_type)
     return family.form_of(layers.config, layers.first_layer + index)
+
+
+def _parts_of(layers: DecoderStage, index: int, form: LayerForm) -> LayerParts:
+    """Return the modules of a layer, which the record of the family names."""
+    family = family_of(layers.config.model_type)
+    return parts_of(layers.layers[index], family, form, layers.config)
 
 
 def _kind_of(layer: nn.Module) -> Hashable:
@@ -317,7 +329,7 @@ class _Trial:
         Raises:
             UnsupportedStepError: the layer has no compiled step, or computes something else.
         """
-        expected, scores = self._expected(index, parts_of(self._layers.layers[index]))
+        expected, scores = self._expected(index, _parts_of(self._layers, index, form))
         steps = CompiledSteps(self._layers, self._cache, {index: (form, scores)})
         found = steps.run(self._hidden, self._batch)
         # Where two experts are as good but for rounding, the layer may choose another one.
@@ -343,7 +355,7 @@ class _Trial:
         assert options is not None, "every layer attends"
         if options.chunk is not None:
             raise UnsupportedStepError("attention in chunks")
-        if parts.positions is None:
+        if stored_positions(self._layers) is None:
             self._check_positions(index, expected)
         scaling = options.scaling
         if scaling == 1:  # OPT multiplies the queries instead

@@ -48,7 +48,7 @@ from llmpq.dist.io.results import FinishReason
 from llmpq.dist.io.sampling_params import GREEDY, SamplingParams, TokenLogprobs
 from llmpq.dist.io.structured_outputs import GrammarCompiler
 from llmpq.dist.transport.frames import Row
-from llmpq.kernels.gpu.device import exact_dtype
+from llmpq.kernels.base import exact_dtype
 
 NAN_SCORES = (
     "the model's scores are not numbers (NaN): found an overflow in the layers, "

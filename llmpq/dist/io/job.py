@@ -19,7 +19,6 @@ from llmpq.options.engine import EngineOptions
 from llmpq.options.limits import planned_speculation
 from llmpq.options.run import RunOptions
 from llmpq.spec.catalog import resolve_model
-from llmpq.spec.facts.model_fields import absolute_model_path
 from llmpq.spec.fields import (
     Fields,
     digest_of,
@@ -31,6 +30,7 @@ from llmpq.spec.fields import (
 )
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.model import ModelSpec
+from llmpq.spec.model_files.config import absolute_model_path
 from llmpq.spec.plan import Plan, Schedule
 from llmpq.spec.precision import DTYPE_BYTES
 

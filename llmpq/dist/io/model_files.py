@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from llmpq.dist.model_listing import list_models_when_asked
 from llmpq.errors import SpecError
-from llmpq.spec.facts.end_tokens import end_token_ids
 from llmpq.spec.fields import read_json
-from llmpq.spec.gguf.tokenizer import tokenizer_arguments, tokenizer_error
+from llmpq.spec.model_files.tokenizer import end_token_ids, tokenizer_arguments, tokenizer_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase

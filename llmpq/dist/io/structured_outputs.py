@@ -21,7 +21,7 @@ from llmpq.dist.io.detokenizer import read_tokenizer
 from llmpq.dist.io.sampling_params import StructuredOutputsParams
 from llmpq.dist.launch.process_environment import resident_bytes, return_freed_memory
 from llmpq.errors import SpecError
-from llmpq.spec.gguf.header import find_gguf
+from llmpq.spec.model_files.weight_headers import find_gguf
 
 if TYPE_CHECKING:
     import numpy as np

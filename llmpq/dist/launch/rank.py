@@ -66,11 +66,11 @@ from llmpq.dist.transport.communicator import (
 from llmpq.dist.transport.errors import stage_name
 from llmpq.dist.transport.frames import FrameLimits
 from llmpq.errors import CapacityError, SpecError, StageError
-from llmpq.kernels.gpu.device import open_device
+from llmpq.kernels.base import open_device
 from llmpq.models import Master, kv_shapes, load_config
-from llmpq.models.config import kv_sources, largest_window
+from llmpq.models.adapter import kv_sources, largest_window
 from llmpq.models.master import message_features
-from llmpq.models.rotary import length_scaling
+from llmpq.models.stage import length_scaling
 from llmpq.options.engine import EngineOptions
 from llmpq.options.limits import (
     engine_limits,
@@ -82,8 +82,8 @@ from llmpq.options.limits import (
 from llmpq.quant.loading.loader import load_master, load_stage
 from llmpq.spec.catalog import device as device_spec
 from llmpq.spec.devices.figures import DeviceKind
-from llmpq.spec.gguf.config import config_bytes
 from llmpq.spec.huggingface.families import load_model_dir
+from llmpq.spec.model_files.config import config_bytes
 from llmpq.spec.plan import Plan, draft_bytes, plan_text
 from llmpq.spec.precision import Phase
 from llmpq.units import format_bytes

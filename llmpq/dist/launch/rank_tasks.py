@@ -56,8 +56,8 @@ from llmpq.dist.transport.topology import topology_of
 from llmpq.dist.transport.torch_links import CPU
 from llmpq.errors import SpecError
 from llmpq.spec.fields import dump_json, write_text
-from llmpq.spec.gguf.tokenizer import missing_tokenizer
 from llmpq.spec.huggingface.families import load_model_dir
+from llmpq.spec.model_files.tokenizer import missing_tokenizer
 from llmpq.spec.plan import Plan, read_plan
 
 

@@ -22,7 +22,7 @@ from llmpq.batching.drift import Drift, DriftMonitor
 from llmpq.dist.metrics.measurement import Measurement, StageStats, busy_text, is_busy, seconds_of
 from llmpq.logging import get_logger
 from llmpq.spec.fields import dump_json, to_json, write_text
-from llmpq.spec.huggingface.gptq import find_config
+from llmpq.spec.huggingface.quantization import find_config
 from llmpq.spec.plan import Plan, PlanForecast, Schedule, StageForecast, draft_bytes
 from llmpq.spec.precision import Phase
 from llmpq.spec.workload import empirical

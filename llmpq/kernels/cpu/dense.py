@@ -22,8 +22,14 @@ from torch import Tensor
 
 from llmpq.kernels.base import PreparedWeight
 from llmpq.kernels.cpu.kernel_choice import MANY_ROWS, break_even_rows, fastest, kept_limit
-from llmpq.kernels.cpu.native import has_bf16_products, instruction_set, library
-from llmpq.kernels.cpu.tiles import dense_product, float_product, to_panels
+from llmpq.kernels.cpu.native import (
+    dense_product,
+    float_product,
+    has_bf16_products,
+    instruction_set,
+    library,
+    to_panels,
+)
 from llmpq.spec.precision import default_precision
 from llmpq.spec.runtime_constants import PANEL_COLUMNS, PANEL_ROWS
 

@@ -27,10 +27,14 @@ try:
 except ImportError:  # no Unix
     fcntl = None  # type: ignore[assignment]
 
-from llmpq.kernels.base import PreparedWeight
-from llmpq.kernels.cpu.native import instruction_set, kernels_path
-from llmpq.kernels.cpu.tiles import bf16_product, prepared_tiles, to_tiles
-from llmpq.kernels.packed import PackedWeight, packed_row_bytes
+from llmpq.kernels.base import PackedWeight, PreparedWeight, packed_row_bytes
+from llmpq.kernels.cpu.native import (
+    bf16_product,
+    instruction_set,
+    kernels_path,
+    prepared_tiles,
+    to_tiles,
+)
 from llmpq.spec.precision import default_precision
 
 TRIED_ROWS = (2, 4, 6, 8, 12, 16, 20, 24, 32, 48, 64)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from ctypes import Array, Structure, addressof, byref, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from enum import IntEnum, auto
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from llmpq.kernels.cpu.native import (
 )
 from llmpq.kernels.cpu.paged_attention import STORED_TYPES, PagedHeads, PagedTokens
 from llmpq.kernels.cpu.torch_kernels import OUTLIER_THRESHOLD
+from llmpq.spec.huggingface.feed_forward import Score
 from llmpq.spec.runtime_constants import STEP_ROWS, STEP_SLOTS
 
 MOST_PRODUCTS = 3
@@ -623,7 +624,6 @@ def _heads(x: Tensor) -> Heads:
     return Heads(data=x.data_ptr(), row=row, head=head)
 
 
-Score = Literal["softmax", "sigmoid", "sparse mixer"]
 SCORES: tuple[Score, ...] = ("softmax", "sigmoid", "sparse mixer")
 """In the order of ``csrc/experts.c``."""
 _MOST_EXPERTS, _MOST_CHOICES = 1024, 64  # csrc/experts.h
@@ -641,8 +641,7 @@ class RowRouter:
         bias: ``[E]`` of the logits.
         correction: float32 ``[E]``, added to the scores for the choice alone.
         count: k.
-        score: of a logit: its share in a softmax of all, its sigmoid, or its share in a softmax of
-            those near it that were not chosen before (``sparsemixer`` of Phi-3.5-MoE).
+        score: of a logit; see ``RouterKind``.
         normalizes: whether the weights of a row are divided by their sum.
         factor: of the weights.
         jitter: half of the relative distance of logits that are near, for a sparse mixer.

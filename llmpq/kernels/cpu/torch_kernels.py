@@ -11,9 +11,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from llmpq.kernels.base import Capability, KernelBackend, PreparedWeight
+from llmpq.kernels.base import (
+    SCALE_DTYPES,
+    Capability,
+    KernelBackend,
+    PackedWeight,
+    PreparedWeight,
+    row_blocks,
+)
 from llmpq.kernels.cpu.native import has_u8_matmul, u8_matmul
-from llmpq.kernels.packed import SCALE_DTYPES, PackedWeight, row_blocks
 from llmpq.spec.precision import Precision, linear_bytes
 
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
@@ -28,42 +34,26 @@ class CpuInt4Backend(KernelBackend):
 
     The bytes are those of ``linear_bytes`` at 4 bits: codes, and scale and zero side by side. A
     symmetric weight would need zeros that ``linear_bytes`` does not count, so the reference runs
-    it. 3-bit codes are widened to 4 bits: a plan that counts 3 bits may not fit, so that kernel is
-    chosen by name only.
-
-    Args:
-        bits: 3 or 4, of the weights it takes.
+    it.
     """
 
-    def __init__(self, bits: int) -> None:
-        is_widened = bits == 3
-        self.name = "cpu_int4_widened" if is_widened else "cpu_int4"
-        self.capability = Capability(
-            device_types=("cpu",),
-            bits=(bits,),
-            dtypes=_INT4_DTYPES,
-            default_dtypes=() if is_widened else _INT4_DTYPES,
-            shapes="asymmetric, N a multiple of 16, groups of 32, 64, 128 or 256",
-            stored="linear_bytes of 4 bits: a third more than a plan counts for 3"
-            if is_widened
-            else "exactly linear_bytes",
-            cost="0.25 to 0.5 of a bf16 matmul for one row, about 2.5 times it at 128 rows; "
-            "grows with every row",
-        )
+    name = "cpu_int4"
+    capability = Capability(
+        device_types=("cpu",),
+        bits=(4,),
+        dtypes=_INT4_DTYPES,
+        default_dtypes=_INT4_DTYPES,
+        shapes="asymmetric, N a multiple of 16, groups of 32, 64, 128 or 256",
+        stored="exactly linear_bytes",
+        cost="0.25 to 0.5 of a bf16 matmul for one row, about 2.5 times it at 128 rows; "
+        "grows with every row",
+    )
 
     def fits(self, precision: Precision, out_features: int, in_features: int) -> bool:
         """Return whether the kernel's conditions on shape and group hold."""
         group = precision.effective_group(in_features)
         fits = out_features % 16 == 0 and group in (32, 64, 128, 256)
         return fits and not precision.symmetric
-
-    def stored_bytes(
-        self, precision: Precision, dtype: torch.dtype, out_features: int, in_features: int
-    ) -> int:
-        """Return the bytes at 4 bits a weight, also when fewer would do."""
-        group = precision.effective_group(in_features)
-        stored = Precision(bits=4, method=precision.method, group_size=group)
-        return linear_bytes(out_features, in_features, stored, dtype.itemsize)
 
     def layout(self, packed: PackedWeight) -> tuple[Tensor, ...]:
         """Return the tensors of ``packed`` as ``linear`` reads them."""

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from llmpq.kernels.base import Capability, KernelBackend, PreparedWeight
+from llmpq.kernels.base import SCALE_DTYPES, Capability, KernelBackend, PackedWeight, PreparedWeight
 from llmpq.kernels.gpu import triton_int
-from llmpq.kernels.packed import SCALE_DTYPES, PackedWeight
 from llmpq.spec.devices.formats import LEAST_CAPABILITY
 from llmpq.spec.precision import Precision, linear_bytes
 

@@ -23,9 +23,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from llmpq.kernels.base import Capability, KernelBackend, PreparedWeight
-from llmpq.kernels.gpu.device import numbered
-from llmpq.kernels.packed import SCALE_DTYPES, PackedWeight, row_blocks
+from llmpq.kernels.base import (
+    SCALE_DTYPES,
+    Capability,
+    KernelBackend,
+    PackedWeight,
+    PreparedWeight,
+    numbered,
+    row_blocks,
+)
 from llmpq.spec.precision import Precision
 
 MANY_ROWS = 512

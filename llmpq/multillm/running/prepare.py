@@ -18,10 +18,10 @@ from llmpq.options.engine import EngineOptions
 from llmpq.options.limits import max_model_len
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, Device
-from llmpq.spec.facts.model_fields import absolute_model_path
-from llmpq.spec.gguf.header import find_gguf
-from llmpq.spec.gguf.tokenizer import missing_tokenizer
 from llmpq.spec.huggingface.families import load_model_dir
+from llmpq.spec.model_files.config import absolute_model_path
+from llmpq.spec.model_files.tokenizer import missing_tokenizer
+from llmpq.spec.model_files.weight_headers import find_gguf
 from llmpq.spec.plan import Plan
 from llmpq.units import format_bytes
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from llmpq.errors import SpecError
-from llmpq.kernels.packed import PackedWeight, pack_codes, unpack_signed
+from llmpq.kernels.base import PackedWeight, pack_codes, unpack_signed
 from llmpq.quant.quantizers.integer import IntegerWeight
 from llmpq.spec.precision import Precision
 

@@ -21,22 +21,22 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from llmpq.errors import SpecError
-from llmpq.kernels.packed import PackedWeight, pack_codes
+from llmpq.kernels.base import PackedWeight, pack_codes
 from llmpq.models import Checkpoint
-from llmpq.models.files.experts import part_spellings, stored_spellings
-from llmpq.models.files.sources import TensorSource
-from llmpq.models.files.tensor_formats import (
+from llmpq.models.tensor_files import (
     Awq,
     DecodedSource,
     Encoded,
     Read,
     ScaledCodes,
+    TensorSource,
     unpack_awq,
     unpack_words,
 )
+from llmpq.models.weights import part_spellings, stored_spellings
 from llmpq.quant.checkpoint.format import PARTS, concatenate_rows, to_packed
 from llmpq.quant.modules.layer import Matrix, matrices_of
-from llmpq.spec.huggingface.gptq import (
+from llmpq.spec.huggingface.quantization import (
     GptqConfig,
     find_config,
     is_gptq,

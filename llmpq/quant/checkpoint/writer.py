@@ -28,11 +28,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from llmpq.errors import SpecError
-from llmpq.kernels.packed import pack_codes
+from llmpq.kernels.base import pack_codes
 from llmpq.quant.quantizers.integer import IntegerWeight
 from llmpq.spec.fields import dump_json
+from llmpq.spec.model_files.weight_headers import INDEX_FILE, SINGLE_FILE
 from llmpq.spec.precision import Precision
-from llmpq.spec.safetensors.files import INDEX_FILE, SINGLE_FILE
 
 SHARD_BYTES = 1 << 30
 

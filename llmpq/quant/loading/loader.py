@@ -32,15 +32,12 @@ import torch
 from torch import Tensor, nn
 
 from llmpq.errors import SpecError
-from llmpq.kernels.base import KernelBackend
-from llmpq.kernels.cpu.compiled_backends import TileBackend
+from llmpq.kernels.base import KernelBackend, PackedWeight, open_device, packed_row_bytes
 from llmpq.kernels.cpu.dense import can_prepack
-from llmpq.kernels.cpu.tiles import TILE_ROWS, TiledWeight
-from llmpq.kernels.gpu.device import open_device
-from llmpq.kernels.packed import PackedWeight, packed_row_bytes
-from llmpq.kernels.registry import choose_backend
+from llmpq.kernels.cpu.native import TILE_ROWS, TiledWeight
+from llmpq.kernels.registry import TileBackend, choose_backend
 from llmpq.models import Checkpoint, DecoderStage, Master
-from llmpq.models.files.sources import TensorSource, on_host
+from llmpq.models.tensor_files import TensorSource, on_host
 from llmpq.quant.checkpoint.format import concatenate_rows
 from llmpq.quant.checkpoint.reader import GptqCheckpoint, is_as_stored, read_as_stored
 from llmpq.quant.loading.weight_cache import (
@@ -52,23 +49,21 @@ from llmpq.quant.loading.weight_cache import (
     weight_of,
 )
 from llmpq.quant.modules.layer import (
+    DenseLinear,
     Matrix,
+    QuantHead,
+    QuantLinear,
+    TiedEmbedding,
     expert_keys,
     experts_of,
     fuse_norms_,
+    is_lookup,
     matrices_of,
     prepack_,
     quantize_layer_,
 )
-from llmpq.quant.modules.linear import (
-    DenseLinear,
-    QuantHead,
-    QuantLinear,
-    TiedEmbedding,
-    is_lookup,
-)
 from llmpq.quant.quantizers.rtn import quantize
-from llmpq.spec.huggingface.gptq import is_gptq, stored_head
+from llmpq.spec.huggingface.quantization import is_gptq, stored_head
 from llmpq.spec.precision import Precision, default_precision
 from llmpq.spec.runtime_constants import HEAD_ROW_MULTIPLE
 from llmpq.units import MIB

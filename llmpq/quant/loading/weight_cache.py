@@ -30,13 +30,13 @@ import torch
 from torch import Tensor
 
 from llmpq.errors import SpecError
-from llmpq.kernels.cpu.tiles import TiledWeight, tiled_shapes
-from llmpq.kernels.packed import PackedWeight, packed_row_bytes
+from llmpq.kernels.base import PackedWeight, packed_row_bytes
+from llmpq.kernels.cpu.native import TiledWeight, tiled_shapes
 from llmpq.logging import get_logger
-from llmpq.models.files.sources import TORCH_DTYPES, read_into
+from llmpq.models.tensor_files import TORCH_DTYPES, read_into
 from llmpq.quant.modules.layer import Matrix
+from llmpq.spec.model_files.weight_headers import DTYPE_BITS
 from llmpq.spec.precision import Precision
-from llmpq.spec.safetensors.headers import DTYPE_BITS
 
 _logger = get_logger(__name__)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from llmpq.errors import SpecError
-from llmpq.kernels.packed import PackedWeight, pack_codes
+from llmpq.kernels.base import PackedWeight, pack_codes
 from llmpq.spec.precision import Precision
 
 # Fractions of the full range that the search tries; smaller ones clip outliers.

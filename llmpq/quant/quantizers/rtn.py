@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from llmpq.errors import SpecError
+from llmpq.kernels.base import PackedWeight, pack_codes, packed_row_bytes, row_blocks
 from llmpq.kernels.cpu.native import DONE, TYPES, Rounding, library
-from llmpq.kernels.packed import PackedWeight, pack_codes, packed_row_bytes, row_blocks
 from llmpq.spec.precision import Precision
 
 _LANES = 16

@@ -14,7 +14,7 @@ from llmpq.errors import SpecError
 from llmpq.server.errors import ApiError, bad_request
 from llmpq.server.text.chat_template import ChatTemplate, plain_message
 from llmpq.server.text.text_process import TextProcesses, load_tokenizer
-from llmpq.spec.gguf.tokenizer import missing_tokenizer
+from llmpq.spec.model_files.tokenizer import missing_tokenizer
 
 CACHED_TOKENS = 1 << 16
 INLINE_CHARACTERS = 2048

@@ -22,10 +22,9 @@ from llmpq.server.protocol import (
 )
 from llmpq.server.text.chat_template import content_text, plain_message
 from llmpq.server.text.tokenizer import ServerTokenizer
-from llmpq.spec.facts.end_tokens import GENERATION_FILE
 from llmpq.spec.fields import read_json
-from llmpq.spec.gguf.header import find_gguf
-from llmpq.spec.gguf.tokenizer import missing_tokenizer
+from llmpq.spec.model_files.tokenizer import GENERATION_FILE, missing_tokenizer
+from llmpq.spec.model_files.weight_headers import find_gguf
 from llmpq.spec.runtime_constants import MAX_CHOICES
 
 MAX_SHARED_IDS = 1 << 18

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
-from llmpq.spec.gguf.form import GgufForm
+from llmpq.spec.huggingface.attention import SelfAttention
+from llmpq.spec.huggingface.feed_forward import Experts, Gated
 from llmpq.spec.huggingface.sizes import Sizes
+from llmpq.spec.model_files.gguf_form import GgufForm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +72,18 @@ class Alibi:
     largest: str | None = None
 
 
+Norms = tuple[str | None, str | None, str | None, str | None]
+"""Names of the norms before and after attention, before and after the MLP."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerForm:
     """How the modules of a layer are combined; compiled steps are verified against the layer.
 
+    Names of the other modules are in the sizes of the family.
+
     Attributes:
+        norms: of the hidden states.
         rotation: features rotated together: half of them apart, or neighbours. ``short``: half of
             them apart, with tables that have each angle once. ``None`` for a layer without
             rotation.
@@ -83,6 +92,7 @@ class LayerForm:
         by_heads: whether a single projection makes query, key and value head by head.
     """
 
+    norms: Norms = ("input_layernorm", None, "post_attention_layernorm", None)
     rotation: Literal["halves", "pairs", "short"] | None = "halves"
     norms_late: bool = False
     is_parallel: bool = False
@@ -101,8 +111,8 @@ class Family:
         form: of every layer, or a function of transformers' configuration and a layer's number.
         alibi: bias of the scores, if any.
         writes_scores: whether attention writes out its scores, as they are capped or have sinks.
-        activation: activation of a layer that is a formula of tensor operations, computed
-            blockwise; ``None`` for one operation.
+        has_formula: whether the activation of a layer is a formula of tensor operations, which is
+            computed blockwise.
         attends_to_cache: whether a layer attends to its cached keys and values unchanged, query
             heads of a group next to each other.
         sends_more: whether stages may send more than hidden states (``models.master``).
@@ -118,7 +128,7 @@ class Family:
     form: LayerForm | Callable[[Any, int], LayerForm] = LayerForm()
     alibi: Alibi | None = None
     writes_scores: bool = False
-    activation: str | None = None
+    has_formula: bool = False
     attends_to_cache: bool = True
     sends_more: bool = False
     gguf: GgufForm | None = None
@@ -133,6 +143,18 @@ class Family:
             layer: its number in the model.
         """
         return self.form if isinstance(self.form, LayerForm) else self.form(config, layer)
+
+    @property
+    def attention(self) -> SelfAttention:
+        """Names of the operators of attention; those of Llama where the sizes have a rule."""
+        found = None if self.sizes is None else self.sizes.attention
+        return found if isinstance(found, SelfAttention) else SelfAttention()
+
+    @property
+    def feed_forward(self) -> Gated | Experts:
+        """Names of the operators behind attention; those of Llama where the sizes have a rule."""
+        found = None if self.sizes is None else self.sizes.feed_forward
+        return found if isinstance(found, (Gated, Experts)) else Gated()
 
 
 @cache

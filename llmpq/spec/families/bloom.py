@@ -19,7 +19,10 @@ FAMILY = Family(
             kv_heads=lambda fields: fields.kv_heads("n_head"),
         ),
         feed_forward=Plain(
-            names=("dense_h_to_4h", "dense_4h_to_h"), bias=True, widths=("n_inner",)
+            names=("dense_h_to_4h", "dense_4h_to_h"),
+            activation="gelu_impl",
+            bias=True,
+            widths=("n_inner",),
         ),
         norm_tensors=2,
         embedding_norms=1,
@@ -29,6 +32,6 @@ FAMILY = Family(
         embedding="word_embeddings", embedding_norm="word_embeddings_layernorm", final_norm="ln_f"
     ),
     alibi=Alibi(),
-    activation="mlp.gelu_impl",
+    has_formula=True,
     form=LayerForm(rotation=None, by_heads=True),
 )

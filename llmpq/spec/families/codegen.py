@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from llmpq.spec.families import Family, gptj
+from llmpq.spec.families import Family, LayerForm, gptj
 
 FAMILY = Family(
     name="codegen",
     sizes=replace(gptj.SIZES, attention=replace(gptj.ATTENTION, names=("qkv_proj", "out_proj"))),
     parts=gptj.PARTS,
+    form=LayerForm(norms=gptj.NORMS, rotation="pairs", is_parallel=True),
 )

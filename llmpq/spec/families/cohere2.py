@@ -12,7 +12,7 @@ from llmpq.spec.huggingface.windows import SLIDING
 
 def _form(config: Any, layer: int) -> LayerForm:
     rotates = config.layer_types[layer] == SLIDING and config.sliding_window is not None
-    return LayerForm(rotation="pairs" if rotates else None, is_parallel=True)
+    return LayerForm(norms=cohere.NORMS, rotation="pairs" if rotates else None, is_parallel=True)
 
 
 FAMILY = Family(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmpq.spec.families import Family, deepseek_v2
+from llmpq.spec.families import Family, deepseek_v3
 from llmpq.spec.huggingface import windows
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.sizes import Sizes
@@ -11,7 +11,7 @@ FAMILY = Family(
     name="dots1",
     sizes=Sizes(
         attention=SelfAttention(norm="heads"),
-        feed_forward=deepseek_v2.MIXTURE,
+        feed_forward=deepseek_v3.MIXTURE,
         windows=windows.always_from_layer,
     ),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmpq.spec.families import Family, LayerForm, ModelParts
+from llmpq.spec.families import Family, LayerForm, ModelParts, Norms
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.config import Config
 from llmpq.spec.huggingface.feed_forward import Plain
@@ -28,7 +28,14 @@ def _form(config: Any, layer: int) -> LayerForm:
     del layer
     is_new = config.new_decoder_architecture
     has_own_keys = config.num_kv_heads == config.num_attention_heads
+    count = config.num_ln_in_parallel_attn
+    norms: Norms = ("input_layernorm", None, None, None)
+    if not config.parallel_attn:
+        norms = ("input_layernorm", None, "post_attention_layernorm", None)
+    elif count == 2 or (count is None and is_new):
+        norms = ("ln_attn", None, "ln_mlp", None)
     return LayerForm(
+        norms=norms,
         is_parallel=is_new or config.parallel_attn,
         by_heads=has_own_keys if is_new else not config.multi_query,
     )
@@ -45,7 +52,10 @@ FAMILY = Family(
             kv_heads=_kv_heads,
         ),
         feed_forward=Plain(
-            names=("dense_h_to_4h", "dense_4h_to_h"), bias="bias", widths=("ffn_hidden_size",)
+            names=("dense_h_to_4h", "dense_4h_to_h"),
+            activation="act",
+            bias="bias",
+            widths=("ffn_hidden_size",),
         ),
         norms=_norms,
         norm_tensors=2,

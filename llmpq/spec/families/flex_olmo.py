@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from llmpq.spec.families import Family, mixtral, olmo2
+from llmpq.spec.families import Family, olmo2, olmoe
 
 FAMILY = Family(
     name="flex_olmo",
-    sizes=replace(olmo2.SIZES, feed_forward=mixtral.MIXTURE),
+    sizes=replace(olmo2.SIZES, feed_forward=olmoe.MIXTURE),
+    form=olmo2.FORM,
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from llmpq.spec.families import Family
-from llmpq.spec.gguf.form import GELU, GgufForm, GgufMetadata
 from llmpq.spec.huggingface.sizes import Sizes
+from llmpq.spec.model_files.gguf_form import GELU, GgufForm, GgufMetadata
 
 
 def _fields(metadata: GgufMetadata) -> dict[str, Any]:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmpq.spec.families import Family
-from llmpq.spec.gguf.form import FOUR_NORMS, GELU, GgufForm, GgufMetadata, query_scalar
+from llmpq.spec.families import Family, LayerForm
 from llmpq.spec.huggingface import windows
 from llmpq.spec.huggingface.sizes import Sizes
+from llmpq.spec.model_files.gguf_form import FOUR_NORMS, GELU, GgufForm, GgufMetadata, query_scalar
 
 SIZES = Sizes(norms=4, windows=windows.by_period(2))
+FORM = LayerForm(
+    norms=(
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    )
+)
 
 _LAYERS_OF_27B = 46
 
@@ -27,6 +35,7 @@ def _fields(metadata: GgufMetadata) -> dict[str, Any]:
 FAMILY = Family(
     name="gemma2",
     sizes=SIZES,
+    form=FORM,
     writes_scores=True,
     gguf=GgufForm(architecture="gemma2", fields=_fields, names=FOUR_NORMS, has_shifted_norms=True),
 )

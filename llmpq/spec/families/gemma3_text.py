@@ -6,9 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 from llmpq.spec.families import Family, gemma2
-from llmpq.spec.gguf.form import FOUR_NORMS, GELU, GgufForm, GgufMetadata, query_scalar, rotation
 from llmpq.spec.huggingface import windows
 from llmpq.spec.huggingface.attention import SelfAttention
+from llmpq.spec.model_files.gguf_form import (
+    FOUR_NORMS,
+    GELU,
+    GgufForm,
+    GgufMetadata,
+    query_scalar,
+    rotation,
+)
 
 _LAYERS_OF_27B = 62
 _LOCAL_THETA = 10_000.0  # base of the layers with windows, which older files do not state
@@ -48,5 +55,6 @@ FAMILY = Family(
         attention=SelfAttention(norm="heads"),
         windows=windows.by_period(6, "sliding_window_pattern"),
     ),
+    form=gemma2.FORM,
     gguf=GgufForm(architecture="gemma3", fields=_fields, names=FOUR_NORMS, has_shifted_norms=True),
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from llmpq.spec.families import Family, ModelParts, gemma4_text
+from llmpq.spec.families import Family, ModelParts, gemma2, gemma4_text
 from llmpq.spec.huggingface.attention import AttentionSizes, SelfAttention
 from llmpq.spec.huggingface.config import HIDDEN, Config
 from llmpq.spec.huggingface.feed_forward import FeedForward, Gated, linear
@@ -114,5 +114,6 @@ FAMILY = Family(
         own_embeddings=gemma4_text.OWN_EMBEDDINGS,
         streams=("altup_projections", "altup_unembed_projections"),
     ),
+    form=gemma2.FORM,
     sends_more=True,
 )

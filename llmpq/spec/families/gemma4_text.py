@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from llmpq.spec.families import Family, ModelParts
+from llmpq.spec.families import Family, ModelParts, gemma2
 from llmpq.spec.huggingface.attention import AttentionSizes
 from llmpq.spec.huggingface.config import HEADS, HIDDEN, Config
 from llmpq.spec.huggingface.feed_forward import FeedForward, Gated, has_bias, linear
@@ -211,5 +211,6 @@ FAMILY = Family(
         sent_features=_sent_features,
     ),
     parts=ModelParts(own_embeddings=OWN_EMBEDDINGS),
+    form=gemma2.FORM,
     sends_more=True,
 )

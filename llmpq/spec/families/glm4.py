@@ -8,5 +8,13 @@ from llmpq.spec.huggingface.sizes import Sizes
 FAMILY = Family(
     name="glm4",
     sizes=Sizes(attention=glm.ATTENTION, feed_forward=phi3.FEED_FORWARD, norms=4),
-    form=LayerForm(rotation="pairs"),
+    form=LayerForm(
+        norms=(
+            "input_layernorm",
+            "post_self_attn_layernorm",
+            "post_attention_layernorm",
+            "post_mlp_layernorm",
+        ),
+        rotation="pairs",
+    ),
 )

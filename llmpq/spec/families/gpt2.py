@@ -17,15 +17,16 @@ ATTENTION = SelfAttention(
 )
 SIZES = Sizes(
     attention=ATTENTION,
-    feed_forward=Plain(names=("c_fc", "c_proj"), widths=("n_inner",), bias=True),
+    feed_forward=Plain(names=("c_fc", "c_proj"), activation="act", widths=("n_inner",), bias=True),
     norm_tensors=2,
     positions=0,
 )
+NORMS = ("ln_1", None, "ln_2", None)
 PARTS = ModelParts(embedding="wte", positions="wpe", final_norm="ln_f")
 
 FAMILY = Family(
     name="gpt2",
     sizes=SIZES,
     parts=PARTS,
-    form=LayerForm(rotation=None),
+    form=LayerForm(norms=NORMS, rotation=None),
 )

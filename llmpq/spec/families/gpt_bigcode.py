@@ -15,7 +15,7 @@ def _kv_heads(fields: Config) -> int:
 
 def _form(config: Any, layer: int) -> LayerForm:
     del layer
-    return LayerForm(rotation=None, by_heads=not config.multi_query)
+    return LayerForm(norms=gpt2.NORMS, rotation=None, by_heads=not config.multi_query)
 
 
 FAMILY = Family(

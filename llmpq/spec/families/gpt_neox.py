@@ -22,7 +22,7 @@ FAMILY = Family(
         attention=SelfAttention(
             prefix="attention", names=("query_key_value", "dense"), head_dim=Config.head_share
         ),
-        feed_forward=Plain(names=("dense_h_to_4h", "dense_4h_to_h"), bias=True),
+        feed_forward=Plain(names=("dense_h_to_4h", "dense_4h_to_h"), activation="act", bias=True),
         norm_tensors=2,
     ),
     parts=ModelParts(embedding="embed_in", final_norm="final_layer_norm", stored_head="embed_out"),

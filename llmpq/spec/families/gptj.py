@@ -17,16 +17,17 @@ ATTENTION = SelfAttention(
 )
 SIZES = Sizes(
     attention=ATTENTION,
-    feed_forward=Plain(names=("fc_in", "fc_out"), widths=("n_inner",), bias=True),
+    feed_forward=Plain(names=("fc_in", "fc_out"), activation="act", widths=("n_inner",), bias=True),
     norms=1,
     norm_tensors=2,
     head_bias=True,
 )
+NORMS = ("ln_1", None, None, None)
 PARTS = ModelParts(embedding="wte", final_norm="ln_f")
 
 FAMILY = Family(
     name="gptj",
     sizes=SIZES,
     parts=PARTS,
-    form=LayerForm(rotation="pairs", is_parallel=True),
+    form=LayerForm(norms=NORMS, rotation="pairs", is_parallel=True),
 )

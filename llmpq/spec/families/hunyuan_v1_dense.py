@@ -8,6 +8,8 @@ from llmpq.spec.huggingface.sizes import Sizes
 
 FAMILY = Family(
     name="hunyuan_v1_dense",
-    sizes=Sizes(attention=SelfAttention(norm="heads")),
+    sizes=Sizes(
+        attention=SelfAttention(norm="heads", norm_names=("query_layernorm", "key_layernorm"))
+    ),
     form=LayerForm(norms_late=True),
 )

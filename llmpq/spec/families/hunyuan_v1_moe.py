@@ -11,7 +11,7 @@ from llmpq.spec.huggingface.sizes import Sizes
 FAMILY = Family(
     name="hunyuan_v1_moe",
     sizes=Sizes(
-        attention=SelfAttention(norm="heads"),
+        attention=SelfAttention(norm="heads", norm_names=("query_layernorm", "key_layernorm")),
         feed_forward=replace(
             mixtral.MIXTURE,
             router="gate.wg",

@@ -6,9 +6,9 @@ from typing import Any
 
 from llmpq.errors import SpecError
 from llmpq.spec.families import Family
-from llmpq.spec.gguf.form import GgufForm, GgufMetadata
 from llmpq.spec.huggingface.feed_forward import Gated
 from llmpq.spec.huggingface.sizes import Sizes
+from llmpq.spec.model_files.gguf_form import GgufForm, GgufMetadata
 
 SIZES = Sizes(feed_forward=Gated(bias="mlp_bias"))
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from llmpq.errors import SpecError
 from llmpq.spec.families import Family, llama, mistral
-from llmpq.spec.gguf.form import GgufForm, GgufMetadata
 from llmpq.spec.huggingface.feed_forward import Experts
+from llmpq.spec.model_files.gguf_form import GgufForm, GgufMetadata
 
 MIXTURE = Experts(widths=("intermediate_size",))
 

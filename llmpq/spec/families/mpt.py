@@ -18,10 +18,10 @@ FAMILY = Family(
             head_dim=Config.head_share,
             kv_heads=lambda fields: fields.kv_heads("n_heads"),
         ),
-        feed_forward=Plain(prefix="ffn", widths=("inner_size",)),
+        feed_forward=Plain(prefix="ffn", activation="act", widths=("inner_size",)),
         max_positions=unlimited,
     ),
     parts=ModelParts(embedding="wte", final_norm="norm_f"),
     alibi=Alibi(argument="position_bias", largest="attn_config.alibi_bias_max"),
-    form=LayerForm(rotation=None),
+    form=LayerForm(norms=("norm_1", None, "norm_2", None), rotation=None),
 )

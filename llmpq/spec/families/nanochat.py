@@ -8,6 +8,8 @@ from llmpq.spec.huggingface.sizes import Sizes
 
 FAMILY = Family(
     name="nanochat",
-    sizes=Sizes(feed_forward=Plain(names=("fc1", "fc2")), norm_tensors=0),
+    sizes=Sizes(
+        feed_forward=Plain(names=("fc1", "fc2"), activation="activation_fn"), norm_tensors=0
+    ),
     parts=ModelParts(embedding_norm="norm"),
 )

@@ -10,4 +10,5 @@ from llmpq.spec.huggingface import windows
 FAMILY = Family(
     name="olmo3",
     sizes=replace(olmo2.SIZES, windows=windows.by_period(4)),
+    form=olmo2.FORM,
 )

@@ -24,7 +24,11 @@ FAMILY = Family(
             kv_heads=lambda fields: fields.size("num_attention_heads"),
         ),
         feed_forward=Plain(
-            prefix="", names=("fc1", "fc2"), widths=("ffn_dim",), bias="enable_bias"
+            prefix="",
+            names=("fc1", "fc2"),
+            activation="activation_fn",
+            widths=("ffn_dim",),
+            bias="enable_bias",
         ),
         norm_tensors=one_if("layer_norm_elementwise_affine", default=True, count=2),
         final_norms=_final_norms,
@@ -38,5 +42,5 @@ FAMILY = Family(
         final_norm="final_layer_norm",
         project_out="project_out",
     ),
-    form=LayerForm(rotation=None),
+    form=LayerForm(norms=("self_attn_layer_norm", None, "final_layer_norm", None), rotation=None),
 )

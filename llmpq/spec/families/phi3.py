@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from llmpq.spec.families import Family
-from llmpq.spec.gguf.form import GgufForm, GgufMetadata
 from llmpq.spec.huggingface import windows
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.feed_forward import Gated
 from llmpq.spec.huggingface.sizes import Sizes
+from llmpq.spec.model_files.gguf_form import GgufForm, GgufMetadata
 
-FEED_FORWARD = Gated(names=("gate_up_proj", "down_proj"), joined=True)
+FEED_FORWARD = Gated(names=("gate_up_proj", "down_proj"), activation="activation_fn", joined=True)
 
 
 def _fields(metadata: GgufMetadata) -> dict[str, Any]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from llmpq.spec.families import Family
-from llmpq.spec.gguf.form import GgufForm, GgufMetadata
 from llmpq.spec.huggingface import windows
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.sizes import Sizes
+from llmpq.spec.model_files.gguf_form import GgufForm, GgufMetadata
 
 
 def _fields(metadata: GgufMetadata) -> dict[str, Any]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from llmpq.spec.families import Family
-from llmpq.spec.gguf.form import GgufForm, GgufMetadata
 from llmpq.spec.huggingface import windows
 from llmpq.spec.huggingface.attention import SelfAttention
-from llmpq.spec.huggingface.feed_forward import Experts, by_step
+from llmpq.spec.huggingface.feed_forward import Experts, RouterKind, by_step
 from llmpq.spec.huggingface.sizes import Sizes
+from llmpq.spec.model_files.gguf_form import GgufForm, GgufMetadata
 
 
 def _fields(metadata: GgufMetadata) -> dict[str, Any]:
@@ -30,7 +30,7 @@ FAMILY = Family(
     name="qwen3_moe",
     sizes=Sizes(
         attention=SelfAttention(norm="heads"),
-        feed_forward=Experts(layers=by_step),
+        feed_forward=Experts(kind=RouterKind(normalizes="norm_topk_prob"), layers=by_step),
         windows=windows.if_used,
     ),
     gguf=GgufForm(architecture="qwen3moe", fields=_fields),

@@ -12,7 +12,7 @@ FAMILY = Family(
     name="starcoder2",
     sizes=Sizes(
         attention=SelfAttention(bias="use_bias"),
-        feed_forward=Plain(names=("c_fc", "c_proj"), bias="use_bias"),
+        feed_forward=Plain(names=("c_fc", "c_proj"), activation="act", bias="use_bias"),
         windows=windows.uniform,
         norm_tensors=2,
     ),

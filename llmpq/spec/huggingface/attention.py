@@ -41,6 +41,7 @@ class SelfAttention:
         bias: of query, key and value.
         out_bias: of the output; ``None`` for the same.
         norm: queries and keys are normed head by head, or all heads at once.
+        norm_names: of the norms of queries, keys and values; optional in a model.
         norm_tensors: parameters of each norm and feature: 2 with a bias.
         norm_if: field that must be set for the norms.
         head_dim: size of a head, by default ``head_dim`` or an equal share of the width.
@@ -56,6 +57,7 @@ class SelfAttention:
     bias: Bias = "attention_bias"
     out_bias: Bias | None = None
     norm: Literal["heads", "rows"] | None = None
+    norm_names: tuple[str, ...] = ("q_norm", "k_norm", "v_norm")
     norm_tensors: int = 1
     norm_if: str | None = None
     head_dim: Callable[[Config], int] = Config.head_dim
@@ -64,6 +66,17 @@ class SelfAttention:
     others: int = 0
     query_widths: int = 1
     gate: str | None = None
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """Names of the operators of queries, keys and values in this order, or of that of all.
+
+        ``names`` has them in the order of the model's modules.
+        """
+        inputs = self.names[:-1]
+        return (
+            inputs if len(inputs) == 1 else tuple(sorted(inputs, key=lambda n: "qkv".index(n[0])))
+        )
 
     def __call__(self, fields: Config) -> Sequence[AttentionSizes]:
         """Return the attention of every layer."""

@@ -14,18 +14,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmpq.spec.facts.model_fields import (
-    CONFIG_FILE,
-    absolute_model_path,
-    model_fields,
-)
 from llmpq.spec.families import Family, family_of, known_families
 from llmpq.spec.huggingface.config import HIDDEN, Config, class_sizes, family_defaults
 from llmpq.spec.huggingface.described import MODEL_FILE, read_model_file
-from llmpq.spec.huggingface.gptq import stored_head, stored_precisions
-from llmpq.spec.huggingface.language import language_fields
+from llmpq.spec.huggingface.quantization import stored_head, stored_precisions
 from llmpq.spec.huggingface.sizes import Sizes
 from llmpq.spec.model import LayerSpec, ModelSpec
+from llmpq.spec.model_files.config import (
+    CONFIG_FILE,
+    absolute_model_path,
+    language_fields,
+    model_fields,
+)
 
 
 def load_model_dir(path: str | Path) -> ModelSpec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from llmpq.spec.huggingface.config import (
     EXPERTS,
@@ -17,6 +18,8 @@ from llmpq.spec.model import LinearSpec
 DENSE, SPARSE = "dense", "sparse"
 FeedForwards = Callable[[Config], Sequence["FeedForward"]]
 """Reads the feed-forward of every layer."""
+Score = Literal["softmax", "sigmoid", "sparse mixer"]
+"""What a router makes of the logit of an expert."""
 Bias = bool | str
 """Whether an operator has a bias, or the field that says so."""
 
@@ -46,6 +49,7 @@ class Gated:
     Attributes:
         prefix: path of the block.
         names: of gate, up and down; two names if gate and up are one matrix, or there is no gate.
+        activation: name of the activation.
         joined: gate and up are one matrix.
         bias: of all operators.
         widths: fields of the inner size; four times the hidden size if none is set.
@@ -55,6 +59,7 @@ class Gated:
 
     prefix: str = "mlp"
     names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    activation: str = "act_fn"
     joined: bool = False
     bias: Bias = False
     widths: tuple[str, ...] = ("intermediate_size",)
@@ -65,11 +70,10 @@ class Gated:
         """Return the feed-forward of every layer."""
         return [self.of_width(fields, fields.size(*self.widths))] * fields.layers()
 
-    def of_width(self, fields: Config, width: int, prefix: str | None = None) -> FeedForward:
+    def of_width(self, fields: Config, width: int) -> FeedForward:
         """Return the feed-forward of an inner size."""
         hidden, bias = fields.size(*HIDDEN), has_bias(fields, self.bias)
-        prefix = self.prefix if prefix is None else prefix
-        start = f"{prefix}." if prefix else ""
+        start = f"{self.prefix}." if self.prefix else ""
         *ups, down = self.names
         outputs = 2 * width if self.joined else width
         return FeedForward(
@@ -94,6 +98,31 @@ class Plain(Gated):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RouterKind:
+    """How a router weighs the experts of a token.
+
+    Attributes:
+        score: of a logit: its share in a softmax of all, its sigmoid, or its share in a softmax of
+            those near it that were not chosen before (``sparsemixer`` of Phi-3.5-MoE).
+        normalizes: whether the weights of a token are divided by their sum, or the field that says
+            so.
+    """
+
+    score: Score = "softmax"
+    normalizes: bool | str = True
+
+    def normalizes_in(self, config: object) -> bool:
+        """Return whether the weights are divided by their sum in a model.
+
+        Args:
+            config: of transformers.
+        """
+        if isinstance(self.normalizes, str):
+            return bool(getattr(config, self.normalizes, False))
+        return self.normalizes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
     """A router, experts of a gated feed-forward, and maybe an expert that all tokens visit.
 
@@ -101,6 +130,7 @@ class Experts:
         prefix: path of the block.
         router: path of the router in the block.
         router_bias: whether it has one.
+        kind: of the router.
         widths: fields of an expert's inner size.
         names: of the two stacked matrices.
         bias: of the experts.
@@ -117,6 +147,7 @@ class Experts:
     prefix: str = "mlp"
     router: str = "gate"
     router_bias: bool = False
+    kind: RouterKind = RouterKind()
     widths: tuple[str, ...] = ("moe_intermediate_size",)
     names: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
     bias: bool = False
@@ -159,6 +190,14 @@ class Experts:
             others=self.correction * count,
         )
 
+    @property
+    def shared_block(self) -> Gated:
+        """The shared expert."""
+        prefix = f"{self.prefix}.{self.shared}"
+        if self.shared_joined is None:
+            return Gated(prefix=prefix, bias=self.dense.bias)
+        return Gated(prefix=prefix, names=self.shared_joined, joined=True)
+
     def _shared(self, fields: Config, width: int) -> tuple[LinearSpec, ...]:
         if self.shared is None:
             return ()
@@ -168,11 +207,7 @@ class Experts:
             wide = self.shared_width(fields)
         if wide == 0:
             return ()
-        if self.shared_joined is None:
-            block = Gated(bias=self.dense.bias)
-        else:
-            block = Gated(names=self.shared_joined, joined=True)
-        found = block.of_width(fields, wide, f"{self.prefix}.{self.shared}").linears
+        found = self.shared_block.of_width(fields, wide).linears
         if not self.shared_gate:
             return found
         gate = linear(f"{self.prefix}.{self.shared}_gate", 1, fields.size(*HIDDEN))

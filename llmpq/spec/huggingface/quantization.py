@@ -1,16 +1,240 @@
-"""The ``quantization_config`` of formats other than GPTQ: FP8, compressed-tensors, AWQ, MXFP4.
+"""The ``quantization_config`` of a checkpoint: GPTQ, FP8, compressed-tensors, AWQ and MXFP4.
 
-Their weights are codes with scales that are read as numbers; a plan's bits are chosen freely.
+Fields of GPTQ are those that gptqmodel writes and vLLM and transformers read. ``dynamic`` sets the
+precision of modules by regular expression (``+:``) or leaves them unquantized (``-:``); the first
+match counts. Only names of tensors are read, not their data.
+
+Weights of the other formats are codes with scales that are read as numbers; a plan's bits are
+chosen freely.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from llmpq.errors import bad_field
+from llmpq.errors import SpecError, bad_field
+from llmpq.spec.fields import read_json
+from llmpq.spec.model_files.config import language_fields, model_fields
+from llmpq.spec.model_files.weight_headers import find_weights, read_headers
+from llmpq.spec.precision import Precision, heaviest, unquantized
+
+# Older checkpoints have it in a separate file.
+OLD_FILE = "quantize_config.json"
+ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}
+"""Amount subtracted from stored zero points, by version of the format."""
+
+QUANTIZED_BITS = (3, 4, 8)
+
+_MAX_PATTERN = 4096
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+_CODES = ".qweight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleRule:
+    """One entry of ``dynamic``: a regular expression that a module's full name begins with.
+
+    ``overrides`` are fields that differ from the file's own; ``None`` leaves the module
+    unquantized.
+    """
+
+    pattern: re.Pattern[str]
+    overrides: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GptqConfig:
+    """How the operators of a checkpoint are quantized.
+
+    Attributes:
+        fields: ``bits``, ``group_size`` and ``sym`` of modules that no rule names.
+        rules: exceptions, in order.
+        zero_offset: amount subtracted from stored zero points.
+        has_head: whether the LM head is quantized, too.
+    """
+
+    where: str
+    fields: Mapping[str, Any]
+    rules: tuple[ModuleRule, ...] = field(default=())
+    zero_offset: int = 1
+    has_head: bool = False
+
+    def precision(self, module: str) -> Precision | None:
+        """Return the precision of a module by its full name; ``None``: it is not quantized.
+
+        Raises:
+            SpecError: its bits, group size or symmetry are none that we can read.
+        """
+        fields = dict(self.fields)
+        rule = next((rule for rule in self.rules if rule.pattern.match(module)), None)
+        if rule is not None:
+            if rule.overrides is None:
+                return None
+            fields.update(rule.overrides)
+        bits, group, symmetric = fields["bits"], fields["group_size"], fields["sym"]
+        if type(bits) is not int or bits not in QUANTIZED_BITS:
+            raise bad_field(self.where, f"{FIELD}.bits", bits, f"one of {QUANTIZED_BITS}")
+        if type(group) is not int or (group < 1 and group != -1):
+            raise bad_field(self.where, f"{FIELD}.group_size", group, "-1 or at least 1")
+        if type(symmetric) is not bool:
+            raise bad_field(self.where, f"{FIELD}.sym", symmetric, "true or false")
+        return Precision(
+            bits=bits, method="gptq", group_size=None if group == -1 else group, symmetric=symmetric
+        )
+
+
+def find_config(model_dir: Path | str) -> dict[str, Any] | None:
+    """Return what a model directory says about its quantization; ``None``: it is not quantized.
+
+    Raises:
+        SpecError: as ``model_fields``, or what it says is no object.
+    """
+    directory = Path(model_dir)
+    config = model_fields(directory)
+    found = config.get(FIELD, language_fields(config).get(FIELD))
+    if found is None and (directory / OLD_FILE).is_file():
+        found = read_json(directory / OLD_FILE)
+        if isinstance(found, dict):
+            found.setdefault("quant_method", "gptq")
+    if found is not None and not isinstance(found, dict):
+        raise bad_field(str(directory / "config.json"), FIELD, found, "an object")
+    return found
+
+
+def is_gptq(model_dir: Path | str) -> bool:
+    """Return whether the ``config.json`` of a model directory names GPTQ codes.
+
+    Raises:
+        SpecError: it has no readable ``config.json``, or was quantized in an unknown format.
+    """
+    found = find_config(model_dir)
+    where = str(Path(model_dir) / "config.json")
+    return found is not None and codes_config(found, where) is None
+
+
+def parse_config(fields: Mapping[str, Any], where: str) -> GptqConfig:
+    """Read a ``quantization_config``.
+
+    Raises:
+        SpecError: the method or packing is not GPTQ's, or a rule is malformed.
+    """
+    expected = {"quant_method": ("gptq",), "pack_dtype": ("int32",), "lm_head": (False, True)}
+    for name, choices in expected.items():
+        if fields.get(name, choices[0]) not in choices:
+            raise bad_field(
+                where, f"{FIELD}.{name}", fields[name], " or ".join(f"'{one}'" for one in choices)
+            )
+    version = fields.get("checkpoint_format") or "gptq"
+    if version not in ZERO_OFFSETS:
+        raise bad_field(
+            where, f"{FIELD}.checkpoint_format", version, f"one of {sorted(ZERO_OFFSETS)}"
+        )
+    return GptqConfig(
+        where=where,
+        fields={
+            "bits": fields.get("bits"),
+            "group_size": fields.get("group_size"),
+            "sym": fields.get("sym", True),
+        },
+        rules=_rules(fields.get("dynamic"), where),
+        zero_offset=ZERO_OFFSETS[version],
+        has_head=bool(fields.get("lm_head")),
+    )
+
+
+def stored_precisions(model_dir: Path | str, num_layers: int) -> tuple[Precision, ...]:
+    """Return the stored precision of every layer of a GPTQ checkpoint; empty for any other.
+
+    If operators of a layer differ in groups or symmetry, the one with the most bytes counts.
+
+    Raises:
+        SpecError: quantized in an unknown format, or operators of a layer differ in bits.
+    """
+    fields = find_config(model_dir)
+    directory = Path(model_dir)
+    if fields is None or codes_config(fields, str(directory / "config.json")) is not None:
+        return ()
+    config = parse_config(fields, str(directory / "config.json"))
+    found: dict[int, set[Precision]] = {}
+    for name in _tensor_names(directory):
+        layer = _LAYER.search(name)
+        if layer is None or not name.endswith(_CODES):
+            continue
+        precision = config.precision(name.removesuffix(_CODES))
+        if precision is None:
+            raise SpecError(f"{config.where}: {name} is stored, expected 'dynamic' to say so")
+        found.setdefault(int(layer[1]), set()).add(precision)
+    return tuple(_of_layer(found.get(i, set()), directory, i) for i in range(num_layers))
+
+
+def stored_head(model_dir: Path | str) -> Precision | None:
+    """Return the stored precision of the LM head of a GPTQ checkpoint; ``None``: not quantized.
+
+    Raises:
+        SpecError: quantized in an unknown format, or the head's codes are not as ``lm_head`` says.
+    """
+    fields, directory = find_config(model_dir), Path(model_dir)
+    where = str(directory / "config.json")
+    if fields is None or codes_config(fields, where) is not None:
+        return None
+    config = parse_config(fields, where)
+    heads = [
+        name
+        for name in _tensor_names(directory)
+        if name.endswith(_CODES) and _LAYER.search(name) is None
+    ]
+    if config.has_head != bool(heads):
+        stored = f"'{heads[0]}'" if heads else "no codes of a head"
+        raise bad_field(where, f"{FIELD}.lm_head", config.has_head, f"what is stored, {stored}")
+    if not heads:
+        return None
+    found = config.precision(heads[0].removesuffix(_CODES))
+    if found is None:
+        raise SpecError(f"{where}: {heads[0]} is stored, expected 'dynamic' to say so")
+    return found
+
+
+def _of_layer(found: set[Precision], directory: Path, index: int) -> Precision:
+    if len({precision.bits for precision in found}) > 1:
+        raise SpecError(
+            f"{directory}: layer {index} mixes operators of {sorted({p.bits for p in found})} "
+            "bits, expected one bitwidth a layer"
+        )
+    return heaviest(found) if found else unquantized()
+
+
+def _tensor_names(directory: Path) -> Iterable[str]:
+    """Return the names of all tensors, from the index or the headers of the files."""
+    files = find_weights(directory)
+    return files.file_of or files.assign(read_headers(files))
+
+
+def _rules(value: object, where: str) -> tuple[ModuleRule, ...]:
+    if value is None or value is False:
+        return ()
+    if not isinstance(value, Mapping):
+        raise bad_field(where, f"{FIELD}.dynamic", value, "an object of patterns")
+    rules = []
+    for text, overrides in value.items():
+        is_left_out = text.startswith("-:")
+        pattern = text[2:] if text.startswith(("-:", "+:")) else text
+        if len(pattern) > _MAX_PATTERN or not isinstance(overrides, Mapping | None):
+            raise bad_field(where, f"{FIELD}.dynamic", text, "a short pattern with its fields")
+        try:
+            compiled = re.compile(pattern)
+        except (re.error, RecursionError) as error:
+            raise bad_field(
+                where, f"{FIELD}.dynamic", text, f"a regular expression ({error})"
+            ) from None
+        rules.append(
+            ModuleRule(pattern=compiled, overrides=None if is_left_out else overrides or {})
+        )
+    return tuple(rules)
+
 
 FIELD = "quantization_config"
 METHODS = ("fp8", "compressed-tensors", "awq", "mxfp4")

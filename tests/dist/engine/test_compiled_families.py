@@ -117,7 +117,7 @@ REFUSED = {
         "glm4_moe", {"n_group": 2, "topk_group": 1}, "layer 1: the router Glm4MoeTopkRouter"
     ),
     "latent attention": ("deepseek_v3", {}, "its attention has no compiled kernel"),
-    "other names": ("apertus", {}, "layer 0: no norm of a known name"),
+    "weights of an activation": ("apertus", {}, "layer 0: weights in 'mlp.act_fn'"),
     "dynamic rotation": (
         "llama",
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
@@ -218,14 +218,21 @@ def test_other_layers_run_operator_by_operator(case, tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-    "form", [LayerForm(rotation="pairs"), LayerForm(rotation=None), LayerForm(is_parallel=True)]
+    ("form", "reason"),
+    [
+        (LayerForm(rotation="pairs"), "computes something else"),
+        (LayerForm(rotation=None), "computes something else"),
+        (LayerForm(is_parallel=True), "computes something else"),
+        (LayerForm(norms=("norm", None, "post_attention_layernorm", None)), "no module 'norm'"),
+        (LayerForm(norms=("input_layernorm", None, None, None)), "weights in 'post_attention_"),
+    ],
 )
 def test_a_layer_that_is_not_of_the_form_of_its_record_runs_operator_by_operator(
-    form, tmp_path, caplog, monkeypatch
+    form, reason, tmp_path, caplog, monkeypatch
 ):
     record = dataclasses.replace(family_of("llama"), form=form)
     monkeypatch.setattr(compiled_steps, "family_of", lambda _: record)
     stage = _stage(_save(tmp_path, "llama", {}), 16)
     with caplog.at_level(logging.INFO, logger="llmpq"):
         assert step_runner_of(stage, cache_of(stage)) is None
-    assert "steps run operator by operator: layer 0: computes something else" in caplog.text
+    assert f"steps run operator by operator: layer 0: {reason}" in caplog.text

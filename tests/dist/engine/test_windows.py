@@ -26,7 +26,7 @@ from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.launch.rank import window_blocks_of, window_of
 from llmpq.errors import StageError
 from llmpq.models import PackedBatch, kv_shapes, load_config
-from llmpq.models.config import largest_window
+from llmpq.models.adapter import largest_window
 from llmpq.options.engine import EngineOptions
 from llmpq.spec.huggingface.families import load_model_dir, model_from_config, model_types
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE, PROMPT_CHUNK_TOKENS, kept_blocks

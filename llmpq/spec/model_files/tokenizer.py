@@ -1,7 +1,8 @@
-"""The end tokens of a model, from every file that states them.
+"""Where the tokenizer of a model is, and its end tokens, from every file that states them.
 
-``generation_config.json`` (else ``config.json``) and the tokenizer's own end of text are joined, as
-vLLM joins them; a GGUF file has up to three.
+A tokenizer is in files of the model's directory, or inside a GGUF file. End tokens are those of
+``generation_config.json`` (else ``config.json``) and the tokenizer's own end of text, as vLLM joins
+them; a GGUF file has up to three.
 """
 
 from __future__ import annotations
@@ -10,9 +11,59 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llmpq.errors import bad_field
-from llmpq.spec.fields import read_json
-from llmpq.spec.gguf.header import find_gguf, read_header
+from llmpq.errors import SpecError, bad_field
+from llmpq.spec.fields import LFS_BYTES, check_downloaded, read_json
+from llmpq.spec.model_files.weight_headers import find_gguf, read_gguf_header
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+UNREAD_FILES = ("*tekken*.json", "tokenizer.model.*", "*.tiktoken", "tiktoken.model")
+"""Patterns of tokenizers in formats that are not read."""
+_TOKENS = "tokenizer.ggml.tokens"
+
+
+def tokenizer_arguments(model_dir: Path) -> dict[str, Path | str] | None:
+    """Return how ``AutoTokenizer`` finds the tokenizer of a model; ``None`` if it has none.
+
+    Files of a tokenizer beside a GGUF file are preferred to the tokenizer inside it.
+
+    Raises:
+        SpecError: a file is a pointer of Git LFS.
+    """
+    gguf = find_gguf(model_dir)
+    folder = model_dir if gguf is None else gguf.parent
+    files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    for file in files:
+        with file.open("rb") as stream:
+            check_downloaded(file, stream.read(LFS_BYTES))
+    if files:
+        return {"pretrained_model_name_or_path": folder}
+    if gguf is None or _TOKENS not in read_gguf_header(gguf).lengths:
+        return None
+    return {"pretrained_model_name_or_path": folder, "gguf_file": gguf.name}
+
+
+def missing_tokenizer(model_dir: Path) -> str:
+    """Return what to say of a model for which :func:`tokenizer_arguments` finds none."""
+    folder = model_dir if model_dir.is_dir() else model_dir.parent
+    unread = (path.name for pattern in UNREAD_FILES for path in sorted(folder.glob(pattern)))
+    name = next(unread, None)
+    if name is None:
+        return "the model has no tokenizer"
+    return (
+        f"the model has no tokenizer that can be read: {name} needs a tokenizer.json beside it, as "
+        "in the model's version for transformers"
+    )
+
+
+def tokenizer_error(model_dir: Path, error: Exception) -> SpecError:
+    """Return the error of a tokenizer that transformers does not read."""
+    if "trust_remote_code" in str(error):
+        return SpecError(
+            f"{model_dir}: found a tokenizer that is code of the model directory (auto_map), which "
+            "llmpq never runs; expected one that transformers has"
+        )
+    return SpecError(f"{model_dir}: the tokenizer cannot be read: {error}")
+
 
 GENERATION_FILE = "generation_config.json"
 _FIELD = "eos_token_id"
@@ -35,7 +86,7 @@ def end_token_ids(model_dir: Path, configured: object) -> frozenset[int]:
     stated = _object(path).get(_FIELD)
     found = _numbers(path, configured if stated is None else stated)
     if gguf is not None:
-        metadata = read_header(gguf).metadata
+        metadata = read_gguf_header(gguf).metadata
         found |= {token for name in _OF_GGUF if type(token := metadata.get(name)) is int}
     own = _end_of_tokenizer(folder)
     return found if own is None else found | {own}

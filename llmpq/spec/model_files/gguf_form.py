@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmpq.errors import SpecError, bad_field
-from llmpq.spec.gguf.header import GgufHeader
+from llmpq.spec.model_files.weight_headers import GgufHeader
 
 LAYER_NAMES = {
     "attn_norm.weight": "input_layernorm.weight",

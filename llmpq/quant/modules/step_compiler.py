@@ -1,11 +1,15 @@
-"""Append a decoder layer to a compiled step.
+"""Compile a decoder layer of transformers into the operators of a step.
 
-That the modules are combined as in its :class:`LayerForm` is not known here: the caller compares
-both on random numbers (``llmpq.dist.engine.compiled_steps``).
+What the modules of a layer do is in the record of its family: names of linear operators and norms,
+the kind of router, and in the ``LayerForm`` how they are combined. All weights of a layer must
+belong to a module that is known by it. That the record is right is not known here: the caller
+compares both on random numbers (``llmpq.dist.engine.compiled_steps``). Norms and activations are
+recognized by the values that they return.
 
-Norms, activations and routers are recognized by the values that they return.
+``RotaryRows`` are cosines and sines of the tokens of a compiled step.
 
-Shapes: R rows, C hidden size, E experts, k experts of a row, H heads, h KV heads, d head_dim.
+Shapes: R rows (tokens), C hidden size, E experts, k experts of a row, H heads, h KV heads, d
+head_dim, P positions.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -28,17 +32,327 @@ from llmpq.kernels.cpu.step import (
     RowExperts,
     RowNorm,
     RowRouter,
-    Score,
     StepProgram,
     StepScores,
     UnsupportedStepError,
     append_experts,
 )
-from llmpq.models.expert_layouts import ClampedGate
-from llmpq.quant.modules.layer import FusedNorm
-from llmpq.quant.modules.linear import DenseLinear, GatedActivation, QuantExperts, QuantLinear
-from llmpq.quant.modules.steps.parts import MixtureParts, MlpParts, parts_of
-from llmpq.spec.families import LayerForm
+from llmpq.models import DecoderStage, PackedBatch
+from llmpq.models.adapter import ClampedGate
+from llmpq.models.stage import RotaryTables
+from llmpq.quant.modules.layer import (
+    DenseLinear,
+    FusedNorm,
+    GatedActivation,
+    QuantExperts,
+    QuantLinear,
+)
+from llmpq.spec.families import Family, LayerForm, family_of
+from llmpq.spec.huggingface.feed_forward import Experts, Gated, Score
+
+_CORRECTION = "e_score_correction_bias"
+"""Tensor of a router, or of the mixture, with a number for each expert."""
+_SCALAR = "layer_scalar"
+"""Buffer of Gemma 4 that multiplies the output of a layer."""
+_SINKS = "sinks"
+"""Parameter of attention with one more score of each head (gpt_oss)."""
+_POSITIONS = "embed_positions"
+"""Buffer of GPT-J with the sines and cosines of all positions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpParts:
+    """Names of the modules of an MLP.
+
+    Attributes:
+        ups: gate and what it multiplies, or a single projection.
+        has_gate: whether a single projection of ``ups`` makes gate and what it multiplies.
+        activation: of the gate or the projection.
+        down: after it.
+    """
+
+    ups: tuple[str, ...]
+    has_gate: bool
+    activation: str
+    down: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureParts:
+    """Names of the modules of a mixture of experts.
+
+    Attributes:
+        router: chooses experts.
+        score: of its logits.
+        normalizes: whether the weights of a row are divided by their sum.
+        experts: a ``QuantExperts``.
+        shared: added to the experts' sum.
+        shared_gate: whose sigmoid multiplies what ``shared`` makes.
+        correction: a number for each expert, of the router.
+    """
+
+    router: str
+    score: Score
+    normalizes: bool
+    experts: str
+    shared: MlpParts | None
+    shared_gate: str | None
+    correction: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerParts:
+    """Names of the modules of a layer by what they do.
+
+    Attributes:
+        form: how they are combined.
+        norms: before and after attention, before and after the MLP.
+        attention: the module of attention.
+        projections: of queries, keys and values, of queries and keys, or a single one of all.
+        output: after attention.
+        head_norms: of queries, keys and values, as far as the family has them.
+        mlp: the MLP, or the mixture in its place.
+        multiplier: factor of what attention and MLP add to their input.
+        scalar: factor of the output.
+        sinks: one more score of each head, ``[H]``.
+    """
+
+    form: LayerForm
+    norms: tuple[str | None, str | None, str | None, str | None]
+    attention: str
+    projections: tuple[str, ...]
+    output: str
+    head_norms: tuple[str | None, ...]
+    mlp: MlpParts | MixtureParts
+    multiplier: float
+    scalar: float
+    sinks: Tensor | None
+
+
+def parts_of(layer: nn.Module, family: Family, form: LayerForm, config: object) -> LayerParts:
+    """Return the modules of a layer, by the names in the record of its family.
+
+    Args:
+        layer: of transformers, quantized or not.
+        family: its record.
+        form: of the layer.
+        config: of transformers.
+
+    Raises:
+        UnsupportedStepError: a module is missing, or one with weights is not known.
+    """
+    names, start = family.attention, f"{family.attention.prefix}."
+    projections = [f"{start}{name}" for name in names.projections]
+    if len(projections) == 3 and not _is_module(layer, projections[2]):
+        projections.pop()  # values are the keys
+    norms = (f"{start}{name}" for name in names.norm_names)
+    found = LayerParts(
+        form=form,
+        norms=form.norms,
+        attention=names.prefix,
+        projections=tuple(projections),
+        output=f"{start}{names.names[-1]}",
+        head_norms=tuple(name if _is_module(layer, name) else None for name in norms),
+        mlp=_feed_forward_of(layer, family.feed_forward, config),
+        multiplier=float(getattr(layer, "residual_multiplier", 1.0)),
+        scalar=float(layer.get_buffer(_SCALAR)) if _SCALAR in layer._buffers else 1.0,
+        sinks=_attention_of(layer, family)._parameters.get(_SINKS),
+    )
+    _check_modules(layer, found)
+    _check_weights(layer, found)
+    _check_bounds(layer.get_submodule(names.prefix))
+    return found
+
+
+def _attention_of(layer: nn.Module, family: Family) -> nn.Module:
+    name = family.attention.prefix
+    if not _is_module(layer, name):
+        raise UnsupportedStepError(f"no module '{name}'")
+    return layer.get_submodule(name)
+
+
+def _feed_forward_of(
+    layer: nn.Module, block: Gated | Experts, config: object
+) -> MlpParts | MixtureParts:
+    if isinstance(block, Gated):
+        return _mlp_of(block)
+    experts = f"{block.prefix}.{block.names[0].rpartition('.')[0]}"
+    if not _is_module(layer, experts):
+        return _mlp_of(block.dense)
+    if not isinstance(layer.get_submodule(experts), QuantExperts):
+        raise UnsupportedStepError(f"{type(layer.get_submodule(experts)).__name__} in '{experts}'")
+    shared = f"{block.prefix}.{block.shared}"
+    has_shared = block.shared is not None and _is_module(layer, shared)
+    return MixtureParts(
+        router=f"{block.prefix}.{block.router.partition('.')[0]}",
+        score=block.kind.score,
+        normalizes=block.kind.normalizes_in(config),
+        experts=experts,
+        shared=_mlp_of(block.shared_block) if has_shared else None,
+        shared_gate=f"{shared}_gate" if has_shared and block.shared_gate else None,
+        correction=_correction_of(layer.get_submodule(block.prefix)),
+    )
+
+
+def _mlp_of(block: Gated) -> MlpParts:
+    start = f"{block.prefix}." if block.prefix else ""
+    *ups, down = (f"{start}{name}" for name in block.names)
+    return MlpParts(
+        ups=tuple(ups),
+        has_gate=block.joined,
+        activation=f"{start}{block.activation}",
+        down=down,
+    )
+
+
+def _correction_of(mixture: nn.Module) -> Tensor | None:
+    tensors = itertools.chain(mixture.named_parameters(), mixture.named_buffers())
+    found = (tensor for name, tensor in tensors if name.split(".")[-1] == _CORRECTION)
+    correction = next(found, None)
+    return None if correction is None else correction.detach().float().flatten()
+
+
+def _is_module(layer: nn.Module, name: str) -> bool:
+    try:
+        return isinstance(layer.get_submodule(name), nn.Module)
+    except AttributeError:
+        return False
+
+
+def _check_modules(layer: nn.Module, parts: LayerParts) -> None:
+    """Raise an error for a module of the record that the layer lacks."""
+    mlp = parts.mlp.shared if isinstance(parts.mlp, MixtureParts) else parts.mlp
+    names = [*parts.norms, *parts.projections, parts.output]
+    if isinstance(parts.mlp, MixtureParts):
+        names += [parts.mlp.router, parts.mlp.shared_gate]
+    if mlp is not None:
+        names += [*mlp.ups, mlp.activation, mlp.down]
+    for name in names:
+        if name is not None and not _is_module(layer, name):
+            raise UnsupportedStepError(f"no module '{name}'")
+
+
+def _check_weights(layer: nn.Module, parts: LayerParts) -> None:
+    """Raise an error for weights that have no place in the step."""
+    known = {*parts.norms, *parts.projections, parts.output, *parts.head_norms}
+    below: tuple[str, ...] = ()  # prefixes of modules that are known as a whole
+    placed = {_SCALAR, f"{parts.attention}.{_POSITIONS}", f"{parts.attention}.{_SINKS}"}
+    mlp: MlpParts | None
+    if isinstance(parts.mlp, MixtureParts):
+        mlp, experts = parts.mlp.shared, parts.mlp.experts
+        known |= {parts.mlp.router, parts.mlp.shared_gate}
+        below = (f"{parts.mlp.router}.", f"{experts}.gate_up.", f"{experts}.down.")
+        placed.add(f"{experts.removesuffix('.experts')}.{_CORRECTION}")
+    else:
+        mlp = parts.mlp
+    if mlp is not None:
+        known |= {*mlp.ups, mlp.down}
+    for name, part in layer.named_modules():
+        own = (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
+        names = {f"{name}.{key}".lstrip(".") for key, _ in own}
+        has_weights = isinstance(part, (QuantLinear, DenseLinear)) or not names <= placed
+        if has_weights and name not in known and not name.startswith(below):
+            raise UnsupportedStepError(f"weights in '{name}'")
+
+
+def _check_bounds(attention: nn.Module) -> None:
+    """Raise an error for bounds that random numbers do not reach."""
+    config = getattr(attention, "config", None)
+    for owner, name in ((config, "clip_qkv"), (attention, "_largest")):
+        if getattr(owner, name, None) is not None:
+            raise UnsupportedStepError("queries, keys and values with a bound")
+
+
+def stored_positions(layers: DecoderStage) -> Tensor | None:
+    """Return sines and cosines that layers have of their own, ``[P, rotated features]``."""
+    family = family_of(layers.config.model_type)
+    return _attention_of(layers.layers[0], family)._buffers.get(_POSITIONS)
+
+
+_FEWEST_POSITIONS = 1024
+
+
+class RotaryRows:
+    """cos and sin of the rows of a step, from tables of all positions so far.
+
+    Args:
+        layers: of the stage.
+        program: of the step.
+        like: has dtype and device of the tables.
+        is_short: whether the rotary embedding makes each angle once, not for both features.
+
+    Attributes:
+        buffers: of cos and sin of every layer of the model; empty without rotation.
+
+    Raises:
+        UnsupportedStepError: the angles depend on more than a token's position.
+    """
+
+    def __init__(
+        self, layers: DecoderStage, program: StepProgram, like: Tensor, *, is_short: bool
+    ) -> None:
+        self._rotary: RotaryTables | None = layers.rotary
+        self._is_short = is_short
+        self._like = like
+        self._tables: list[Tensor] = []
+        self._length = 0
+        self.buffers: list[tuple[Tensor, Tensor]] = []
+        kinds: list[int] = []
+        if layers.rotary is not None:
+            if layers.rotary.depends_on_length and layers.rotary.switches_after is None:
+                raise UnsupportedStepError("its rotary embedding depends on the length of a row")
+            kinds = self._grow(layers.rotary, 1)
+        elif (own := stored_positions(layers)) is not None:
+            sin, cos = own.to(like.dtype).chunk(2, dim=1)
+            self._tables = [torch.cat((part, part), dim=1) for part in (cos, sin)]
+            kinds = [0] * layers.config.num_hidden_layers
+        self._places = [
+            program.buffer(f"rotary {i}", table.shape[1], table.dtype)
+            for i, table in enumerate(self._tables)
+        ]
+        self.buffers = [(self._places[2 * kind], self._places[2 * kind + 1]) for kind in kinds]
+
+    def is_alone(self, batch: PackedBatch) -> bool:
+        """Whether the angles of each token follow from its position."""
+        switch = None if self._rotary is None else self._rotary.switches_after
+        if switch is None:
+            return True
+        lengths = list(batch.rope_lengths or batch.lengths)
+        return max(lengths) <= switch or (batch.is_decode and lengths == batch.lengths)
+
+    def fill(self, positions: Tensor, longest: int) -> None:
+        """Copy the rows at ``positions`` ``[R]`` into the buffers."""
+        if self._rotary is not None and longest > self._length:
+            self._grow(self._rotary, longest)
+        for table, place in zip(self._tables, self._places, strict=True):
+            torch.index_select(table, 0, positions, out=place[: len(positions)])
+
+    def _grow(self, rotary: RotaryTables, longest: int) -> list[int]:
+        """Compute the tables of at least ``longest`` positions; return each layer's kind."""
+        length = max(_FEWEST_POSITIONS, 2 * self._length)
+        length = max(length, longest)
+        spans, switch = [(length, None)], rotary.switches_after
+        if switch is not None and length > switch:
+            spans = [(switch, None), (length - switch, None)]
+        made = rotary(self._like, torch.arange(length)[None], spans)
+        kinds: dict[int, int] = {}
+        tables: list[Tensor] = []
+        for table in made:
+            if isinstance(table, Tensor):
+                raise UnsupportedStepError("its rotary embedding has complex numbers")
+            if id(table) not in kinds:
+                kinds[id(table)] = len(kinds)
+                tables += [self._by_halves(part[0]) for part in table]
+        self._tables, self._length = tables, length
+        return [kinds[id(table)] for table in made]
+
+    def _by_halves(self, table: Tensor) -> Tensor:
+        """Return a table ``[P, features]`` with the number of each pair once in either half."""
+        if self._is_short:
+            return torch.cat((table, table), dim=1)
+        even, odd = table[:, ::2], table[:, 1::2]
+        return torch.cat((even, odd), dim=1) if torch.equal(even, odd) else table.contiguous()
+
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
@@ -141,31 +455,26 @@ _ALIKE = 0.9
 """Least share of rows with the same weights: two logits may be equal after rounding."""
 _ROUTER_LIMITS = {torch.float32: 1e-5, torch.bfloat16: 0.02, torch.float16: 0.0025}
 """Largest difference of logits and of the weights of a row, relative to them (norms)."""
-_TRIED: tuple[tuple[Score, bool], ...] = (
-    ("softmax", True),
-    ("softmax", False),
-    ("sigmoid", True),
-    ("sigmoid", False),
-    ("sparse mixer", False),
-)
-"""Scores, and whether the weights of a row are divided by their sum."""
 _FACTOR = "routed_scaling_factor"
 _JITTER = "router_jitter_noise"
 
 
-def router_like(
-    module: nn.Module, hidden_size: int, dtype: torch.dtype, correction: Tensor | None
+def router_of(
+    module: nn.Module,
+    hidden_size: int,
+    dtype: torch.dtype,
+    parts: MixtureParts,
 ) -> RowRouter:
-    """Return the router that chooses what ``module`` does.
+    """Return the router of a layer, once it has chosen what ``module`` does.
 
     Args:
         module: see :func:`routed`.
         hidden_size: C.
         dtype: of the rows.
-        correction: float32 ``[E]`` of its scores, if any.
+        parts: the mixture, with the kind of router and the correction of its scores.
 
     Raises:
-        UnsupportedStepError: there is none.
+        UnsupportedStepError: the module computes something else.
     """
     unknown = UnsupportedStepError(f"the router {type(module).__name__}")
     matrices = [p.detach() for p in module.parameters() if p.shape[1:] == (hidden_size,)]
@@ -174,13 +483,15 @@ def router_like(
     weight, generator = matrices[0], torch.Generator().manual_seed(0)
     bias = next((p.detach() for name, p in module.named_parameters() if name == "bias"), None)
     rows = torch.randn(_ROWS, hidden_size, generator=generator).to(dtype)
+    correction = parts.correction
     logits, weights, chosen = routed(module, rows, correction)
-    plain = RowRouter(
+    router = RowRouter(
         weight=weight,
         bias=bias,
         correction=correction,
         count=weights.shape[1],
-        score="softmax",
+        score=parts.score,
+        normalizes=parts.normalizes,
         factor=float(getattr(module, _FACTOR, 1.0)),
         jitter=float(getattr(module, _JITTER, 0.0)),
         rounds_logits=torch.equal(logits.float(), logits.to(dtype).float()),
@@ -191,12 +502,10 @@ def router_like(
     if (logits - own).norm() > _ROUTER_LIMITS[dtype] * own.norm():
         raise unknown
     expected = _spread(logits, weights, chosen)
-    for score, normalizes in _TRIED:
-        router = replace(plain, score=score, normalizes=normalizes)
-        difference = (_spread(logits, *router.choose(logits)) - expected).norm(dim=1)
-        if (difference <= _ROUTER_LIMITS[dtype] * expected.norm(dim=1)).float().mean() >= _ALIKE:
-            return router
-    raise unknown
+    difference = (_spread(logits, *router.choose(logits)) - expected).norm(dim=1)
+    if (difference <= _ROUTER_LIMITS[dtype] * expected.norm(dim=1)).float().mean() < _ALIKE:
+        raise unknown
+    return router
 
 
 def routed(
@@ -239,14 +548,14 @@ class LayerStep:
         rotary: buffers of cos and sin ``[R, rotated features]``; ``None`` without rotation.
         heads: the layer's keys and values.
         scores: of its attention.
-        form: how its modules are combined.
+        parts: the modules of the layer.
     """
 
     hidden: Tensor
     rotary: tuple[Tensor, Tensor] | None
     heads: PagedHeads
     scores: StepScores
-    form: LayerForm
+    parts: LayerParts
 
 
 def append_layer(program: StepProgram, layer: nn.Module, step: LayerStep) -> None:
@@ -265,7 +574,8 @@ class _Layer:
         self._program = program
         self._layer = layer
         self._step = step
-        self._parts = parts_of(layer)
+        self._parts = step.parts
+        self._form = step.parts.form
 
     def append(self) -> None:
         """Append attention, MLP and what adds them to the hidden states."""
@@ -274,7 +584,7 @@ class _Layer:
         normed = self._normed(before, hidden)
         attended = self._attention(normed)
         self._norm_in_place(after, attended)
-        if self._step.form.is_parallel:
+        if self._form.is_parallel:
             made = self._mlp(normed if second is None else self._normed(second, hidden))
             program.add(made, attended)
         else:
@@ -289,18 +599,18 @@ class _Layer:
         """Append attention on ``x``; return the buffer of its output ``[R, C]``."""
         program, step = self._program, self._step
         query, key, value = self._projected(x)
-        if self._parts.head_norms[2] is not None:
+        if len(self._parts.head_norms) > 2 and self._parts.head_norms[2] is not None:
             # Elsewhere, as the values may be the keys.
             place = program.buffer("value", value.shape[1] * value.shape[2])
             value = self._head_normed(2, value, place.view(value.shape))
         rotated = [query, key]
-        for rotates in (True, False) if step.form.norms_late else (False, True):
+        for rotates in (True, False) if self._form.norms_late else (False, True):
             for index, part in enumerate(rotated):
                 if not rotates:
                     self._head_normed(index, part, part)
-                elif step.form.rotation is not None:
+                elif self._form.rotation is not None:
                     assert step.rotary is not None
-                    program.rotate(part, *step.rotary, pairs=step.form.rotation == "pairs")
+                    program.rotate(part, *step.rotary, pairs=self._form.rotation == "pairs")
         attended = program.buffer("attended", query.shape[1] * query.shape[2])
         sinks = self._parts.sinks if step.scores.has_sinks else None
         program.attend((query, key, value), attended, step.heads, step.scores, sinks)
@@ -316,7 +626,7 @@ class _Layer:
             return query, key, _heads_of(found[-1], dim)
         if found[0].shape[1] != (heads + 2 * kv_heads) * dim:
             raise UnsupportedStepError(f"{found[0].shape[1]} features in '{names[0]}'")
-        if not self._step.form.by_heads:
+        if not self._form.by_heads:
             parts = _heads_of(found[0], dim)
             return parts[:, :heads], parts[:, heads:-kv_heads], parts[:, -kv_heads:]
         groups = found[0].view(len(found[0]), kv_heads, -1, dim)  # queries, a key and a value
@@ -356,7 +666,7 @@ class _Layer:
             program.products(x, [(shared_gate, weight, linear.bias)])
         router = layer.get_submodule(parts.router)
         experts = RowExperts(
-            router=router_like(router, x.shape[1], program.dtype, parts.correction),
+            router=router_of(router, x.shape[1], program.dtype, parts),
             ups=self._matrices(f"{parts.experts}.gate_up", module.gate_up),
             downs=self._matrices(f"{parts.experts}.down", module.down),
             activation=_activation(module.gate),

@@ -1,1 +1,0 @@
-"""Model files: safetensors headers and tensors."""

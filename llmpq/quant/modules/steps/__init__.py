@@ -1,1 +1,0 @@
-"""Decoder layers of transformers as the operators of a compiled step."""

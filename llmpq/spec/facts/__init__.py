@@ -1,1 +1,0 @@
-"""Facts of a model, each from all the files that state it."""

@@ -1,1 +1,0 @@
-"""GGUF files: header, metadata and the configuration that follows from them."""

@@ -1,1 +1,0 @@
-"""Safetensors without torch: which files hold a model's weights, and what their headers say."""
