@@ -13,7 +13,6 @@ from llmpq.batching.policies.multibin import quantile_boundaries
 from llmpq.errors import SpecError
 from llmpq.spec.catalog import GPUS, device, load_devices, with_device_types, with_known_types
 from llmpq.spec.cluster import Cluster, DeviceGroup
-from llmpq.spec.devices.figures import GPU_RESERVE_BYTES
 from llmpq.spec.plan import POLICY_NAMES, Plan, Schedule, default_schedule
 from llmpq.units import GIB, format_bytes
 
@@ -97,34 +96,6 @@ def prediction_of(options: argparse.Namespace) -> Prediction:
     return Prediction(predictor=options.predictor, error=options.predictor_error)
 
 
-def add_requests_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Add the number of requests to forecast."""
-    parser.add_argument(
-        "--requests", type=int, metavar="N", help="also print how long N requests take"
-    )
-
-
-def add_devices_option(group: argparse._ActionsContainer) -> None:
-    """Add ``--devices``."""
-    group.add_argument(
-        "--devices",
-        metavar="FILE.json",
-        help="file of device types that the catalogue lacks or whose figures it replaces, such as "
-        "llmpq-profile device writes",
-    )
-
-
-def add_reserve_option(group: argparse._ActionsContainer) -> None:
-    """Add ``--reserve_gib``."""
-    group.add_argument(
-        "--reserve_gib",
-        type=float,
-        metavar="GIB",
-        help="memory to leave free on every GPU whose memory the cluster file does not state, for "
-        f"its driver and a display (default {GPU_RESERVE_BYTES / GIB:g})",
-    )
-
-
 def with_reserve(cluster: Cluster, reserve_gib: float | None) -> Cluster:
     """Return a cluster whose plans leave so much memory free on GPUs, ``None`` for the default.
 
@@ -150,15 +121,15 @@ def with_reserve(cluster: Cluster, reserve_gib: float | None) -> Cluster:
     return replace(cluster, nodes=tuple(nodes))
 
 
-def with_described(cluster: Cluster, options: argparse.Namespace, where: str) -> Cluster:
-    """Return a cluster that carries the types of ``--devices`` it uses.
+def with_described(cluster: Cluster, devices: str | None, where: str) -> Cluster:
+    """Return a cluster that carries the types it uses of the file of ``--devices``.
 
     Raises:
         SpecError: the file is wrong, or a device of the cluster, which ``where`` names, has no
             figures.
     """
-    if options.devices is not None:
-        cluster = with_device_types(cluster, load_devices(options.devices))
+    if devices is not None:
+        cluster = with_device_types(cluster, load_devices(devices))
     return with_known_types(cluster, where)
 
 

@@ -59,13 +59,22 @@ class _Declared:
     default: Any
 
     @property
-    def choices(self) -> Sequence[str] | None:
+    def choices(self) -> Sequence[Any] | None:
         is_literal = get_origin(self.kind) is Literal
         return self.option.choices or (get_args(self.kind) if is_literal else None)
 
     @property
-    def is_list(self) -> bool:
-        return get_origin(self.kind) is tuple and get_args(self.kind)[-1] is Ellipsis
+    def nargs(self) -> int | str | None:
+        """Words on a command line: one or more, so many, or one where ``None``."""
+        if get_origin(self.kind) is not tuple or self.option.parse is not None:
+            return None
+        items = get_args(self.kind)
+        return "+" if items[-1] is Ellipsis else len(items)
+
+    @property
+    def item(self) -> Any:
+        """The type of a word."""
+        return self.kind if self.nargs is None else get_args(self.kind)[0]
 
     @property
     def flags(self) -> list[str]:
@@ -102,10 +111,10 @@ def _arguments(one: _Declared) -> dict[str, Any]:
     given: dict[str, Any] = {"help": setting.help}
     if one.kind is bool:
         return given | {"action": "store_true"}
-    kind, default = one.kind, one.default
-    if one.is_list:
-        kind, given["nargs"] = get_args(kind)[0], "+"
-        default = None if default is None else list(default)
+    kind, default = one.item, one.default
+    if one.nargs is not None:
+        given["nargs"] = one.nargs
+        default = list(default) if isinstance(default, tuple) else default
     if (choices := one.choices) is not None:
         given["choices"] = choices
     if setting.metavar is not None:
@@ -167,7 +176,7 @@ def _value_of(one: _Declared, value: Any) -> Any:
         return int(value * setting.unit)
     if one.kind is bool:
         return value is not one.default
-    if one.is_list:
+    if one.nargs is not None:
         value = tuple(value)
     elif one.kind is Path:
         value = Path(value).resolve()
@@ -248,7 +257,7 @@ def check_options(value: Any) -> None:
     """
     for name, one in _declared(type(value)).items():
         found = getattr(value, name)
-        for item in found if one.is_list else (found,):
+        for item in (found,) if one.nargs is None or found is None else found:
             if (expected := _expected(one, item)) is not None:
                 shown = f"{item:g}" if isinstance(item, float) else item
                 raise SpecError(f"{name}: found {shown}, expected {expected}")
@@ -265,11 +274,11 @@ def _is_a(kind: type[Any], value: Any) -> bool:
 
 def _expected(one: _Declared, value: Any) -> str | None:
     """Return what was expected where a value cannot be used, else ``None``."""
-    setting, kind = one.option, get_args(one.kind)[0] if one.is_list else one.kind
+    setting, kind = one.option, one.item
     if value is not None and kind in _TYPES and not _is_a(kind, value):
         return _TYPES[kind]
-    if isinstance(value, str) and one.choices is not None and value not in one.choices:
-        return f"one of {', '.join(one.choices)}"
+    if value is not None and one.choices is not None and value not in one.choices:
+        return f"one of {', '.join(map(str, one.choices))}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     if value > setting.maximum and setting.maximum < math.inf:

@@ -21,13 +21,14 @@ from llmpq.cli.engine_simulation import (
     run_engine,
 )
 from llmpq.cli.options import (
-    add_devices_option,
     add_policy_options,
     prediction_of,
     schedule_of,
     with_described,
 )
 from llmpq.errors import SpecError
+from llmpq.options.declare import add_options
+from llmpq.options.plan import DeviceOptions
 from llmpq.sim import SimReport, simulate
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.sim.report import chrome_trace
@@ -58,8 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--strategy", required=True, metavar="FILE", help="strategy file of llmpq-algo"
     )
-    add_devices_option(parser)
-    parser.add_argument("--profile", metavar="DIR", help="folder of measured latency tables")
+    add_options(parser, DeviceOptions, "devices", "profile")
     what = parser.add_argument_group("requests (default: the strategy's own workload)")
     what.add_argument("--workload", metavar="FILE.json", help="equal requests that arrive at once")
     what.add_argument(
@@ -107,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> int:
     plan = read_plan(options.strategy)
-    plan = replace(plan, cluster=with_described(plan.cluster, options, options.strategy))
+    plan = replace(plan, cluster=with_described(plan.cluster, options.devices, options.strategy))
     if options.engine:
         costs = _costs(plan, options.profile)
         return run_engine(options, plan, costs, _requests(options, plan))
