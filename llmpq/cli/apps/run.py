@@ -88,7 +88,7 @@ def add_run(verbs: Any) -> None:
         "help": "ray: replicas run on nodes of a Ray cluster whose label llmpq-device has the "
         "device types of their node, joined by _ (default local: on this host)"
     }
-    add_options(place, LauncherOptions, launcher=launcher)
+    add_options(place, LauncherOptions, "launcher", "ray_address", launcher=launcher)
     faults = parser.add_argument_group("when something fails")
     faults.add_argument(
         "--overflow",
