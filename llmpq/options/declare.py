@@ -38,6 +38,8 @@ class Option(Rule):
         parse: makes the value from a word, ``argparse.ArgumentTypeError`` if it cannot; by default
             the field's type does.
         accept: makes the value of the field from that of an argument or a keyword.
+        is_positional: it is given by its place, without a name.
+        repeats: it is given once for each item of a list, not once with all of them.
     """
 
     help: str
@@ -47,6 +49,8 @@ class Option(Rule):
     unit: float = 1
     parse: Callable[[str], Any] | None = None
     accept: Callable[[Any], Any] | None = None
+    is_positional: bool = False
+    repeats: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +70,12 @@ class _Declared:
     @property
     def nargs(self) -> int | str | None:
         """Words on a command line: one or more, so many, or one where ``None``."""
-        if get_origin(self.kind) is not tuple or self.option.parse is not None:
+        if get_origin(self.kind) is not tuple:
             return None
         items = get_args(self.kind)
-        return "+" if items[-1] is Ellipsis else len(items)
+        if items[-1] is Ellipsis:
+            return "+"
+        return len(items) if self.option.parse is None else None
 
     @property
     def item(self) -> Any:
@@ -78,6 +84,8 @@ class _Declared:
 
     @property
     def flags(self) -> list[str]:
+        if self.option.is_positional:
+            return [self.name]
         return [f"--{flag}" for flag in self.option.flags or (self.name,)]
 
     @property
@@ -107,14 +115,11 @@ def add_options(
 
 def _arguments(one: _Declared) -> dict[str, Any]:
     """Return the arguments of ``add_argument``."""
-    setting = one.option
+    setting, kind = one.option, one.item
     given: dict[str, Any] = {"help": setting.help}
     if one.kind is bool:
         return given | {"action": "store_true"}
-    kind, default = one.item, one.default
-    if one.nargs is not None:
-        given["nargs"] = one.nargs
-        default = list(default) if isinstance(default, tuple) else default
+    given |= _number_of_words(one)
     if (choices := one.choices) is not None:
         given["choices"] = choices
     if setting.metavar is not None:
@@ -122,11 +127,27 @@ def _arguments(one: _Declared) -> dict[str, Any]:
     parse = setting.parse or (float if setting.unit != 1 else kind)
     if parse in (int, float) or setting.parse is not None:
         given["type"] = parse
+    return given | _default(one)
+
+
+def _number_of_words(one: _Declared) -> dict[str, Any]:
+    if one.option.repeats:
+        return {"action": "append"}
+    return {} if one.nargs is None else {"nargs": one.nargs}
+
+
+def _default(one: _Declared) -> dict[str, Any]:
+    """Return what ``add_argument`` is told of the default; a place that may be empty has ``?``."""
+    setting, default = one.option, one.default
+    if setting.is_positional:
+        return {} if default is MISSING else {"nargs": "?"}
     if default is MISSING:
-        given["required"] = True
-    elif default is not None:
-        given["default"] = default if setting.unit == 1 else default / setting.unit
-    return given
+        return {"required": True}
+    if default is None:
+        return {}
+    if one.nargs is not None:
+        return {"default": list(default)}
+    return {"default": default if setting.unit == 1 else default / setting.unit}
 
 
 def read_options(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 from llmpq.options.declare import Option, check_options
@@ -17,6 +18,8 @@ OrderMode = Literal["auto", "types", "all"]
 and those in groups where they are many."""
 SolverName = Literal["highs", "cbc", "gurobi"]
 Sla = Literal["length", "queries"]
+SCHEDULE_FILE, PICTURE_FILE = "schedule.json", "schedule.png"
+"""What is written of an application, in the folder of its output."""
 WIDTHS = tuple(sorted(BITS))
 CONFIDENCE = 0.95
 """Default probability that a latency bound is kept: a margin of 1.6 standard deviations."""
@@ -423,6 +426,86 @@ class PlanOutput:
             help="do not plan again with each device left out, which shows its cost",
         ),
     ] = True
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedFile:
+    """The plan or the fleet that is checked."""
+
+    strategy: Annotated[
+        str | None,
+        Option(is_positional=True, metavar="FILE", help="strategy or fleet file of llmpq-algo"),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApplicationOptions:
+    """Which application of several models is planned, on which devices, and what is written."""
+
+    application: Annotated[
+        Path,
+        Option(is_positional=True, parse=Path, metavar="APP.json", help="application file"),
+    ]
+    cluster: Annotated[Path, Option(parse=Path, metavar="FILE", help="cluster file")]
+    output: Annotated[
+        Path | None,
+        Option(
+            parse=Path,
+            metavar="DIR",
+            help=f"folder for {SCHEDULE_FILE} and, if matplotlib is installed, {PICTURE_FILE}",
+        ),
+    ] = None
+    pipelines: Annotated[
+        bool,
+        Option(
+            flags=("no_pipelines",),
+            help="estimate tensor-parallel replicas also for models without measured iterations; "
+            "such schedules cannot be run",
+        ),
+    ] = True
+    schedule: Annotated[
+        Path | None,
+        Option(parse=Path, metavar="FILE", help="schedule to play (default: plan one)"),
+    ] = None
+    play_seed: Annotated[
+        int, Option(help="of the answer lengths that are played (default %(default)s)")
+    ] = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApplicationSearch:
+    """How a schedule of an application is searched.
+
+    Raises:
+        SpecError: a value cannot be used.
+    """
+
+    method: Annotated[
+        Literal["greedy", "samullm", "max", "min", "exact"],
+        Option(
+            help="greedy (default): the best of the others, improved; samullm: Algorithm 1; max, "
+            "min: its rivals; exact: all schedules, for small applications"
+        ),
+    ] = "greedy"
+    preemption: Annotated[
+        bool,
+        Option(flags=("no_preemption",), help="never stop a model or change its plan"),
+    ] = True
+    seed: Annotated[
+        int,
+        Option(help="of the answer lengths that are planned with (default %(default)s)"),
+    ] = 0
+    limit_s: Annotated[
+        float,
+        Option(
+            flags=("time_limit",),
+            metavar="SECONDS",
+            help="for improving and for the exact search (default %(default)g)",
+        ),
+    ] = 20.0
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -188,6 +188,40 @@ class PromptFiles:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ApplicationRun:
+    """Files of the run of an application, and what becomes of prompts that are too long."""
+
+    resume: Annotated[bool, Option(help="go on with the folder of a run that was ended")] = False
+    model: Annotated[
+        tuple[str, ...],
+        Option(
+            repeats=True,
+            metavar="NAME=DIR",
+            help="folder of the weights of a model of the application (default: its own)",
+        ),
+    ] = ()
+    format: Annotated[
+        Literal["llmpq", "openai_batch"],
+        Option(
+            help="openai_batch: write the answers of every node as a file of OpenAI's Batch API, "
+            "too (default %(default)s); requests are read in both formats"
+        ),
+    ] = "llmpq"
+    plot: Annotated[
+        str | None,
+        Option(metavar="FILE.png", help="draw the stages, predicted and measured"),
+    ] = None
+    overflow: Annotated[
+        Literal["refuse", "skip"],
+        Option(
+            help="refuse: load nothing if a prompt does not fit the context of its model, or "
+            "answers may be too long for the next prompt; skip: leave such requests out and "
+            "report them (default %(default)s)"
+        ),
+    ] = "refuse"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BatchingOptions:
     """The batching policy of a run or a simulation, where it is not the strategy's own."""
 

@@ -27,7 +27,7 @@ from llmpq.cli.render import (
 from llmpq.cli.trust import plan_trust, trust_record, trust_text
 from llmpq.errors import CapacityError, SpecError
 from llmpq.options.declare import add_options, read_options
-from llmpq.options.plan import DeviceOptions, PlanOutput, QualityOptions
+from llmpq.options.plan import CheckedFile, DeviceOptions, PlanOutput, QualityOptions
 from llmpq.spec.plan import read_plan
 from llmpq.units import format_bytes
 
@@ -42,9 +42,7 @@ def _parser() -> argparse.ArgumentParser:
         "llmpq-check",
         "Validate and explain a strategy file, or tell whether a model runs on devices.",
     )
-    parser.add_argument(
-        "strategy", metavar="FILE", nargs="?", help="strategy or fleet file of llmpq-algo"
-    )
+    add_options(parser, CheckedFile)
     omega = {"help": "sensitivity table that the plan was made with"}
     add_options(parser, QualityOptions, "omega_file", omega_file=omega)
     add_options(parser, DeviceOptions, "devices")
