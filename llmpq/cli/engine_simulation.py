@@ -124,7 +124,7 @@ def run_engine(
     if asked.ttft_bound is not None:
         record["capacity"] = _capacity(play, asked.ttft_bound, asked.rate_scale[0], rate)
     if asked.plot:
-        from llmpq.cli.engine_plots import draw_engine
+        from llmpq.cli.plots import draw_engine
 
         draw_engine(
             {scale: report.total for scale, report in reports.items()}, order.name, asked.plot

@@ -155,8 +155,8 @@ def _engines(options: argparse.Namespace, cluster: Cluster) -> Iterator[StartEng
         yield LocalEngines(**settings)
         return
     require("ray")
-    from llmpq.dist.launch.ray_launcher import ray_cluster
-    from llmpq.multillm.running.ray_engines import RayEngines
+    from llmpq.server.ray.engines import RayEngines
+    from llmpq.server.ray.launcher import ray_cluster
 
     with ray_cluster(options.ray_address):
         yield RayEngines(**settings)

@@ -30,9 +30,9 @@ from llmpq.cli.common import (
     progress_bar,
     run_command,
 )
-from llmpq.cli.fleet import add_fleet_options, run_fleet
-from llmpq.cli.plan_options import add_plan_options, request_of, scheduled
-from llmpq.cli.trust import plan_trust, trust_record, trust_text
+from llmpq.cli.planning.fleet import add_fleet_options, run_fleet
+from llmpq.cli.planning.request import add_plan_options, request_of, scheduled
+from llmpq.cli.planning.trust import plan_trust, trust_record, trust_text
 from llmpq.costmodel import build_costs
 from llmpq.errors import SpecError
 from llmpq.options.declare import add_options, read_options

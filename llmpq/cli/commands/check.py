@@ -11,9 +11,10 @@ from pathlib import Path
 from llmpq.assigner.explain.explanation import explain_costs
 from llmpq.assigner.verify import Verification, verify_plan
 from llmpq.cli.common import make_parser, print_json, run_command
-from llmpq.cli.fit import add_fit_options, run_fit
-from llmpq.cli.fleet import check_fleet, is_fleet
 from llmpq.cli.options import with_described
+from llmpq.cli.planning.fit import add_fit_options, run_fit
+from llmpq.cli.planning.fleet import check_fleet, is_fleet
+from llmpq.cli.planning.trust import plan_trust, trust_record, trust_text
 from llmpq.cli.render import (
     draft_text,
     explanation_record,
@@ -24,7 +25,6 @@ from llmpq.cli.render import (
     requests_record,
     requests_text,
 )
-from llmpq.cli.trust import plan_trust, trust_record, trust_text
 from llmpq.errors import CapacityError, SpecError
 from llmpq.options.declare import add_options, read_options
 from llmpq.options.plan import CheckedFile, DeviceOptions, PlanOutput, QualityOptions

@@ -107,7 +107,7 @@ def _run_on_ray(options: argparse.Namespace, plan: Plan) -> int:
     """Run the command on nodes of a Ray cluster; return its exit status."""
     words = run_options.words_for_ray(options)
     require("ray")
-    from llmpq.dist.launch.ray_launcher import run_on_ray
+    from llmpq.server.ray.launcher import run_on_ray
 
     ends = run_on_ray(plan, words, StopRequest(), address=options.ray_address)
     print(ends[0].out, end="")

@@ -11,7 +11,7 @@ from llmpq.assigner import PlanRequest
 from llmpq.assigner.explain.compare import FitAnswer, fit_answers
 from llmpq.assigner.explain.explanation import Alternative, one_more
 from llmpq.cli.common import print_json
-from llmpq.cli.plan_options import cluster_of
+from llmpq.cli.planning.request import cluster_of
 from llmpq.cli.render import (
     aligned,
     format_text,
