@@ -137,7 +137,7 @@ def _number_of_words(one: _Declared) -> dict[str, Any]:
 
 
 def _default(one: _Declared) -> dict[str, Any]:
-    """Return what ``add_argument`` is told of the default; a place that may be empty has ``?``."""
+    """Return the arguments of ``add_argument`` that state the default, or that there is none."""
     setting, default = one.option, one.default
     if setting.is_positional:
         return {} if default is MISSING else {"nargs": "?"}

@@ -62,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("llmpq-dist", "Run a strategy on prompts.")
     files = parser.add_argument_group("files")
-    names = ("strat_file_name", "model", "prompts", "format", "output", "resume")
-    add_options(files, PromptFiles, *names, "report", "plot", "trace")
+    prompts = ("strat_file_name", "model", "prompts", "format", "output", "resume")
+    add_options(files, PromptFiles, *prompts, "report", "plot", "trace")
     sampling = parser.add_argument_group("sampling (greedy by default)")
     names = ("temperature", "top_k", "top_p", "seed")
     add_options(sampling, SamplingParams, *names, seed={"default": 0})

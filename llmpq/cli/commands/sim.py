@@ -73,7 +73,6 @@ def _parser() -> argparse.ArgumentParser:
     add_engine_options(parser)
     add_options(parser, PlayOptions, "trace_out")
     return parser
-    return parser
 
 
 def _run(options: argparse.Namespace) -> int:
