@@ -31,9 +31,9 @@ from workbench import command, make_model, write_prompts
 
 from llmpq.assigner.forecast import evaluate_plan, forecast
 from llmpq.assigner.request import default_omega
-from llmpq.cli.commands.profile_layer import POINTS
 from llmpq.cli.plots import INK, new_figure
 from llmpq.costmodel import ClusterCosts, build_costs
+from llmpq.options.measure import POINTS
 from llmpq.spec.catalog import resolve_model
 from llmpq.spec.cluster import load_cluster
 from llmpq.spec.plan import MicroBatching, Plan, StageAssignment, read_plan, write_plan

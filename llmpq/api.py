@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast, get_type_hints
 
 from llmpq.assigner import PlanRequest, make_plan
 from llmpq.assigner.constraints.fixed_bits import with_stored_bits
-from llmpq.assigner.request import DEFAULT_GAP
+from llmpq.assigner.request import default_gap
 from llmpq.dist import Prompt, Result, Session, model_dir_of
 from llmpq.dist import SamplingParams as SamplingParams
 from llmpq.dist.async_engine import AsyncEngine as AsyncEngine
@@ -114,8 +114,7 @@ def plan(  # noqa: PLR0913  what a plan is made from
         raise SpecError(f"dtype: found '{dtype}', expected auto, {', '.join(DTYPE_BYTES)}")
     if kv_bits not in (8, 16):
         raise SpecError(f"kv_bits: found {kv_bits}, expected 8 or 16")
-    if "gap" not in options and options.get("solver", "exact") != "exact":
-        options["gap"] = DEFAULT_GAP
+    options.setdefault("gap", default_gap(options.get("solver", "exact")))
     known = inspect.signature(plan).parameters
     for name in sorted(set(options) - set(known)):
         near = get_close_matches(name, known, 1)

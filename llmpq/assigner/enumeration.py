@@ -21,22 +21,19 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from llmpq.assigner.problem import FloatArray, IntArray, PairCosts, SearchSpace
 from llmpq.costmodel import ClusterCosts
 from llmpq.errors import SpecError
+from llmpq.options.plan import OrderMode
 from llmpq.spec.cluster import Cluster, Device
 from llmpq.spec.plan import Formula, MicroBatching, OrderSet
 from llmpq.spec.precision import Phase
 from llmpq.spec.runtime_constants import PROMPT_CHUNK_TOKENS
 from llmpq.spec.workload import Workload
-
-OrderMode = Literal["auto", "types", "all"]
-"""All distinct orders; those that keep the devices of a group together; or all where they are few,
-and those in groups where they are many."""
 
 MAX_ORDERS = 5040
 """Most orders that are listed, for integer programs."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal
 
 import numpy as np
 
@@ -20,7 +19,6 @@ from llmpq.assigner.constraints.resolve import (
 )
 from llmpq.assigner.enumeration import (
     GroupTables,
-    OrderMode,
     build_pairs,
     device_groups,
     device_orders,
@@ -29,7 +27,6 @@ from llmpq.assigner.enumeration import (
     lower_bounds,
     micro_batch_pairs,
 )
-from llmpq.assigner.milp.solvers import SOLVERS, SolverName
 from llmpq.assigner.objective import Evaluation
 from llmpq.assigner.problem import (
     Assignment,
@@ -41,15 +38,17 @@ from llmpq.assigner.problem import (
 )
 from llmpq.costmodel import ClusterCosts, LatencySource, build_costs
 from llmpq.errors import InfeasibleError, SpecError
-from llmpq.options.declare import Option, check_options
+from llmpq.options.declare import check_options
+from llmpq.options.plan import SearchOptions, SolverName
 from llmpq.spec.cluster import Cluster
 from llmpq.spec.model import ModelSpec
-from llmpq.spec.plan import Formula, OrderSet, Status
+from llmpq.spec.plan import OrderSet, Status
 from llmpq.spec.precision import BITS, Dtype
 from llmpq.spec.tables import SensitivityTable
 from llmpq.spec.workload import Workload
 
 DEFAULT_GAP = 1e-3
+"""Of integer programs; the exact search goes on to a gap of 0."""
 GAP_ROUNDING = 1e-9
 DEFAULT_OMEGA = "default: every layer alike, ((2^4 - 1) / (2^b - 1))^2"
 DEFAULT_HEAD_LOSS = "default: half of what all layers lose"
@@ -66,12 +65,17 @@ def silent(done: int, total: int, best_s: float | None) -> None:
     del done, total, best_s
 
 
+def default_gap(solver: str) -> float:
+    """Return the gap at which a solver stops where none is asked for."""
+    return 0.0 if solver == "exact" else DEFAULT_GAP
+
+
 class OutOfTimeError(InfeasibleError):
     """The time limit passed before any plan was found; whether one exists is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRequest:
+class PlanRequest(SearchOptions):
     """A model, a cluster and a workload to plan for, and how to search.
 
     Attributes:
@@ -82,7 +86,6 @@ class PlanRequest:
         kv_bits: bits of a cached key or value.
         head_bits: bitwidths allowed for the head's matrix; ``overrides`` may fix another.
         sensitivity: measured degradation, ``None`` for ``DEFAULT_OMEGA``.
-        gap: relative optimality gap at which to stop.
         deadline: the moment when ``time_limit_s`` is over; ``with_deadline`` sets it.
         profile_dir: folder of measured tables.
         latency: measured points with interpolation, or the regression fitted to them.
@@ -95,62 +98,9 @@ class PlanRequest:
     workload: Workload
     dtype: Dtype
     kv_bits: int
-    bits: Annotated[
-        tuple[int, ...], Option(metavar="BITS", help="bitwidths to choose from (default: all)")
-    ] = BITS
     head_bits: tuple[int, ...] = (16,)
     sensitivity: SensitivityTable | None = None
-    theta_s: Annotated[
-        float | None,
-        Option(
-            flags=("theta",),
-            metavar="SECONDS",
-            help='cost of "every layer at 4 bits" in the objective (default: a lower bound of the '
-            "latency, to two digits; 0 with a quality budget)",
-        ),
-    ] = None
-    quality_budget: Annotated[
-        float | None,
-        Option(metavar="Q", help="largest total degradation (1 = every layer at 4 bits)"),
-    ] = None
-    formula: Annotated[
-        Formula,
-        Option(help="latency formula: decoding in steady state (default), or as published"),
-    ] = "steady"
-    solver: Annotated[
-        Literal["exact"] | SolverName,
-        Option(
-            choices=("exact", *SOLVERS),
-            help="exact (default): built-in search with a proof; others: integer programs",
-        ),
-    ] = "exact"
-    gap: float = 0.0
-    time_limit_s: Annotated[
-        float | None,
-        Option(
-            flags=("time_limit",),
-            metavar="SECONDS",
-            help="limit of the whole command, which then reports the best plan found with its "
-            "bound and gap; with --pareto: limit of each search",
-        ),
-    ] = None
     deadline: Deadline = NEVER
-    orders: Annotated[
-        OrderMode,
-        Option(
-            help="device orders to search: types keeps equal devices of a node adjacent, all is "
-            "every order, auto (default) is all where that takes under about a second, else types"
-        ),
-    ] = "auto"
-    layer_group: Annotated[
-        int,
-        Option(
-            flags=("group",),
-            minimum=1,
-            metavar="G",
-            help="consecutive layers that share device and bits",
-        ),
-    ] = 1
     profile_dir: Path | None = None
     latency: LatencySource = "table"
     overrides: Overrides = NO_OVERRIDES

@@ -11,7 +11,7 @@ from llmpq.dist.async_engine import AsyncEngine
 from llmpq.dist.io.generation import EngineClient
 from llmpq.errors import SpecError
 from llmpq.options.declare import add_options, read_options, values_of
-from llmpq.options.engine import EngineOptions
+from llmpq.options.engine import EngineOptions, TokenBound
 from llmpq.options.run import LaunchOptions
 from llmpq.spec import catalog
 from llmpq.spec.huggingface.families import load_model_dir
@@ -26,13 +26,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add_options(engine, EngineOptions, "scheduler", "alpha")
     budget = engine.add_mutually_exclusive_group()
     add_options(budget, EngineOptions, "token_budget")
-    budget.add_argument(
-        "--itl_bound",
-        type=float,
-        metavar="SECONDS",
-        help="bound on the time between tokens, from which --token_budget is computed by the "
-        "plan's own cost model",
-    )
+    add_options(budget, TokenBound)
     add_options(engine, EngineOptions, "max_model_len", "prefix_caching", "speculative_config")
     names = ("max_restarts", "form_timeout_s", "step_timeout_s", "transport")
     add_options(engine, LaunchOptions, *names)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from llmpq.batching import RequestRecord
 from llmpq.batching.engine_step import DraftLimits, EngineLimits
@@ -14,11 +14,11 @@ from llmpq.batching.queue_order import QUEUE_ORDERS, queue_order
 from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.cli.common import print_json, progress_bar
 from llmpq.errors import SpecError
-from llmpq.options.declare import Option, add_options, check_options, read_options
+from llmpq.options.declare import add_options, read_options
 from llmpq.options.engine import EngineOptions
 from llmpq.options.limits import engine_limits, planned_speculation
-from llmpq.options.server import RoutingOptions
-from llmpq.routing import BALANCERS, load_balancer
+from llmpq.options.simulate import EngineSimulation
+from llmpq.routing import load_balancer
 from llmpq.sim.engine_costs import PlanEngineCosts
 from llmpq.sim.engine_report import capacity
 from llmpq.sim.fleet import FleetReplica, FleetReport, simulate_fleet
@@ -31,9 +31,7 @@ from llmpq.spec.model_files.config import (
     read_length_scaling,
 )
 from llmpq.spec.plan import ACCEPTANCE_RATE, Plan
-from llmpq.spec.runtime_constants import POLL_S
 from llmpq.spec.workload import (
-    ARRIVALS,
     TraceRequest,
     Workload,
     draw_arrivals,
@@ -45,125 +43,13 @@ from llmpq.spec.workload import (
 from llmpq.units import format_number, format_seconds
 
 
-def _slice(text: str) -> tuple[int, int | None]:
-    first, _, end = text.partition(":")
-    try:
-        return int(first or 0), int(end) if end else None
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"found '{text}', expected FIRST:END") from None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSimulation:
-    """What is simulated beside the engine's own options: drafts, arrivals, replicas."""
-
-    unit: Annotated[
-        float | None,
-        Option(
-            metavar="TOKENS",
-            help="larry: unit of prompt lengths (default: mean prompt so far)",
-        ),
-    ] = None
-    num_speculative_tokens: Annotated[
-        int | None,
-        Option(
-            metavar="K",
-            help="speculative decoding: draft tokens of a sequence in a step (default: those of "
-            "the strategy's draft model, else 0)",
-        ),
-    ] = None
-    acceptance_rate: Annotated[
-        float | None,
-        Option(
-            maximum=1,
-            metavar="A",
-            help="probability that a draft token is right, once those before it are (default: that "
-            f"of the strategy's draft model, else {ACCEPTANCE_RATE:g})",
-        ),
-    ] = None
-    draft_cost: Annotated[
-        float | None,
-        Option(
-            above=0,
-            metavar="C",
-            help="drafts are those of a draft model beside stage 0, one token of which takes C "
-            "decode steps of a sequence (default: the strategy's draft model, else prompt lookup)",
-        ),
-    ] = None
-    max_tokens: Annotated[
-        int | None,
-        Option(
-            metavar="N",
-            help="longest answer that a request allows (default: its answer), for no_preempt",
-        ),
-    ] = None
-    trace_slice: Annotated[
-        tuple[int, int | None] | None,
-        Option(
-            parse=_slice,
-            metavar="FIRST:END",
-            help="simulate these requests of the trace only",
-        ),
-    ] = None
-    arrivals: Annotated[
-        str,
-        Option(
-            choices=("trace", *ARRIVALS),
-            help="arrival times: those of the requests (default), or random ones at --rate",
-        ),
-    ] = "trace"
-    cv: Annotated[float, Option(help="gamma: variation of the gaps (default %(default)g)")] = 2.0
-    rate_scale: Annotated[
-        tuple[float, ...],
-        Option(metavar="X", help="simulate at these multiples of the rate (default 1)"),
-    ] = (1.0,)
-    ttft_bound: Annotated[
-        float | None,
-        Option(metavar="S", help="find the rate at which the 95th percentile of TTFT reaches this"),
-    ] = None
-    replicas: Annotated[
-        int,
-        Option(
-            minimum=1,
-            metavar="N",
-            help="simulate N engines behind a load balancer (default %(default)s)",
-        ),
-    ] = 1
-    balancer: Annotated[
-        str,
-        Option(
-            choices=tuple(BALANCERS), help="which replica takes a request (default %(default)s)"
-        ),
-    ] = RoutingOptions.balancer
-    poll_s: Annotated[
-        float,
-        Option(
-            flags=("poll",),
-            above=0,
-            metavar="S",
-            help="seconds between two readings of the replicas' statistics (default %(default)g)",
-        ),
-    ] = POLL_S
-    plot: Annotated[
-        str | None,
-        Option(metavar="FILE", help="draw TTFT and TGT over the rate, and their distributions"),
-    ] = None
-
-    def __post_init__(self) -> None:
-        check_options(self)
-
-
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the engine's simulation."""
     group = parser.add_argument_group("online engine: packed steps, paged memory, a queue")
-    group.add_argument(
-        "--engine",
-        action="store_true",
-        help="simulate the online engine instead of a batching policy",
-    )
+    add_options(group, EngineSimulation, "engine")
     orders = {"choices": QUEUE_ORDERS}  # "trail" predicts lengths, which only a simulation has
     add_options(group, EngineOptions, "scheduler", "alpha", scheduler=orders)
-    first, *others = (one.name for one in fields(EngineSimulation))
+    _, first, *others = (one.name for one in fields(EngineSimulation))
     add_options(group, EngineSimulation, first)
     limits = ("token_budget", "max_sequences", "num_blocks", "watermark", "prefix_caching")
     add_options(group, EngineOptions, *limits)
@@ -240,7 +126,7 @@ def run_engine(
     if asked.ttft_bound is not None:
         record["capacity"] = _capacity(play, asked.ttft_bound, asked.rate_scale[0], rate)
     if asked.plot:
-        from llmpq.cli.engine_plots import draw_engine
+        from llmpq.cli.plots import draw_engine
 
         draw_engine(
             {scale: report.total for scale, report in reports.items()}, order.name, asked.plot

@@ -8,13 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmpq.batching.length import PREDICTOR_NAMES, Prediction
+from llmpq.batching.length import Prediction
 from llmpq.batching.policies.multibin import quantile_boundaries
 from llmpq.errors import SpecError
+from llmpq.options.declare import add_options, read_options
+from llmpq.options.quality import CalibrationOptions
+from llmpq.options.run import BatchingOptions, DriftOptions
 from llmpq.spec.catalog import GPUS, device, load_devices, with_device_types, with_known_types
 from llmpq.spec.cluster import Cluster, DeviceGroup
-from llmpq.spec.devices.figures import GPU_RESERVE_BYTES
-from llmpq.spec.plan import POLICY_NAMES, Plan, Schedule, default_schedule
+from llmpq.spec.plan import Plan, Schedule, default_schedule
 from llmpq.units import GIB, format_bytes
 
 if TYPE_CHECKING:
@@ -24,30 +26,7 @@ if TYPE_CHECKING:
 def add_policy_options(parser: argparse.ArgumentParser) -> None:
     """Add policy, bins and predictor."""
     group = parser.add_argument_group("batching")
-    group.add_argument(
-        "--policy",
-        choices=POLICY_NAMES,
-        help="batching policy (default: the strategy's own schedule, else hybrid)",
-    )
-    group.add_argument(
-        "--bins",
-        type=int,
-        metavar="K",
-        help="multibin: number of bins, each with the same share of requests (default 4)",
-    )
-    group.add_argument(
-        "--predictor",
-        choices=PREDICTOR_NAMES,
-        default="oracle",
-        help="multibin: predictor of answer lengths (default oracle)",
-    )
-    group.add_argument(
-        "--predictor_error",
-        type=float,
-        default=0.3,
-        metavar="SIGMA",
-        help="--predictor noisy: standard deviation of the logarithm (default 0.3)",
-    )
+    add_options(group, BatchingOptions)
 
 
 def add_drift_options(parser: argparse.ArgumentParser) -> None:
@@ -55,17 +34,7 @@ def add_drift_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "workload shift: answer lengths that differ from the schedule's (rra, waa)"
     )
-    group.add_argument(
-        "--replan",
-        action="store_true",
-        help="rra: adjust the encoding frequency to the answer lengths, without a restart",
-    )
-    group.add_argument(
-        "--lengths_out",
-        metavar="FILE.json",
-        help="write the lengths of all answers, for llmpq-algo --lengths (default: next to "
-        "--output, only after a workload shift)",
-    )
+    add_options(group, DriftOptions)
 
 
 def schedule_of(options: argparse.Namespace, plan: Plan, new_tokens: Sequence[int]) -> Schedule:
@@ -97,34 +66,6 @@ def prediction_of(options: argparse.Namespace) -> Prediction:
     return Prediction(predictor=options.predictor, error=options.predictor_error)
 
 
-def add_requests_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Add the number of requests to forecast."""
-    parser.add_argument(
-        "--requests", type=int, metavar="N", help="also print how long N requests take"
-    )
-
-
-def add_devices_option(group: argparse._ActionsContainer) -> None:
-    """Add ``--devices``."""
-    group.add_argument(
-        "--devices",
-        metavar="FILE.json",
-        help="file of device types that the catalogue lacks or whose figures it replaces, such as "
-        "llmpq-profile device writes",
-    )
-
-
-def add_reserve_option(group: argparse._ActionsContainer) -> None:
-    """Add ``--reserve_gib``."""
-    group.add_argument(
-        "--reserve_gib",
-        type=float,
-        metavar="GIB",
-        help="memory to leave free on every GPU whose memory the cluster file does not state, for "
-        f"its driver and a display (default {GPU_RESERVE_BYTES / GIB:g})",
-    )
-
-
 def with_reserve(cluster: Cluster, reserve_gib: float | None) -> Cluster:
     """Return a cluster whose plans leave so much memory free on GPUs, ``None`` for the default.
 
@@ -150,46 +91,28 @@ def with_reserve(cluster: Cluster, reserve_gib: float | None) -> Cluster:
     return replace(cluster, nodes=tuple(nodes))
 
 
-def with_described(cluster: Cluster, options: argparse.Namespace, where: str) -> Cluster:
-    """Return a cluster that carries the types of ``--devices`` it uses.
+def with_described(cluster: Cluster, devices: str | None, where: str) -> Cluster:
+    """Return a cluster that carries the types it uses of the file of ``--devices``.
 
     Raises:
         SpecError: the file is wrong, or a device of the cluster, which ``where`` names, has no
             figures.
     """
-    if options.devices is not None:
-        cluster = with_device_types(cluster, load_devices(options.devices))
+    if devices is not None:
+        cluster = with_device_types(cluster, load_devices(devices))
     return with_known_types(cluster, where)
-
-
-def add_calibration_options(group: argparse._ActionsContainer) -> None:
-    """Add the calibration text and its size."""
-    group.add_argument("--calibration", metavar="FILE", help="calibration text (.txt, .jsonl)")
-    group.add_argument(
-        "--calibration_sequences",
-        type=int,
-        default=128,
-        metavar="N",
-        help="sequences of the text (default 128)",
-    )
-    group.add_argument(
-        "--calibration_tokens",
-        type=int,
-        default=512,
-        metavar="T",
-        help="tokens of a sequence (default 512)",
-    )
 
 
 def calibration_of(options: argparse.Namespace) -> CalibrationSet | None:
     """Return the calibration text of the options, ``None`` without one."""
     from llmpq.calibration import read_calibration
 
-    if options.calibration is None:
+    asked = read_options(CalibrationOptions, options)
+    if asked.calibration is None:
         return None
     return read_calibration(
-        options.calibration,
+        asked.calibration,
         Path(options.model),
-        num_sequences=options.calibration_sequences,
-        sequence_tokens=options.calibration_tokens,
+        num_sequences=asked.calibration_sequences,
+        sequence_tokens=asked.calibration_tokens,
     )

@@ -1,4 +1,4 @@
-"""Pictures of plans, Pareto fronts and runs.
+"""Pictures of plans, Pareto fronts, runs and simulated engines.
 
 They need matplotlib (the extra ``plot``), which is imported only when a picture is drawn.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, groupby
 from pathlib import Path
 from textwrap import wrap
@@ -24,6 +24,7 @@ from llmpq.cli.render import (
     rate_text,
 )
 from llmpq.errors import SpecError
+from llmpq.sim.engine_report import PERCENTILES, EngineReport, summary
 from llmpq.spec.plan import Fleet, Plan
 from llmpq.spec.precision import BITS, Phase
 from llmpq.units import MS
@@ -47,6 +48,7 @@ GREY = "#8a939c"
 CAPACITY_COLOUR = "#c1121f"
 MIN_BAR_SLOTS = 6
 """Least width of the bar chart, in bars."""
+ENGINE_TITLES = ("TTFT, s", "TTFT a prompt token, s", "TGT, s")
 _PHASES = ("prefill", "decode")
 RUN_COLOURS = {"predicted": "#9ecae1", "measured": "#3182bd"}
 DECODE_ROUNDS = 3
@@ -367,6 +369,60 @@ def run_groups(report: dict[str, Any]) -> list[tuple[str, dict[str, float | None
             if f"{phase}_busy_s" in stage
         ]
     return groups
+
+
+def draw_engine(reports: Mapping[float, EngineReport], name: str, path: str | Path) -> None:
+    """Draw percentiles over the rate (above), and distributions at every rate (below).
+
+    Args:
+        reports: by rate scale.
+        name: of the scheduler.
+        path: file to write.
+
+    Raises:
+        SpecError: matplotlib is not installed, or the file cannot be written.
+    """
+    values = {scale: _engine_values(report) for scale, report in reports.items()}
+    with new_figure(path, 11, 6.2) as figure:
+        figure.suptitle(f"scheduler {name}")
+        axes = figure.subplots(2, 3)
+        for place, title in enumerate(ENGINE_TITLES):
+            column = {scale: found[place] for scale, found in sorted(values.items())}
+            _draw_curves(axes[0][place], title, column)
+            _draw_distributions(axes[1][place], title, column)
+
+
+def _draw_curves(axis: Any, title: str, values: Mapping[float, Sequence[float]]) -> None:
+    found = [summary(column) for column in values.values()]
+    for percent, colour in zip(PERCENTILES, BATCH_COLOURS, strict=False):
+        heights = [row[f"p{percent}"] for row in found]
+        axis.plot(list(values), heights, "o-", ms=3, color=colour, label=f"p{percent}")
+    _name_axis(axis, title, "rate scale", is_log="y")
+
+
+def _draw_distributions(axis: Any, title: str, values: Mapping[float, Sequence[float]]) -> None:
+    for (scale, column), colour in zip(values.items(), BATCH_COLOURS, strict=False):
+        shares = [(number + 1) / len(column) for number in range(len(column))]
+        axis.plot(sorted(column), shares, color=colour, lw=1.2, label=f"x {scale:g}")
+    _name_axis(axis, "share of requests", title, is_log="x")
+
+
+def _engine_values(report: EngineReport) -> tuple[Sequence[float], ...]:
+    """Return the values in the order of ``ENGINE_TITLES``."""
+    return (
+        report.time_to_first_token_s,
+        report.normalized_ttft_s,
+        report.total_generation_time_s,
+    )
+
+
+def _name_axis(axis: Any, title: str, label: str, *, is_log: str) -> None:
+    (axis.set_yscale if is_log == "y" else axis.set_xscale)("log")
+    axis.set_title(title, fontsize=9)
+    axis.set_xlabel(label, fontsize=8)
+    axis.tick_params(labelsize=8)
+    axis.grid(alpha=0.25)
+    axis.legend(fontsize=7, frameon=False)
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from llmpq.options.run import (
     FaultOptions,
     HostOptions,
     LauncherOptions,
+    PromptFiles,
     RunOptions,
     Transport,
 )
@@ -41,13 +42,7 @@ def add_fault_options(parser: argparse.ArgumentParser) -> None:
         "are kept (default %(default)s)"
     }
     add_options(faults, FaultOptions, "max_restarts", "drain_timeout_s", max_restarts=restarts)
-    faults.add_argument(
-        "--bad_prompts",
-        choices=("skip", "refuse"),
-        default="skip",
-        help="skip: answer the other prompts, then exit with status 2; refuse: answer none "
-        "(default skip)",
-    )
+    add_options(faults, PromptFiles, "bad_prompts")
     add_options(faults, FaultOptions, "health")
 
 
@@ -140,7 +135,7 @@ def add_host_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup
 
 def add_ray_options(hosts: argparse._ArgumentGroup) -> None:
     """Add the options that run the command on a Ray cluster."""
-    add_options(hosts, LauncherOptions)
+    add_options(hosts, LauncherOptions, "launcher", "ray_address")
 
 
 def check_ray_address(options: argparse.Namespace) -> None:

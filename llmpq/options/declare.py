@@ -38,6 +38,8 @@ class Option(Rule):
         parse: makes the value from a word, ``argparse.ArgumentTypeError`` if it cannot; by default
             the field's type does.
         accept: makes the value of the field from that of an argument or a keyword.
+        is_positional: it is given by its place, without a name.
+        repeats: it is given once for each item of a list, not once with all of them.
     """
 
     help: str
@@ -47,6 +49,8 @@ class Option(Rule):
     unit: float = 1
     parse: Callable[[str], Any] | None = None
     accept: Callable[[Any], Any] | None = None
+    is_positional: bool = False
+    repeats: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +63,29 @@ class _Declared:
     default: Any
 
     @property
-    def choices(self) -> Sequence[str] | None:
+    def choices(self) -> Sequence[Any] | None:
         is_literal = get_origin(self.kind) is Literal
         return self.option.choices or (get_args(self.kind) if is_literal else None)
 
     @property
-    def is_list(self) -> bool:
-        return get_origin(self.kind) is tuple and get_args(self.kind)[-1] is Ellipsis
+    def nargs(self) -> int | str | None:
+        """Words on a command line: one or more, so many, or one where ``None``."""
+        if get_origin(self.kind) is not tuple:
+            return None
+        items = get_args(self.kind)
+        if items[-1] is Ellipsis:
+            return "+"
+        return len(items) if self.option.parse is None else None
+
+    @property
+    def item(self) -> Any:
+        """The type of a word."""
+        return self.kind if self.nargs is None else get_args(self.kind)[0]
 
     @property
     def flags(self) -> list[str]:
+        if self.option.is_positional:
+            return [self.name]
         return [f"--{flag}" for flag in self.option.flags or (self.name,)]
 
     @property
@@ -98,14 +115,11 @@ def add_options(
 
 def _arguments(one: _Declared) -> dict[str, Any]:
     """Return the arguments of ``add_argument``."""
-    setting = one.option
+    setting, kind = one.option, one.item
     given: dict[str, Any] = {"help": setting.help}
     if one.kind is bool:
         return given | {"action": "store_true"}
-    kind, default = one.kind, one.default
-    if one.is_list:
-        kind, given["nargs"] = get_args(kind)[0], "+"
-        default = None if default is None else list(default)
+    given |= _number_of_words(one)
     if (choices := one.choices) is not None:
         given["choices"] = choices
     if setting.metavar is not None:
@@ -113,11 +127,27 @@ def _arguments(one: _Declared) -> dict[str, Any]:
     parse = setting.parse or (float if setting.unit != 1 else kind)
     if parse in (int, float) or setting.parse is not None:
         given["type"] = parse
+    return given | _default(one)
+
+
+def _number_of_words(one: _Declared) -> dict[str, Any]:
+    if one.option.repeats:
+        return {"action": "append"}
+    return {} if one.nargs is None else {"nargs": one.nargs}
+
+
+def _default(one: _Declared) -> dict[str, Any]:
+    """Return the arguments of ``add_argument`` that state the default, or that there is none."""
+    setting, default = one.option, one.default
+    if setting.is_positional:
+        return {} if default is MISSING else {"nargs": "?"}
     if default is MISSING:
-        given["required"] = True
-    elif default is not None:
-        given["default"] = default if setting.unit == 1 else default / setting.unit
-    return given
+        return {"required": True}
+    if default is None:
+        return {}
+    if one.nargs is not None:
+        return {"default": list(default)}
+    return {"default": default if setting.unit == 1 else default / setting.unit}
 
 
 def read_options(
@@ -167,7 +197,7 @@ def _value_of(one: _Declared, value: Any) -> Any:
         return int(value * setting.unit)
     if one.kind is bool:
         return value is not one.default
-    if one.is_list:
+    if one.nargs is not None:
         value = tuple(value)
     elif one.kind is Path:
         value = Path(value).resolve()
@@ -248,7 +278,7 @@ def check_options(value: Any) -> None:
     """
     for name, one in _declared(type(value)).items():
         found = getattr(value, name)
-        for item in found if one.is_list else (found,):
+        for item in (found,) if one.nargs is None or found is None else found:
             if (expected := _expected(one, item)) is not None:
                 shown = f"{item:g}" if isinstance(item, float) else item
                 raise SpecError(f"{name}: found {shown}, expected {expected}")
@@ -265,11 +295,11 @@ def _is_a(kind: type[Any], value: Any) -> bool:
 
 def _expected(one: _Declared, value: Any) -> str | None:
     """Return what was expected where a value cannot be used, else ``None``."""
-    setting, kind = one.option, get_args(one.kind)[0] if one.is_list else one.kind
+    setting, kind = one.option, one.item
     if value is not None and kind in _TYPES and not _is_a(kind, value):
         return _TYPES[kind]
-    if isinstance(value, str) and one.choices is not None and value not in one.choices:
-        return f"one of {', '.join(one.choices)}"
+    if value is not None and one.choices is not None and value not in one.choices:
+        return f"one of {', '.join(map(str, one.choices))}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     if value > setting.maximum and setting.maximum < math.inf:

@@ -114,3 +114,17 @@ class EngineOptions(SpeculationOptions):
             raise SpecError(
                 f"alpha: found with scheduler {self.scheduler}, expected scheduler larry"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenBound:
+    """A bound in seconds instead of a token budget."""
+
+    itl_bound: Annotated[
+        float | None,
+        Option(
+            metavar="SECONDS",
+            help="bound on the time between tokens, from which --token_budget is computed by the "
+            "plan's own cost model",
+        ),
+    ] = None

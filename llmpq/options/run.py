@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from llmpq.batching.length import PREDICTOR_NAMES
 from llmpq.options.declare import Option, check_options
+from llmpq.spec.plan import POLICY_NAMES
 from llmpq.units import GIB
 
 Transport = Literal["auto", "sockets", "torch", "gloo"]
@@ -147,6 +149,131 @@ class HostOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptFiles:
+    """Files of a run that answers prompts, and what becomes of prompts that cannot be served."""
+
+    strat_file_name: Annotated[str, Option(metavar="FILE", help="strategy file")]
+    model: Annotated[
+        str | None, Option(metavar="DIR", help="weights (default: the directory in the plan)")
+    ] = None
+    prompts: Annotated[str, Option(metavar="FILE.jsonl", help="prompts")]
+    format: Annotated[
+        Literal["llmpq", "openai_batch"],
+        Option(
+            help="format of --prompts and --output; openai_batch: OpenAI's Batch files, whose "
+            "requests say how tokens are chosen (default %(default)s)"
+        ),
+    ] = "llmpq"
+    output: Annotated[str, Option(metavar="FILE.jsonl", help="answers")]
+    resume: Annotated[bool, Option(help="skip the requests that --output already answers")] = False
+    report: Annotated[
+        str | None,
+        Option(metavar="FILE.json", help="write the predicted-against-measured report too"),
+    ] = None
+    plot: Annotated[str | None, Option(metavar="FILE.png", help="draw the report")] = None
+    trace: Annotated[
+        str | None,
+        Option(
+            metavar="FILE.json",
+            help="write a timeline of all ranks, for Perfetto or chrome://tracing",
+        ),
+    ] = None
+    bad_prompts: Annotated[
+        Literal["skip", "refuse"],
+        Option(
+            help="skip: answer the other prompts, then exit with status 2; refuse: answer none "
+            "(default %(default)s)"
+        ),
+    ] = "skip"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApplicationRun:
+    """Files of the run of an application, and what becomes of prompts that are too long."""
+
+    resume: Annotated[bool, Option(help="go on with the folder of a run that was ended")] = False
+    model: Annotated[
+        tuple[str, ...],
+        Option(
+            repeats=True,
+            metavar="NAME=DIR",
+            help="folder of the weights of a model of the application (default: its own)",
+        ),
+    ] = ()
+    format: Annotated[
+        Literal["llmpq", "openai_batch"],
+        Option(
+            help="openai_batch: write the answers of every node as a file of OpenAI's Batch API, "
+            "too (default %(default)s); requests are read in both formats"
+        ),
+    ] = "llmpq"
+    plot: Annotated[
+        str | None,
+        Option(metavar="FILE.png", help="draw the stages, predicted and measured"),
+    ] = None
+    overflow: Annotated[
+        Literal["refuse", "skip"],
+        Option(
+            help="refuse: load nothing if a prompt does not fit the context of its model, or "
+            "answers may be too long for the next prompt; skip: leave such requests out and "
+            "report them (default %(default)s)"
+        ),
+    ] = "refuse"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchingOptions:
+    """The batching policy of a run or a simulation, where it is not the strategy's own."""
+
+    policy: Annotated[
+        str | None,
+        Option(
+            choices=POLICY_NAMES,
+            help="batching policy (default: the strategy's own schedule, else hybrid)",
+        ),
+    ] = None
+    bins: Annotated[
+        int | None,
+        Option(
+            metavar="K",
+            help="multibin: number of bins, each with the same share of requests (default 4)",
+        ),
+    ] = None
+    predictor: Annotated[
+        str,
+        Option(
+            choices=PREDICTOR_NAMES,
+            help="multibin: predictor of answer lengths (default %(default)s)",
+        ),
+    ] = "oracle"
+    predictor_error: Annotated[
+        float,
+        Option(
+            metavar="SIGMA",
+            help="--predictor noisy: standard deviation of the logarithm (default %(default)g)",
+        ),
+    ] = 0.3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriftOptions:
+    """What is done when answer lengths differ from those of the schedule."""
+
+    replan: Annotated[
+        bool,
+        Option(help="rra: adjust the encoding frequency to the answer lengths, without a restart"),
+    ] = False
+    lengths_out: Annotated[
+        str | None,
+        Option(
+            metavar="FILE.json",
+            help="write the lengths of all answers, for llmpq-algo --lengths (default: next to "
+            "--output, only after a workload shift)",
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LauncherOptions:
     """What starts the processes of a run."""
 
@@ -161,6 +288,10 @@ class LauncherOptions:
         str | None,
         Option(help="with --launcher ray: the cluster (default: the one that Ray finds)"),
     ] = None
+    auto: Annotated[
+        bool,
+        Option(flags=("no_auto",), help="run one rank, as torchrun's environment says"),
+    ] = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -152,8 +152,12 @@ class RoutingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterOptions(RoutingOptions):
-    """How a router treats the replicas behind it."""
+    """Which replicas a router has, and how it treats them."""
 
+    replica: Annotated[
+        tuple[str, ...],
+        Option(metavar="URL", help="addresses of the replicas, http://HOST:PORT"),
+    ]
     first_byte_timeout_s: Annotated[
         float,
         Option(

@@ -11,10 +11,12 @@ import math
 from dataclasses import dataclass
 
 from llmpq.errors import SpecError
+from llmpq.options.measure import LayerOptions
 from llmpq.spec.precision import Phase
 
 MIN_TOKENS = 16
 _BATCH_WEIGHT = 1.5
+_DEFAULTS = LayerOptions()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +37,10 @@ class Shape:
 class GridLimits:
     """The largest sizes a plan is expected to ask for; ``prefill_tokens`` are of a micro-batch."""
 
-    batch: int = 32
-    prompt_tokens: int = 512
+    batch: int = _DEFAULTS.max_batch
+    prompt_tokens: int = _DEFAULTS.max_prompt
     context_tokens: int = 1024
-    prefill_tokens: int = 2048
+    prefill_tokens: int = _DEFAULTS.max_prefill
 
     def __post_init__(self) -> None:
         for field in ("batch", "prompt_tokens", "context_tokens", "prefill_tokens"):

@@ -382,7 +382,7 @@ class Rule:
     Attributes:
         minimum: least number; of an array, least number of entries.
         maximum: largest number.
-        choices: accepted texts; of an object, accepted keys.
+        choices: accepted texts or numbers; of an object, accepted keys.
         key: name in the file, ``None`` for the field's own.
         optional: the field may be left out of a file, which means the class's default. Fields
             that can be ``None`` always may.
@@ -391,7 +391,7 @@ class Rule:
 
     minimum: float = 0
     maximum: float = math.inf
-    choices: Sequence[str] | None = None
+    choices: Sequence[Any] | None = None
     key: str | None = None
     optional: bool = False
     null: bool = False

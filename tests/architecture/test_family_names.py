@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(families.__file__).parent
 RECORDS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
 OTHERS = {
-    "llmpq/cli/plan_options.py": {"bloom", "opt"},
+    "llmpq/options/plan.py": {"bloom", "opt"},
     "llmpq/models/adapter.py": {"dbrx", "gptoss", "llama4text"},
     "llmpq/models/attention.py": {
         "bloom", "codegen", "falcon", "gptj", "llama", "llama4text", "mpt",

@@ -8,9 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TOO_WIDE = {
-    "llmpq/cli": 15,
-    "llmpq/cli/commands": 15,
-    "llmpq/dist/launch": 14,
+    "llmpq/cli/commands": 11,
+    "llmpq/dist/launch": 13,
     "llmpq/dist/transport": 10,
 }
 """Rooms that still hold more modules than nine. A number may only fall, and a room only leave."""

@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from llmpq.cli.commands.profile_layer import POINTS, add_parser, shapes_of
+from llmpq.cli.measuring.layer import POINTS, add_parser, shapes_of
 from llmpq.spec.precision import Phase
 
 PROFILE = ["layer", "--model", "facebook/opt-125m", "--output", "t.csv"]

@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from llmpq.cli import trust
 from llmpq.cli.commands.algo import main as algo
 from llmpq.cli.commands.check import main as check
+from llmpq.cli.planning import trust
 from llmpq.costmodel.importers.import_table import public_table
 from llmpq.costmodel.roofline import DEVIATIONS
 from llmpq.costmodel.tables.latency import LEAST_DEVIATION

@@ -27,6 +27,11 @@ def words_of(value: object) -> tuple[str, ...]:
     return tuple(value.split(",")) if isinstance(value, str) else tuple(value)
 
 
+def halves(text: str) -> tuple[int, int]:
+    first, second = text.split(":")
+    return int(first), int(second)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
     """One field of every kind."""
@@ -149,3 +154,58 @@ def test_a_file_has_the_same_limits():
         SpecError, match=r"x\.json: field 'rows': found 0, expected a whole number in \[1, "
     ):
         from_json(Example, Fields(fields | {"rows": 0}, "x.json"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Words:
+    """Fields that differ in the number of their words."""
+
+    file: Annotated[str | None, Option(is_positional=True, help="which")] = None
+    sizes: Annotated[tuple[int, int], Option(minimum=1, help="two numbers")] = (4, 8)
+    pair: Annotated[tuple[int, int] | None, Option(parse=halves, help="one word")] = None
+    paths: Annotated[tuple[Path, ...], Option(parse=Path, help="several")] = ()
+    model: Annotated[tuple[str, ...], Option(repeats=True, help="one at a time")] = ()
+    bits: Annotated[int, Option(choices=(4, 8), help="some numbers only")] = 8
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+def words(*given: str) -> Words:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_options(parser, Words)
+    return read_options(Words, parser.parse_args(given))
+
+
+def test_a_field_takes_as_many_words_as_its_type_has():
+    found = words(
+        *("one.json", "--sizes", "1", "2", "--pair", "3:4", "--paths", "a", "b"),
+        *("--model", "x", "--model", "y", "--bits", "4"),
+    )
+    assert found == Words(
+        file="one.json",
+        sizes=(1, 2),
+        pair=(3, 4),
+        paths=(Path("a"), Path("b")),
+        model=("x", "y"),
+        bits=4,
+    )
+    assert words() == Words()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"sizes": (0, 2)}, "sizes: found 0, expected at least 1"),
+        ({"bits": 5}, "bits: found 5, expected one of 4, 8"),
+    ],
+)
+def test_every_number_of_a_field_is_checked(given, expected):
+    with pytest.raises(SpecError, match=expected):
+        Words(**given)
+
+
+@pytest.mark.parametrize("given", [["--sizes", "1"], ["--bits", "5"], ["--pair", "3"]])
+def test_other_numbers_of_words_are_refused(given):
+    with pytest.raises((argparse.ArgumentError, SystemExit)):
+        words(*given)

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from llmpq.assigner.enumeration import (
     GroupTables,
-    OrderMode,
     leading_orders,
     num_orders,
     only_blocks,
@@ -23,6 +22,7 @@ from llmpq.assigner.enumeration import (
 from llmpq.assigner.exact import native
 from llmpq.assigner.exact.native import NotCoveredError
 from llmpq.assigner.problem import SearchSpace
+from llmpq.options.plan import OrderMode
 from llmpq.spec.plan import OrderSet
 
 Orders = OrderMode | tuple[int, ...]

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from llmpq.assigner.constraints.resolve import Overrides
-from llmpq.assigner.enumeration import OrderMode
 from llmpq.assigner.exact.lattice import has_few_orders
 from llmpq.assigner.fleet.rate_search import RateSearch
 from llmpq.assigner.fleet.search import FleetLimits, FleetPlan, FleetSearch
@@ -23,6 +22,7 @@ from llmpq.assigner.request import (
     silent,
 )
 from llmpq.errors import InfeasibleError, SpecError
+from llmpq.options.plan import OrderMode
 from llmpq.spec.cluster import Cluster
 from llmpq.spec.plan import Plan
 

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from llmpq.assigner.constraints.resolve import obeys
-from llmpq.assigner.milp.solvers import SolverName, SolverResult, SolverStatus, solve
+from llmpq.assigner.milp.solvers import SolverResult, SolverStatus, solve
 from llmpq.assigner.objective import Evaluation, assignment_of_counts, evaluate, is_feasible
 from llmpq.assigner.problem import Assignment, AssignmentProblem
 from llmpq.errors import SolverError
+from llmpq.options.plan import SolverName
 
 if TYPE_CHECKING:
     import pulp

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from llmpq.errors import SolverError, SpecError
+from llmpq.options.plan import SolverName
 
 if TYPE_CHECKING:
     import pulp
 
-SolverName = Literal["highs", "cbc", "gurobi"]
 SolverStatus = Literal["optimal", "feasible", "infeasible", "unknown"]
 
 

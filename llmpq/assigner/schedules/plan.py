@@ -30,6 +30,7 @@ from llmpq.assigner.schedules.waa import BALANCES, Balance, WaaSpace, best_waa, 
 from llmpq.batching import percentile
 from llmpq.costmodel import ClusterCosts
 from llmpq.errors import InfeasibleError, SpecError
+from llmpq.options.plan import Sla
 from llmpq.sim import simulate
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.sim.report import SimReport
@@ -144,8 +145,6 @@ def _moved(
     )
 
 
-Sla = Literal["length", "queries"]
-
 PERCENT = 99
 _TRIES = 6
 _ROUNDING = 1.0 + 1e-9
@@ -180,13 +179,14 @@ class ScheduleRequest:
 
 Searched = Literal["rra", "waa"]
 SEARCHED: tuple[Searched, ...] = get_args(Searched)
+SearchedPolicy = Literal["rra", "waa", "auto"]
 
 
 def schedule_plan(
     request: PlanRequest,
     plan: Plan,
     wanted: ScheduleRequest,
-    policy: Literal["rra", "waa", "auto"],
+    policy: SearchedPolicy,
     *,
     degrees: Sequence[int],
     planned: Callable[[PlanRequest], Plan],

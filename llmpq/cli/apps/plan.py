@@ -8,23 +8,26 @@ from typing import Any
 
 from llmpq.cli.apps.gantt import draw_schedule
 from llmpq.cli.apps.render import schedule_record, schedule_table
-from llmpq.cli.common import check_least, print_json
-from llmpq.errors import SpecError
+from llmpq.cli.common import print_json
 from llmpq.multillm.candidates import resolve_models
 from llmpq.multillm.graph import Application, load_application
-from llmpq.multillm.planner import METHODS, PlanOptions, plan_application
+from llmpq.multillm.planner import PlanOptions, plan_application
 from llmpq.multillm.planner.application import (
     PlannedApplication,
     candidate_finder,
     replay,
     workload_of,
 )
-from llmpq.multillm.planner.search import TIME_LIMIT_S
 from llmpq.multillm.requests import load_items
 from llmpq.multillm.schedule import ApplicationSchedule, load_schedule, write_schedule
+from llmpq.options.declare import add_options, read_options, values_of
+from llmpq.options.plan import (
+    PICTURE_FILE,
+    SCHEDULE_FILE,
+    ApplicationOptions,
+    ApplicationSearch,
+)
 from llmpq.spec.cluster import Cluster, load_cluster
-
-SCHEDULE_FILE, PICTURE_FILE = "schedule.json", "schedule.png"
 
 
 def add_plan(verbs: argparse._SubParsersAction[Any]) -> None:
@@ -40,50 +43,18 @@ def add_simulate(verbs: argparse._SubParsersAction[Any]) -> None:
     parser = verbs.add_parser("simulate", help="play a schedule with other answer lengths")
     _add_application(parser)
     add_search_options(parser)
-    parser.add_argument(
-        "--schedule", type=Path, metavar="FILE", help="schedule to play (default: plan one)"
-    )
-    parser.add_argument(
-        "--play_seed", type=int, default=1, help="of the answer lengths that are played (default 1)"
-    )
+    add_options(parser, ApplicationOptions, "schedule", "play_seed")
     parser.set_defaults(run=run_simulate)
 
 
 def _add_application(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("application", type=Path, metavar="APP.json", help="application file")
-    parser.add_argument("--cluster", type=Path, required=True, metavar="FILE", help="cluster file")
-    parser.add_argument(
-        "--output", type=Path, metavar="DIR",
-        help=f"folder for {SCHEDULE_FILE} and, if matplotlib is installed, {PICTURE_FILE}",
-    )  # fmt: skip
-    parser.add_argument(
-        "--no_pipelines", action="store_true",
-        help="estimate tensor-parallel replicas also for models without measured iterations; such "
-        "schedules cannot be run",
-    )  # fmt: skip
+    add_options(parser, ApplicationOptions, "application", "cluster", "output", "pipelines")
 
 
 def add_search_options(parser: argparse.ArgumentParser) -> None:
     """Add how to search for a schedule."""
     group = parser.add_argument_group("search")
-    group.add_argument(
-        "--method", choices=METHODS, default="greedy",
-        help="greedy (default): the best of the others, improved; samullm: Algorithm 1; max, min: "
-        "its rivals; exact: all schedules, for small applications",
-    )  # fmt: skip
-    group.add_argument(
-        "--no_preemption", action="store_true", help="never stop a model or change its plan"
-    )
-    group.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        help="of the answer lengths that are planned with (default 0)",
-    )
-    group.add_argument(
-        "--time_limit", type=float, default=TIME_LIMIT_S, metavar="SECONDS",
-        help=f"for improving and for the exact search (default {TIME_LIMIT_S:g})",
-    )  # fmt: skip
+    add_options(group, ApplicationSearch)
 
 
 def run_plan(options: argparse.Namespace) -> int:
@@ -119,18 +90,12 @@ def planned_of(
     options: argparse.Namespace, app: Application, cluster: Cluster
 ) -> PlannedApplication:
     """Plan with the options of ``add_search_options``."""
-    check_least(options, 0, "seed")
-    if not options.time_limit >= 0:
-        raise SpecError(f"--time_limit: found {options.time_limit}, expected at least 0")
     return plan_application(
         app,
         load_items(app),
         cluster,
         PlanOptions(
-            method=options.method,
-            preemption=not options.no_preemption,
-            seed=options.seed,
-            limit_s=options.time_limit,
+            **values_of(read_options(ApplicationSearch, options)),
             pipelines=not options.no_pipelines,
             command=options.command,
         ),

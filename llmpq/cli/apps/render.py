@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmpq.assigner.objective import relative_gap
-from llmpq.cli.fleet import devices_text
+from llmpq.cli.planning.fleet import devices_text
 from llmpq.cli.render import aligned
 from llmpq.multillm.schedule import ApplicationSchedule, ScheduledModel
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.cli.apps.gantt import Span, draw_schedule
-from llmpq.cli.apps.plan import SCHEDULE_FILE, add_search_options, planned_of
+from llmpq.cli.apps.plan import add_search_options, planned_of
 from llmpq.cli.common import print_json, progress_bar, require
 from llmpq.cli.render import aligned
 from llmpq.cli.run_options import (
@@ -35,7 +35,8 @@ from llmpq.multillm.running.prepare import check_prompts, prepare_models
 from llmpq.multillm.running.timeline import Timeline, build_report, time_left_s
 from llmpq.multillm.schedule import ApplicationSchedule, load_schedule, write_schedule
 from llmpq.options.declare import add_options, read_options
-from llmpq.options.run import LauncherOptions, LaunchOptions
+from llmpq.options.plan import SCHEDULE_FILE, ApplicationOptions
+from llmpq.options.run import ApplicationRun, LauncherOptions, LaunchOptions
 from llmpq.spec.cluster import Cluster, load_cluster
 from llmpq.spec.fields import to_json
 from llmpq.units import format_seconds
@@ -52,35 +53,17 @@ def add_run(verbs: Any) -> None:
     parser = verbs.add_parser("run", help="answer all requests", description=__doc__)
     parser.set_defaults(run=_run)
     files = parser.add_argument_group("files")
-    files.add_argument("application", metavar="APP.json", help="application file")
-    files.add_argument("--cluster", required=True, metavar="FILE", help="devices of this host")
-    files.add_argument(
-        "--schedule",
-        metavar="FILE",
-        help=f"schedule file (default: {SCHEDULE_FILE} in --output; it is planned if it is not "
-        "there)",
-    )
-    files.add_argument(
-        "--output", required=True, metavar="DIR", help="folder of the answers (answers.jsonl)"
-    )
-    files.add_argument(
-        "--resume", action="store_true", help="go on with the folder of a run that was ended"
-    )
-    files.add_argument(
-        "--model",
-        action="append",
-        default=[],
-        metavar="NAME=DIR",
-        help="folder of the weights of a model of the application (default: its own)",
-    )
-    files.add_argument(
-        "--format",
-        choices=("llmpq", "openai_batch"),
-        default="llmpq",
-        help="openai_batch: write the answers of every node as a file of OpenAI's Batch API, too "
-        "(default llmpq); requests are read in both formats",
-    )
-    files.add_argument("--plot", metavar="FILE.png", help="draw the stages, predicted and measured")
+    changes: dict[str, dict[str, Any]] = {
+        "cluster": {"help": "devices of this host"},
+        "schedule": {
+            "help": f"schedule file (default: {SCHEDULE_FILE} in --output; it is planned if it is "
+            "not there)"
+        },
+        "output": {"required": True, "help": "folder of the answers (answers.jsonl)"},
+    }
+    names = ("application", "cluster", "schedule", "output")
+    add_options(files, ApplicationOptions, *names, **changes)
+    add_options(files, ApplicationRun, "resume", "model", "format", "plot")
     sampling = parser.add_argument_group("sampling (greedy by default)")
     add_options(sampling, SamplingParams, "temperature", "top_p")
     place = parser.add_argument_group("launching")
@@ -88,16 +71,9 @@ def add_run(verbs: Any) -> None:
         "help": "ray: replicas run on nodes of a Ray cluster whose label llmpq-device has the "
         "device types of their node, joined by _ (default local: on this host)"
     }
-    add_options(place, LauncherOptions, launcher=launcher)
+    add_options(place, LauncherOptions, "launcher", "ray_address", launcher=launcher)
     faults = parser.add_argument_group("when something fails")
-    faults.add_argument(
-        "--overflow",
-        choices=("refuse", "skip"),
-        default="refuse",
-        help="refuse: load nothing if a prompt does not fit the context of its model, or answers "
-        "may be too long for the next prompt; skip: leave such requests out and report them "
-        "(default refuse)",
-    )
+    add_options(faults, ApplicationRun, "overflow")
     add_options(faults, LaunchOptions, "max_restarts", "step_timeout_s", max_restarts=RESTARTS)
     add_store_options(parser.add_argument_group("loading"))
     add_search_options(parser)
@@ -179,8 +155,8 @@ def _engines(options: argparse.Namespace, cluster: Cluster) -> Iterator[StartEng
         yield LocalEngines(**settings)
         return
     require("ray")
-    from llmpq.dist.launch.ray_launcher import ray_cluster
-    from llmpq.multillm.running.ray_engines import RayEngines
+    from llmpq.server.ray.engines import RayEngines
+    from llmpq.server.ray.launcher import ray_cluster
 
     with ray_cluster(options.ray_address):
         yield RayEngines(**settings)

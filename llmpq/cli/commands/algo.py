@@ -24,23 +24,23 @@ from llmpq.assigner.planner import check_method
 from llmpq.assigner.request import Progress, costs_of
 from llmpq.cli import render
 from llmpq.cli.common import (
-    check_least,
     command_start_s,
     make_parser,
     print_json,
     progress_bar,
     run_command,
 )
-from llmpq.cli.fleet import add_fleet_options, run_fleet
-from llmpq.cli.options import add_requests_option
-from llmpq.cli.plan_options import add_plan_options, request_of, scheduled
-from llmpq.cli.trust import plan_trust, trust_record, trust_text
+from llmpq.cli.planning.fleet import add_fleet_options, run_fleet
+from llmpq.cli.planning.request import add_plan_options, request_of, scheduled
+from llmpq.cli.planning.trust import plan_trust, trust_record, trust_text
 from llmpq.costmodel import build_costs
 from llmpq.errors import SpecError
+from llmpq.options.declare import add_options, read_options
+from llmpq.options.plan import DraftOptions, PlanOutput
 from llmpq.spec.catalog import resolve_model
 from llmpq.spec.fields import dump_json, write_text
-from llmpq.spec.plan import ACCEPTANCE_RATE, DRAFT_HEAD_BITS, Plan, write_plan
-from llmpq.spec.precision import BITS, DTYPE_BYTES
+from llmpq.spec.plan import DRAFT_HEAD_BITS, Plan, write_plan
+from llmpq.spec.precision import DTYPE_BYTES
 
 NAME = "llmpq-algo"
 V = TypeVar("V")
@@ -59,66 +59,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_plan_options(parser)
     add_fleet_options(parser)
-    _add_draft_options(parser)
-    report = parser.add_argument_group("result")
-    report.add_argument(
-        "--output",
-        metavar="FILE",
-        help="strategy file (default: strategies/<model>__<cluster>__<workload>__<method>.json); "
-        "several plans get one suffix each",
-    )
-    report.add_argument(
-        "--export",
-        choices=ENGINES,
-        help="write the commands, environment and settings with which another engine runs the "
-        "plan; --output is their new directory",
-    )
-    report.add_argument(
-        "--plot", metavar="FILE.png", help="draw the plan, or the plans of --pareto"
-    )
-    add_requests_option(report)
-    report.add_argument(
-        "--what_if", action="store_true", help="also plan with one more device of each kind"
-    )
-    report.add_argument(
-        "--no_explain",
-        action="store_true",
-        help="do not plan again with each device left out, which shows its cost",
-    )
+    drafts = parser.add_argument_group("speculative decoding with a draft model")
+    add_options(drafts, DraftOptions)
+    add_options(parser.add_argument_group("result"), PlanOutput, export={"choices": tuple(ENGINES)})
     return parser
 
 
-def _add_draft_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("speculative decoding with a draft model")
-    group.add_argument(
-        "--speculative_model",
-        metavar="DIR|NAME",
-        help="decide whether a draft model pays, and on which device it runs",
-    )
-    group.add_argument(
-        "--speculative_bits",
-        type=int,
-        choices=BITS,
-        help="bits of its layers (default: as stored)",
-    )
-    group.add_argument(
-        "--acceptance_rate",
-        type=float,
-        default=ACCEPTANCE_RATE,
-        metavar="A",
-        help="probability that a draft token is right, once those before it are (default "
-        "%(default)g)",
-    )
-    group.add_argument(
-        "--num_speculative_tokens",
-        type=int,
-        default=8,
-        metavar="K",
-        help="most draft tokens of a sequence in a step (default 8)",
-    )
-
-
 def _run(options: argparse.Namespace, started_s: float) -> int:
+    asked = read_options(PlanOutput, options)
     _check_options(options)
     request = request_of(options)
     if request.time_limit_s is not None:
@@ -152,7 +100,7 @@ def _run(options: argparse.Namespace, started_s: float) -> int:
     found = _with_progress(
         "explanation",
         lambda show: explain_plan(
-            request, plan, resolve=not options.no_explain, more=options.what_if, progress=show
+            request, plan, resolve=asked.explains, more=options.what_if, progress=show
         ),
     )
     costs = costs_of(request, plan.cluster)
@@ -198,15 +146,14 @@ def _check_options(options: argparse.Namespace) -> None:
         if getattr(options, name) not in (None, False) and options.replicas is None:
             raise SpecError(f"--{name}: found without --replicas, expected both")
     _check_draft(options)
-    if options.requests is not None:
-        check_least(options, 1, "requests")
-        if options.method == "all" or options.pareto is not None:
-            raise SpecError("--requests: found with --method all or --pareto, expected one plan")
+    is_one_plan = options.method != "all" and options.pareto is None
+    if options.requests is not None and not is_one_plan:
+        raise SpecError("--requests: found with --method all or --pareto, expected one plan")
     if options.export is None:
         return
     if options.output is None:
         raise SpecError("--export: found no --output, expected --output DIR")
-    if options.method == "all" or options.pareto is not None:
+    if not is_one_plan:
         raise SpecError("--export: found with --method all or --pareto, expected one plan")
     if Path(options.output).exists():
         raise SpecError(f"{options.output}: exists already, expected a new directory")
@@ -217,9 +164,7 @@ def _check_draft(options: argparse.Namespace) -> None:
         if options.speculative_bits is not None:
             raise SpecError("--speculative_bits: found without --speculative_model, expected both")
         return
-    if not 0 <= options.acceptance_rate <= 1:
-        raise SpecError(f"--acceptance_rate: found {options.acceptance_rate:g}, expected 0 to 1")
-    check_least(options, 1, "num_speculative_tokens")
+    read_options(DraftOptions, options)
     others = ("replicas", "pareto", "export")
     found = [name for name in others if getattr(options, name) is not None]
     found += ["method all"] * (options.method == "all")

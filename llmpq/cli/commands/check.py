@@ -10,10 +10,11 @@ from pathlib import Path
 
 from llmpq.assigner.explain.explanation import explain_costs
 from llmpq.assigner.verify import Verification, verify_plan
-from llmpq.cli.common import check_least, make_parser, print_json, run_command
-from llmpq.cli.fit import add_fit_options, run_fit
-from llmpq.cli.fleet import check_fleet, is_fleet
-from llmpq.cli.options import add_devices_option, add_requests_option, with_described
+from llmpq.cli.common import make_parser, print_json, run_command
+from llmpq.cli.options import with_described
+from llmpq.cli.planning.fit import add_fit_options, run_fit
+from llmpq.cli.planning.fleet import check_fleet, is_fleet
+from llmpq.cli.planning.trust import plan_trust, trust_record, trust_text
 from llmpq.cli.render import (
     draft_text,
     explanation_record,
@@ -24,8 +25,9 @@ from llmpq.cli.render import (
     requests_record,
     requests_text,
 )
-from llmpq.cli.trust import plan_trust, trust_record, trust_text
 from llmpq.errors import CapacityError, SpecError
+from llmpq.options.declare import add_options, read_options
+from llmpq.options.plan import CheckedFile, DeviceOptions, PlanOutput, QualityOptions
 from llmpq.spec.plan import read_plan
 from llmpq.units import format_bytes
 
@@ -40,22 +42,20 @@ def _parser() -> argparse.ArgumentParser:
         "llmpq-check",
         "Validate and explain a strategy file, or tell whether a model runs on devices.",
     )
-    parser.add_argument(
-        "strategy", metavar="FILE", nargs="?", help="strategy or fleet file of llmpq-algo"
-    )
-    parser.add_argument(
-        "--omega_file", metavar="FILE.json", help="sensitivity table that the plan was made with"
-    )
-    add_devices_option(parser)
-    add_requests_option(parser)
-    parser.add_argument("--profile", metavar="DIR", help="folder of measured latency tables")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw layers, memory and timeline")
+    add_options(parser, CheckedFile)
+    omega = {"help": "sensitivity table that the plan was made with"}
+    add_options(parser, QualityOptions, "omega_file", omega_file=omega)
+    add_options(parser, DeviceOptions, "devices")
+    add_options(parser, PlanOutput, "requests")
+    add_options(parser, DeviceOptions, "profile")
+    picture = {"help": "draw layers, memory and timeline"}
+    add_options(parser, PlanOutput, "plot", plot=picture)
     add_fit_options(parser)
     return parser
 
 
 def _run(options: argparse.Namespace) -> int:
-    check_least(options, 1, "requests")
+    read_options(PlanOutput, options)
     if (options.strategy is None) == (options.model is None):
         raise SpecError("expected either a strategy FILE, or --model with devices")
     if options.strategy is None:
@@ -65,7 +65,7 @@ def _run(options: argparse.Namespace) -> int:
     if is_fleet(options.strategy):
         return check_fleet(options)
     plan = read_plan(options.strategy)
-    plan = replace(plan, cluster=with_described(plan.cluster, options, options.strategy))
+    plan = replace(plan, cluster=with_described(plan.cluster, options.devices, options.strategy))
     found = verify_plan(
         plan,
         options.strategy,

@@ -40,7 +40,7 @@ from llmpq.errors import LlmpqError, SpecError, StageError
 from llmpq.logging import get_logger
 from llmpq.options.declare import add_options, read_options, values_of
 from llmpq.options.engine import EngineOptions
-from llmpq.options.run import FaultOptions, RunOptions
+from llmpq.options.run import FaultOptions, LauncherOptions, PromptFiles, RunOptions
 from llmpq.spec.fields import dump_json, write_text
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan import Plan, PlanForecast, Schedule, read_plan
@@ -61,31 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("llmpq-dist", "Run a strategy on prompts.")
     files = parser.add_argument_group("files")
-    files.add_argument("--strat_file_name", required=True, metavar="FILE", help="strategy file")
-    files.add_argument(
-        "--model", metavar="DIR", help="weights (default: the directory in the plan)"
-    )
-    files.add_argument("--prompts", required=True, metavar="FILE.jsonl", help="prompts")
-    files.add_argument(
-        "--format",
-        choices=("llmpq", "openai_batch"),
-        default="llmpq",
-        help="format of --prompts and --output; openai_batch: OpenAI's Batch files, whose requests "
-        "say how tokens are chosen (default llmpq)",
-    )
-    files.add_argument("--output", required=True, metavar="FILE.jsonl", help="answers")
-    files.add_argument(
-        "--resume", action="store_true", help="skip the requests that --output already answers"
-    )
-    files.add_argument(
-        "--report", metavar="FILE.json", help="write the predicted-against-measured report too"
-    )
-    files.add_argument("--plot", metavar="FILE.png", help="draw the report")
-    files.add_argument(
-        "--trace",
-        metavar="FILE.json",
-        help="write a timeline of all ranks, for Perfetto or chrome://tracing",
-    )
+    prompts = ("strat_file_name", "model", "prompts", "format", "output", "resume")
+    add_options(files, PromptFiles, *prompts, "report", "plot", "trace")
     sampling = parser.add_argument_group("sampling (greedy by default)")
     names = ("temperature", "top_k", "top_p", "seed")
     add_options(sampling, SamplingParams, *names, seed={"default": 0})
@@ -98,9 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     add_drift_options(parser)
     run_options.add_store_options(parser.add_argument_group("loading"))
     hosts = run_options.add_host_options(parser)
-    hosts.add_argument(
-        "--no_auto", action="store_true", help="run one rank, as torchrun's environment says"
-    )
+    add_options(hosts, LauncherOptions, "auto")
     run_options.add_ray_options(hosts)
     return parser
 
@@ -131,7 +106,7 @@ def _run_on_ray(options: argparse.Namespace, plan: Plan) -> int:
     """Run the command on nodes of a Ray cluster; return its exit status."""
     words = run_options.words_for_ray(options)
     require("ray")
-    from llmpq.dist.launch.ray_launcher import run_on_ray
+    from llmpq.server.ray.launcher import run_on_ray
 
     ends = run_on_ray(plan, words, StopRequest(), address=options.ray_address)
     print(ends[0].out, end="")

@@ -25,7 +25,7 @@ from llmpq.dist.io.prompts import Prompt, write_prompts
 from llmpq.dist.metrics.progress import SilentProgress
 from llmpq.errors import SpecError
 from llmpq.options.declare import add_options, read_options, values_of
-from llmpq.options.run import RunOptions
+from llmpq.options.run import PromptFiles, RunOptions
 from llmpq.spec.fields import read_json
 from llmpq.spec.plan import read_plan
 from llmpq.units import format_bytes, format_seconds
@@ -40,8 +40,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = make_parser(
         "llmpq-dist doctor", "Check every rank of a strategy without loading weights."
     )
-    parser.add_argument("--strat_file_name", required=True, metavar="FILE", help="strategy file")
-    parser.add_argument("--model", metavar="DIR", help="weights (default: the plan's own)")
+    model = {"help": "weights (default: the plan's own)"}
+    add_options(parser, PromptFiles, "strat_file_name", "model", model=model)
     add_options(parser, RunOptions, "step_timeout_s")
     add_host_options(parser)
     return parser

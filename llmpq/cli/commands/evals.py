@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmpq.cli.common import (
-    check_least,
     make_parser,
     print_json,
     progress_bar,
@@ -24,7 +23,8 @@ from llmpq.cli.run_options import run_progress
 from llmpq.dist import model_dir_of
 from llmpq.dist.launch.process_environment import cpu_environment
 from llmpq.errors import SpecError, bad_field
-from llmpq.options.declare import add_options
+from llmpq.options.declare import add_options, read_options
+from llmpq.options.quality import EvalOptions
 from llmpq.options.run import RunOptions
 from llmpq.spec.fields import read_json
 from llmpq.spec.huggingface.families import load_model_dir
@@ -46,42 +46,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = make_parser(
         "llmpq-eval", "Perplexity of a model at fewer bits, and its divergence from 16 bits."
     )
-    parser.add_argument("--model", metavar="DIR", help="weights (default: the strategy's own)")
-    parser.add_argument("--text", required=True, metavar="FILE", help="text to predict (UTF-8)")
+    add_options(parser, EvalOptions, "model", "text")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--bits", type=int, choices=BITS, help="all layers at one bitwidth")
-    what.add_argument("--strategy", metavar="FILE", help="layers at the bits of a strategy file")
-    what.add_argument(
-        "--layer_bits", metavar="FILE.json", help="a JSON list with one bitwidth for every layer"
-    )
-    what.add_argument(
-        "--quantized", metavar="DIR", help="a GPTQ checkpoint of the model in --model"
-    )
-    what.add_argument(
-        "--compare",
-        nargs="+",
-        metavar="WHAT",
-        help="several in one table, with the model at 16 bits computed once: a bitwidth, gptq:DIR, "
-        "layer_bits:FILE.json or strategy:FILE",
-    )
+    add_options(what, EvalOptions, "bits", "strategy", "layer_bits", "quantized", "compare")
     how = parser.add_argument_group("running")
-    how.add_argument(
-        "--pipeline",
-        action="store_true",
-        help="run the ranks of the strategy instead of one process",
-    )
-    how.add_argument(
-        "--dtype",
-        default="auto",
-        choices=["auto", *DTYPE_BYTES],
-        help="number format (default: that of the weights or the strategy)",
-    )
-    how.add_argument("--kv_bits", type=int, choices=[8], help="keys and values at 8 bits")
-    how.add_argument("--window", type=int, default=512, help="tokens per window (default 512)")
-    how.add_argument("--rows", type=int, default=8, help="windows run together (default 8)")
-    how.add_argument("--max_tokens", type=int, help="tokens of the text to use (default all)")
-    how.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default cpu)")
-    how.add_argument("--threads", type=int, help="CPU threads (default: all cores)")
+    names = ("pipeline", "dtype", "kv_bits", "window", "rows", "max_tokens", "device", "threads")
+    add_options(how, EvalOptions, *names)
     add_options(how, RunOptions, "kernel", "step_timeout_s")
     return parser
 
@@ -194,8 +164,7 @@ def _arguments(options: argparse.Namespace) -> dict[str, Any]:
         raise SpecError("--pipeline: found no --strategy, expected one whose ranks to run")
     if plan is None and options.model is None:
         raise SpecError("--model: found none, expected the directory of the weights")
-    check_least(options, 2, "window", "max_tokens")
-    check_least(options, 1, "rows", "threads")
+    read_options(EvalOptions, options)  # checks the numbers
     common = {
         "text": Path(options.text),
         "kernel": options.kernel,

@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmpq.cli.common import (
-    check_least,
     make_parser,
     print_json,
     progress_bar,
     require,
     run_command,
 )
-from llmpq.cli.options import add_calibration_options, calibration_of
+from llmpq.cli.options import calibration_of
 from llmpq.dist.launch.process_environment import cpu_environment
 from llmpq.errors import SpecError
 from llmpq.logging import get_logger
+from llmpq.options.declare import add_options, read_options
+from llmpq.options.quality import CalibrationOptions, IndicatorOptions
 from llmpq.spec.huggingface.families import load_model_dir
-from llmpq.spec.precision import BITS, DTYPE_BYTES
 from llmpq.spec.tables import SensitivityTable, write_sensitivity
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 NAME = "llmpq-indicator"
-METHODS = ("divergence", "variance", "hessian", "random")
 NEED_TEXT = ("divergence", "hessian")
 
 
@@ -44,42 +43,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = make_parser(
         NAME, "Measure the quality loss of each layer at fewer bits, for llmpq-algo."
     )
-    parser.add_argument("--model", required=True, metavar="DIR", help="directory of the model")
-    parser.add_argument(
-        "--method",
-        choices=METHODS,
-        help="divergence: measured on the calibration text (default with one); variance: of the "
-        "paper, from the weights (default without one); hessian, random: for comparison",
-    )
-    add_calibration_options(parser)
-    parser.add_argument(
-        "--bits", type=int, nargs="+", choices=sorted(BITS), default=[3, 4, 8], metavar="BITS"
-    )
-    parser.add_argument(
-        "--output", metavar="FILE.json", help="table to write, for llmpq-algo --omega_file"
-    )
-    parser.add_argument(
-        "--average_bits",
-        type=float,
-        metavar="A",
-        help="also print the bits of every layer that lose least at A bits per weight",
-    )
+    add_options(parser, IndicatorOptions, "model", "method")
+    add_options(parser, CalibrationOptions)
+    add_options(parser, IndicatorOptions, "bits", "output", "average_bits")
     how = parser.add_argument_group("running")
-    how.add_argument(
-        "--rounding",
-        choices=("deterministic", "stochastic"),
-        default="deterministic",
-        help="of --method variance: to nearest (default) or stochastic",
-    )
-    how.add_argument("--seed", type=int, default=0, help="of --method random (default 0)")
-    how.add_argument(
-        "--dtype",
-        choices=("auto", *DTYPE_BYTES),
-        default="float32",
-        help="number format of the computation (default float32)",
-    )
-    how.add_argument("--device", default="cpu", help="such as cpu or cuda (default cpu)")
-    how.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: all cores)")
+    add_options(how, IndicatorOptions, "rounding", "seed", "dtype", "device", "threads")
     return parser
 
 
@@ -118,7 +86,7 @@ def _method(options: argparse.Namespace) -> str:
             f"--method {method}: expected a text to calibrate on, --calibration FILE; "
             "--method variance can go by the weights alone"
         )
-    check_least(options, 1, "threads", "calibration_sequences", "calibration_tokens")
+    read_options(IndicatorOptions, options)  # checks the numbers
     if options.output is not None and not Path(options.output).resolve().parent.is_dir():
         raise SpecError(f"--output: {options.output}: no such folder")
     load_model_dir(options.model)

@@ -6,9 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from llmpq.cli import profile_device
-from llmpq.cli.commands import profile_layer, profile_link, profile_memory, profile_tables
 from llmpq.cli.common import make_parser, run_command
+from llmpq.cli.measuring import device, layer, link, memory, tables
 
 _VERBS = "layer|device|link|memory|fit|import|recalibrate|describe"
 
@@ -21,12 +20,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("llmpq-profile", __doc__ or "")
     verbs = parser.add_subparsers(dest="what", required=True, metavar=_VERBS)
-    for module in (profile_layer, profile_device, profile_link, profile_memory):
+    for module in (layer, device, link, memory):
         module.add_parser(verbs)
-    profile_tables.add_fit(verbs)
-    profile_tables.add_import(verbs)
-    profile_tables.add_recalibrate(verbs)
-    profile_tables.add_describe(verbs)
+    tables.add_fit(verbs)
+    tables.add_import(verbs)
+    tables.add_recalibrate(verbs)
+    tables.add_describe(verbs)
     for verb in verbs.choices.values():
         verb.add_argument(
             "--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON object"

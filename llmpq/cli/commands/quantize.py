@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmpq.cli.common import make_parser, print_json, progress_bar, require, run_command
-from llmpq.cli.options import add_calibration_options, calibration_of
+from llmpq.cli.options import calibration_of
 from llmpq.errors import SpecError
+from llmpq.options.declare import add_options
+from llmpq.options.quality import CalibrationOptions, QuantizeOptions
 from llmpq.spec.plan import read_plan
 from llmpq.spec.precision import Precision, default_precision, unquantized
 from llmpq.units import format_bytes
@@ -31,42 +33,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = make_parser(
         "llmpq-quantize", "Write a quantized checkpoint for llmpq-dist and other tools."
     )
-    parser.add_argument("--model", required=True, metavar="DIR", help="directory of the model")
+    add_options(parser, QuantizeOptions, "model")
     bits = parser.add_mutually_exclusive_group(required=True)
-    bits.add_argument("--bits", type=int, choices=(3, 4, 8), help="bits of every layer")
-    bits.add_argument("--strategy", metavar="FILE", help="bits of each layer, from llmpq-algo")
-    parser.add_argument(
-        "--head_bits",
-        type=int,
-        choices=(3, 4, 8),
-        help="bits of the LM head (default: those of --strategy, else 16); a tied embedding stays "
-        "at 16 bits",
-    )
-    parser.add_argument("--output", required=True, metavar="DIR", help="new directory to write")
-    parser.add_argument(
-        "--method", choices=("gptq", "rtn"), default="gptq", help="quantizer (default gptq)"
-    )
-    parser.add_argument(
-        "--format",
-        choices=("gptq", "compressed-tensors"),
-        default="gptq",
-        help="format of the files (default gptq, which llmpq-dist keeps as stored; vLLM reads 3 "
-        "bits only in compressed-tensors)",
-    )
-    add_calibration_options(parser)
-    parser.add_argument(
-        "--group_size",
-        type=int,
-        metavar="N",
-        help="inputs that share a scale, -1 for all; default: 128, and -1 at 8 bits",
-    )
-    parser.add_argument("--sym", action="store_true", help="symmetric codes at 3 and 4 bits too")
-    parser.add_argument(
-        "--act_order", action="store_true", help="group inputs by importance (slower to run)"
-    )
-    parser.add_argument(
-        "--damping", type=float, default=0.01, help="share of the mean diagonal (default 0.01)"
-    )
+    add_options(bits, QuantizeOptions, "bits", "strategy")
+    add_options(parser, QuantizeOptions, "head_bits", "output", "method", "format")
+    add_options(parser, CalibrationOptions)
+    add_options(parser, QuantizeOptions, "group_size", "sym", "act_order", "damping")
     return parser
 
 

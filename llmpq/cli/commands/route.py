@@ -33,14 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("llmpq-route", "Route requests of OpenAI's API to replicas of a model.")
     replicas = parser.add_argument_group("replicas")
-    replicas.add_argument(
-        "--replica",
-        nargs="+",
-        required=True,
-        metavar="URL",
-        help="addresses of the replicas, http://HOST:PORT",
-    )
-    add_options(replicas, RouterOptions, "balancer", "poll_s", "seed")
+    add_options(replicas, RouterOptions, "replica", "balancer", "poll_s", "seed")
     add_address_options(parser)
     limits = parser.add_argument_group("limits")
     add_options(limits, RouterOptions, "first_byte_timeout_s")

@@ -21,13 +21,16 @@ from llmpq.cli.engine_simulation import (
     run_engine,
 )
 from llmpq.cli.options import (
-    add_devices_option,
     add_policy_options,
     prediction_of,
     schedule_of,
     with_described,
 )
 from llmpq.errors import SpecError
+from llmpq.options.declare import add_options
+from llmpq.options.plan import DeviceOptions, WorkloadOptions
+from llmpq.options.run import DriftOptions
+from llmpq.options.simulate import PlayOptions
 from llmpq.sim import SimReport, simulate
 from llmpq.sim.plan_costs import PlanCosts
 from llmpq.sim.report import chrome_trace
@@ -55,59 +58,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(NAME, "Simulate a strategy on requests.")
-    parser.add_argument(
-        "--strategy", required=True, metavar="FILE", help="strategy file of llmpq-algo"
-    )
-    add_devices_option(parser)
-    parser.add_argument("--profile", metavar="DIR", help="folder of measured latency tables")
+    add_options(parser, PlayOptions, "strategy")
+    add_options(parser, DeviceOptions, "devices", "profile")
     what = parser.add_argument_group("requests (default: the strategy's own workload)")
-    what.add_argument("--workload", metavar="FILE.json", help="equal requests that arrive at once")
-    what.add_argument(
-        "--trace",
-        metavar="FILE",
-        help="CSV of arrival_s,prompt_tokens,new_tokens, an Azure trace, or Mooncake's JSONL",
-    )
-    what.add_argument(
-        "--lengths", metavar="FILE.json", help="distribution of answer lengths to draw from"
-    )
-    what.add_argument(
-        "--prompt_lengths",
-        metavar="FILE.json",
-        help="with --lengths: distribution of prompt lengths (default: that of the strategy)",
-    )
-    what.add_argument(
-        "--requests",
-        type=int,
-        default=1000,
-        help="with --lengths: number of requests (default 1000)",
-    )
-    what.add_argument(
-        "--rate",
-        type=float,
-        metavar="PER_S",
-        help="with --lengths: rate of Poisson arrivals; with --arrivals: mean rate",
-    )
-    what.add_argument("--seed", type=int, default=0, help="seed of the draws (default 0)")
-    what.add_argument(
-        "--too_long",
-        choices=("refuse", "skip", "cut"),
-        default="refuse",
-        help="handling of requests longer than the strategy's slots (default refuse)",
-    )
+    work = {"help": "equal requests that arrive at once"}
+    add_options(what, WorkloadOptions, "workload", workload=work)
+    names = ("trace", "lengths", "prompt_lengths", "requests", "rate", "seed", "too_long")
+    add_options(what, PlayOptions, *names)
     add_policy_options(parser)
-    parser.add_argument(
-        "--replan",
-        action="store_true",
-        help="rra: adjust the encoding frequency to the answer lengths, as llmpq-dist --replan",
-    )
+    replan = {
+        "help": "rra: adjust the encoding frequency to the answer lengths, as llmpq-dist --replan"
+    }
+    add_options(parser, DriftOptions, "replan", replan=replan)
     add_engine_options(parser)
-    parser.add_argument("--trace_out", metavar="FILE.json", help="write the timeline for Perfetto")
+    add_options(parser, PlayOptions, "trace_out")
     return parser
 
 
 def _run(options: argparse.Namespace) -> int:
     plan = read_plan(options.strategy)
-    plan = replace(plan, cluster=with_described(plan.cluster, options, options.strategy))
+    plan = replace(plan, cluster=with_described(plan.cluster, options.devices, options.strategy))
     if options.engine:
         costs = _costs(plan, options.profile)
         return run_engine(options, plan, costs, _requests(options, plan))

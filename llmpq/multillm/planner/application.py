@@ -28,7 +28,7 @@ from llmpq.multillm.engine.law import IterationModel, plan_law
 from llmpq.multillm.estimate import ModelProcess, Progress, Simulator, StageRun
 from llmpq.multillm.graph import Application
 from llmpq.multillm.planner.problem import AppProblem, AppSolution
-from llmpq.multillm.planner.search import TIME_LIMIT_S, Method, SearchResult, find
+from llmpq.multillm.planner.search import SearchResult, find
 from llmpq.multillm.requests import Item
 from llmpq.multillm.schedule import (
     ApplicationSchedule,
@@ -39,6 +39,7 @@ from llmpq.multillm.schedule import (
     cluster_digest,
 )
 from llmpq.multillm.workload import AppWorkload, build_workload
+from llmpq.options.plan import ApplicationSearch
 from llmpq.spec.cluster import Cluster
 from llmpq.spec.plan import Provenance
 
@@ -102,23 +103,15 @@ def _block(members: Sequence[int], count: int, taken: set[int]) -> Sequence[int]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class PlanOptions:
+class PlanOptions(ApplicationSearch):
     """How to plan an application.
 
     Attributes:
-        method: a name in ``METHODS``.
-        preemption: whether a model that runs may be stopped or get another plan.
-        seed: of answer lengths and routing.
-        limit_s: seconds for improving and for the exact search.
         pipelines: plan pipelines for models without a table of iterations; else SamuLLM's plans at
             estimated seconds, which cannot be run.
         command: command line, for the provenance.
     """
 
-    method: Method = "greedy"
-    preemption: bool = True
-    seed: int = 0
-    limit_s: float = TIME_LIMIT_S
     pipelines: bool = True
     command: str = ""
 

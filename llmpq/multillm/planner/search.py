@@ -28,6 +28,7 @@ from llmpq.multillm.planner.problem import (
     stage_of,
 )
 from llmpq.multillm.planner.rules import critical_stage, greedy_stage, max_stage, min_stage
+from llmpq.options.plan import ApplicationSearch
 
 
 class ExactSearch:
@@ -121,7 +122,7 @@ Method = Literal["greedy", "samullm", "max", "min", "exact"]
 METHODS: tuple[Method, ...] = get_args(Method)
 IMPROVING = ("balanced", "staying")
 """Rules that complete a plan of which one stage was changed, beside the one that found it."""
-TIME_LIMIT_S = 20.0
+TIME_LIMIT_S = ApplicationSearch().limit_s
 """Seconds for improving a plan and for the exact search, half for each."""
 SMALL_STAGES = 500
 """Combinations of plans up to which all schedules are tried in any case."""

@@ -1,1 +1,1 @@
-"""Ray Serve: replicas as actors that Ray places and restarts, behind our load balancers."""
+"""Ray: hosts, engines and servers as actors that it places; ours decide and carry frames."""

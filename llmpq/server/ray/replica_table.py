@@ -7,14 +7,13 @@ replica is ranked first for it, and moved when Ray sends it to another one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from llmpq.logging import get_logger
-from llmpq.routing import LoadBalancer, Replica, ReplicaCapacity, ReplicaView, RoutedRequest
-from llmpq.server.metrics import Totals
-from llmpq.server.router.backend import KV_TOKENS, TOKEN_BUDGET, means_of, report_of_load
+from llmpq.routing import LoadBalancer, ReplicaView, RoutedRequest
+from llmpq.server.router.backend import KnownReplica, ranked, report_of_load
 
 RECORDED_S = "recorded_s"
 """When statistics were recorded, in seconds since the epoch, by the clock of the replica's host."""
@@ -35,19 +34,12 @@ class RoutingHint:
     tried: tuple[str, ...] = ()
 
 
-@dataclass(slots=True)
-class _Entry:
-    """One replica, its last statistics as they came, and whether it takes requests."""
+class _Entry(KnownReplica):
+    """One replica with its last statistics as they came."""
 
-    number: int
-    replica: Replica = field(
-        default_factory=lambda: Replica(
-            ReplicaCapacity(kv_tokens=KV_TOKENS, token_budget=TOKEN_BUDGET)
-        )
-    )
-    stats: Mapping[str, Any] = field(default_factory=dict)
-    totals: Totals = field(default_factory=Totals)
-    is_ready: bool = True
+    def __init__(self, number: int) -> None:
+        super().__init__(number, is_ready=True)
+        self.stats: Mapping[str, Any] = {}
 
 
 class ReplicaTable:
@@ -83,7 +75,9 @@ class ReplicaTable:
         late = {name for name, one in self._entries.items() if not one.is_ready}
         tried = set(hint.tried) & self._entries.keys()
         names = {one.number: name for name, one in self._entries.items()}
-        order = [names[number] for number in self._ranked(hint.request, late | tried)]
+        left = [one for name, one in self._entries.items() if name not in late | tried]
+        numbers = ranked(self._balancer, hint.request, left, self._entries.values())
+        order = [names[number] for number in numbers]
         order += sorted(late - tried) + sorted(tried)
         if order:
             self._count(key, hint.request, order[0])
@@ -109,27 +103,16 @@ class ReplicaTable:
         self._ended.pop(key, None)
         name = self._requests.pop(key, None)
         if name in self._entries:
-            self._entries[name].replica.finish()
+            self._entries[name].load.finish()
 
     def views(self) -> dict[str, ReplicaView]:
         """Return what a balancer reads of each replica."""
-        return {name: one.replica.view() for name, one in self._entries.items()}
-
-    def _ranked(self, request: RoutedRequest, left_out: Collection[str]) -> list[int]:
-        views = {
-            one.number: one.replica.view()
-            for name, one in self._entries.items()
-            if name not in left_out
-        }
-        if not views:
-            return []
-        means = means_of([one.totals for one in self._entries.values()])
-        return self._balancer.rank(request, views, means)
+        return {name: one.view() for name, one in self._entries.items()}
 
     def _count(self, key: str, request: RoutedRequest, name: str) -> None:
         entry = self._entries[name]
         self._requests[key] = name
-        entry.replica.route(request, self._clock())
+        entry.load.route(request, self._clock())
         self._balancer.routed(request, entry.number)
 
     def _update(self, stats: Mapping[str, Mapping[str, Any]]) -> None:
@@ -156,8 +139,4 @@ def _read(name: str, entry: _Entry) -> None:
     except ValueError as error:
         logger.warning("replica %s: malformed statistics: %s", name, error)
         return
-    entry.is_ready = report is not None
-    if report is not None:
-        entry.totals = report.totals
-        entry.replica.capacity = report.capacity
-        entry.replica.update(report.stats, recorded_s)
+    entry.take(report, recorded_s)

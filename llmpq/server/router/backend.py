@@ -8,7 +8,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,6 +18,7 @@ import aiohttp
 from llmpq.errors import SpecError
 from llmpq.logging import get_logger
 from llmpq.routing import (
+    LoadBalancer,
     Replica,
     ReplicaCapacity,
     ReplicaStats,
@@ -62,7 +63,45 @@ class Report:
     totals: Totals
 
 
-class Backend:
+class KnownReplica:
+    """What a router knows of a replica, whatever carries its requests.
+
+    Args:
+        number: of the replica, from 0.
+        is_ready: whether it takes requests before anything was reported.
+
+    Attributes:
+        number: likewise.
+        is_ready: whether it takes requests.
+        totals: answers that it has made.
+        load: its statistics, and the requests sent since.
+    """
+
+    def __init__(self, number: int, *, is_ready: bool) -> None:
+        self.number = number
+        self.is_ready = is_ready
+        self.totals = Totals()
+        self.load = Replica(ReplicaCapacity(kv_tokens=KV_TOKENS, token_budget=TOKEN_BUDGET))
+
+    def view(self) -> ReplicaView:
+        """Return what a balancer reads."""
+        return self.load.view()
+
+    def take(self, report: Report | None, asked_s: float) -> None:
+        """Take what a replica reports; ``None`` if it takes no requests.
+
+        Args:
+            report: as answered.
+            asked_s: when it was asked for.
+        """
+        self.is_ready = report is not None
+        if report is not None:
+            self.totals = report.totals
+            self.load.capacity = report.capacity
+            self.load.update(report.stats, asked_s)
+
+
+class Backend(KnownReplica):
     """A replica behind the router.
 
     Args:
@@ -85,13 +124,10 @@ class Backend:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
             raise SpecError(f"--replica: found {url}, expected http://HOST:PORT")
-        self.number = number
+        super().__init__(number, is_ready=False)
         self.url = url.rstrip("/")
-        self.is_ready = False
         self.failures = 0
-        self.totals = Totals()
         self._session = session
-        self._replica = Replica(ReplicaCapacity(kv_tokens=KV_TOKENS, token_budget=TOKEN_BUDGET))
         self._attempts: set[asyncio.Timeout] = set()
         self._clock = clock
         self._polled_s = clock()  # end of the last poll
@@ -102,12 +138,12 @@ class Backend:
     @property
     def outstanding(self) -> int:
         """Requests that were sent and have not ended."""
-        return self._replica.outstanding
+        return self.load.outstanding
 
     @property
     def kv_cache_usage(self) -> float:
         """Share of the KV memory in use at the last poll, 0 to 1."""
-        return self._replica.kv_cache_usage
+        return self.load.kv_cache_usage
 
     @property
     def is_preferred(self) -> bool:
@@ -118,10 +154,6 @@ class Backend:
         """Take the outcome of a request that was sent."""
         self._breaker.count(self._clock(), has_failed=has_failed)
 
-    def view(self) -> ReplicaView:
-        """Return what a balancer reads."""
-        return self._replica.view()
-
     @contextlib.contextmanager
     def attempt(self, request: RoutedRequest, limit: asyncio.Timeout) -> Iterator[None]:
         """Count a request while it is sent and answered.
@@ -130,13 +162,13 @@ class Backend:
             request: as the balancer knows it.
             limit: expires when the replica is lost.
         """
-        self._replica.route(request, self._clock())
+        self.load.route(request, self._clock())
         self._attempts.add(limit)
         try:
             yield
         finally:
             self._attempts.discard(limit)
-            self._replica.finish()
+            self.load.finish()
 
     def fail(self) -> None:
         """Take the replica out until it answers a poll."""
@@ -162,15 +194,9 @@ class Backend:
         self.failures = 0
         self._silent_s = 0.0
         self._pass_time()
-        if report is None:
-            self.is_ready = False
-            return
-        if not self.is_ready:
+        if report is not None and not self.is_ready:
             logger.info("replica %d (%s) answers", self.number, self.url)
-        self.is_ready = True
-        self.totals = report.totals
-        self._replica.capacity = report.capacity
-        self._replica.update(report.stats, asked_s)
+        self.take(report, asked_s)
 
     def _pass_time(self) -> float:
         """Return the seconds since the end of the poll before, and begin anew."""
@@ -241,8 +267,27 @@ def load_json(body: bytes) -> Mapping[str, Any]:
     return found
 
 
-def means_of(totals: Sequence[Totals]) -> WorkloadMeans:
+def ranked(
+    balancer: LoadBalancer,
+    request: RoutedRequest,
+    candidates: Iterable[KnownReplica],
+    everyone: Iterable[KnownReplica],
+) -> list[int]:
+    """Return the numbers of some replicas for a request, the best one first.
+
+    Args:
+        balancer: scores them.
+        request: as it reads it.
+        candidates: that may take the request.
+        everyone: whose answers have the mean lengths.
+    """
+    views = {one.number: one.view() for one in candidates}
+    return balancer.rank(request, views, means_of(everyone)) if views else []
+
+
+def means_of(replicas: Iterable[KnownReplica]) -> WorkloadMeans:
     """Return the mean lengths of all answers of some replicas."""
+    totals = [one.totals for one in replicas]
     answers = sum(one.answers for one in totals)
     if not answers:
         return WorkloadMeans()

@@ -22,10 +22,10 @@ from starlette.types import Receive, Scope, Send
 from yarl import URL
 
 from llmpq import __version__
-from llmpq.routing import LoadBalancer, RoutedRequest, WorkloadMeans
+from llmpq.routing import LoadBalancer, RoutedRequest
 from llmpq.server.errors import ApiError
 from llmpq.server.json_output import dump_json, json_response
-from llmpq.server.router.backend import Backend, means_of
+from llmpq.server.router.backend import Backend, ranked
 from llmpq.server.router.metrics import RouterMetrics
 from llmpq.server.transport import until_disconnected
 from llmpq.spec.runtime_constants import FIRST_BYTE_S
@@ -185,15 +185,9 @@ class Router:
     def _choose(self, request: RoutedRequest, tried: set[int]) -> Backend | None:
         """Return the best of the replicas that are ready and have not been tried."""
         ready = [one for one in self.backends if one.is_ready and one.number not in tried]
-        if not ready:
-            return None
         preferred = [one for one in ready if one.is_preferred]
-        views = {one.number: one.view() for one in preferred or ready}
-        return self.backends[self._balancer.rank(request, views, self.means())[0]]
-
-    def means(self) -> WorkloadMeans:
-        """Return the mean lengths of all answers of the replicas."""
-        return means_of([one.totals for one in self.backends])
+        order = ranked(self._balancer, request, preferred or ready, self.backends)
+        return self.backends[order[0]] if order else None
 
 
 class _Attempt:

@@ -18,7 +18,7 @@ from helpers.fake_replica import LOAD, fleet, http
 
 from llmpq.errors import SpecError
 from llmpq.server.router import backend as backend_module
-from llmpq.server.router.backend import Backend, report_of_load, report_of_metrics
+from llmpq.server.router.backend import Backend, means_of, report_of_load, report_of_metrics
 from llmpq.server.router.proxy import routed_request
 
 BODY = {"model": "m", "prompt": "a text", "max_tokens": 4}
@@ -182,7 +182,8 @@ def test_statistics_are_read_and_what_was_sent_since_is_added():
             before = one.view()
             assert (before.queued_tokens, before.free_tokens, before.requests) == (7, 893, 1)
             assert before.capacity.token_budget == 256
-            assert (router.means().prompt_tokens, router.means().new_tokens) == (10.0, 4.0)
+            means = means_of(router.backends)
+            assert (means.prompt_tokens, means.new_tokens) == (10.0, 4.0)
             await post(client)
             assert one.view().queued_tokens > 7
             await one.poll()

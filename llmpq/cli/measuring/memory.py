@@ -11,10 +11,11 @@ from llmpq.cli.common import print_json, require
 from llmpq.cli.run_options import run_progress
 from llmpq.dist.metrics.report import memory_parts
 from llmpq.errors import SpecError
+from llmpq.options.declare import add_options
+from llmpq.options.measure import MeasuredModel, MemoryOptions
 from llmpq.profiler.memory import measure_memory
 from llmpq.spec.model_files.config import absolute_model_path
 from llmpq.spec.plan import read_plan
-from llmpq.spec.precision import BITS, DTYPE_BYTES
 from llmpq.units import format_bytes
 
 
@@ -23,25 +24,13 @@ def add_parser(commands: Any) -> None:
     memory = commands.add_parser(
         "memory", help="the peak memory of a plan's stages on this machine, and its forecast"
     )
-    memory.add_argument("--model", required=True, help="directory with config.json and weights")
-    memory.add_argument("--strategy", type=Path, help="a strategy file (default: even stages)")
-    memory.add_argument(
-        "--bits",
-        type=int,
-        nargs="+",
-        default=[16],
-        choices=BITS,
-        help="bitwidths, repeated over the layers",
-    )
-    memory.add_argument("--stages", type=int, default=1, help="CPU workers (default 1)")
-    memory.add_argument("--dtype", default="auto", choices=["auto", *DTYPE_BYTES])
-    memory.add_argument("--kv_bits", type=int, choices=[8, 16, 32], help="default: the dtype's")
-    memory.add_argument(
-        "--shape", type=int, nargs=3, default=[8, 248, 8], metavar=("BATCH", "PROMPT", "NEW")
-    )
-    memory.add_argument(
-        "--micro_batch", type=int, nargs=2, default=[4, 8], metavar=("PREFILL", "DECODE")
-    )
+    add_options(memory, MeasuredModel, "model")
+    add_options(memory, MemoryOptions, "strategy")
+    bits = {"default": [16], "help": "bitwidths, repeated over the layers"}
+    add_options(memory, MeasuredModel, "bits", bits=bits)
+    add_options(memory, MemoryOptions, "stages")
+    add_options(memory, MeasuredModel, "dtype")
+    add_options(memory, MemoryOptions, "kv_bits", "shape", "micro_batch")
     memory.set_defaults(run=run)
 
 

@@ -126,7 +126,7 @@ class TestOnACluster:
         import ray  # noqa: PLC0415
         from ray.util.placement_group import placement_group_table  # noqa: PLC0415
 
-        from llmpq.dist.launch import ray_launcher  # noqa: PLC0415
+        from llmpq.server.ray import launcher as ray_launcher  # noqa: PLC0415
 
         labels = {node["NodeID"]: node["Labels"]["llmpq-device"] for node in ray.nodes()}
         wanted = ray_launcher.ray_hosts(two_nodes(types))
@@ -147,7 +147,7 @@ class TestOnACluster:
         ],
     )
     def test_nodes_that_are_missing_are_named(self, types, error, message):
-        from llmpq.dist.launch.ray_launcher import run_on_ray  # noqa: PLC0415
+        from llmpq.server.ray.launcher import run_on_ray  # noqa: PLC0415
 
         with pytest.raises(error, match=message):
             run_on_ray(two_nodes(types), [], StopRequest(), place_timeout_s=1.0)

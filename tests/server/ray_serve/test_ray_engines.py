@@ -30,11 +30,11 @@ from ray.util.placement_group import placement_group_table
 from llmpq.cli.apps.command import main
 from llmpq.dist.io.generation import GenerationRequest
 from llmpq.dist.io.sampling_params import SamplingParams
-from llmpq.dist.launch import ray_launcher
 from llmpq.errors import CapacityError, SpecError, StageError
 from llmpq.multillm.graph import load_application
-from llmpq.multillm.running.ray_engines import RayEngines
 from llmpq.multillm.schedule import ModelReplica, ScheduledModel, write_schedule
+from llmpq.server.ray import launcher as ray_launcher
+from llmpq.server.ray.engines import RayEngines
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 from llmpq.spec.devices.figures import DeviceEntry
 from llmpq.spec.fields import dump_json, to_json

@@ -19,6 +19,7 @@ from llmpq.cli.common import print_points, progress_bar, require
 from llmpq.dist.launch.process_environment import cpu_environment, pin
 from llmpq.errors import SpecError
 from llmpq.options.declare import add_options
+from llmpq.options.measure import LinkOptions, Measurements
 from llmpq.options.run import HostOptions, RunOptions
 from llmpq.profiler.device import available_cores
 from llmpq.spec.tables import CommTable, ends_line, ends_of, read_comm_table, write_comm_table
@@ -28,18 +29,10 @@ from llmpq.units import format_bytes, format_seconds
 def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     """Add ``link`` to the commands."""
     link = commands.add_parser("link", help="time messages between two nodes of a cluster")
-    link.add_argument("--output", required=True, type=Path, help="link table to write (CSV)")
-    link.add_argument(
-        "--between", nargs=2, metavar=("NODE", "NODE"), default=["here", "here"],
-        help="their names in the cluster file; the same name twice for two workers of this host",
-    )  # fmt: skip
-    link.add_argument(
-        "--cluster", help="name of the cluster; the table then counts for this cluster only"
-    )
-    link.add_argument("--sizes", type=int, nargs="+", help="bytes, multiples of 512")
-    link.add_argument("--budget", type=float, default=5.0, help="seconds to spend (default 5)")
-    link.add_argument("--seed", type=int, default=0)
-    link.add_argument("--append", action="store_true", help="keep what --output already holds")
+    add_options(link, Measurements, "output", output={"help": "link table to write (CSV)"})
+    add_options(link, LinkOptions, "between", "cluster", "sizes")
+    add_options(link, Measurements, "budget", "seed", budget={"default": 5.0})
+    add_options(link, LinkOptions, "append")
     hosts = link.add_argument_group("two hosts (each runs this command)")
     changes: dict[str, dict[str, Any]] = {
         "node_rank": {"choices": (0, 1), "default": None, "help": "0 is the first of --between"},
@@ -49,8 +42,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     names = ("node_rank", "master_addr", "master_port", "token_file")
     add_options(hosts, HostOptions, *names, **changes)
     add_options(link, RunOptions, "step_timeout_s")
-    # Set in the two processes that a local measurement starts.
-    link.add_argument("--rendezvous", type=Path, help=argparse.SUPPRESS)
+    add_options(link, LinkOptions, "rendezvous")
     link.set_defaults(run=run)
 
 

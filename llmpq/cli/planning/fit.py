@@ -11,7 +11,7 @@ from llmpq.assigner import PlanRequest
 from llmpq.assigner.explain.compare import FitAnswer, fit_answers
 from llmpq.assigner.explain.explanation import Alternative, one_more
 from llmpq.cli.common import print_json
-from llmpq.cli.options import add_reserve_option, with_described, with_reserve
+from llmpq.cli.planning.request import cluster_of
 from llmpq.cli.render import (
     aligned,
     format_text,
@@ -24,9 +24,9 @@ from llmpq.cli.render import (
     speed_heads,
 )
 from llmpq.errors import InfeasibleError, SpecError
-from llmpq.profiler.device import host_cpu, with_host_cpu
+from llmpq.options.declare import add_options, read_options
+from llmpq.options.plan import ClusterOptions, ModelOptions, PlanOutput, WorkloadOptions
 from llmpq.spec import catalog
-from llmpq.spec.cluster import cluster_of_lists, load_cluster
 from llmpq.spec.plan import seconds_of_requests
 from llmpq.spec.precision import DTYPE_BYTES, Dtype
 from llmpq.spec.workload import Workload
@@ -38,22 +38,16 @@ def add_fit_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "does a model run on devices", "Instead of FILE: which bits fit, and how fast."
     )
-    group.add_argument("--model", metavar="NAME_OR_DIR", help="catalogue name or local directory")
-    group.add_argument("--dtype", choices=("auto", *DTYPE_BYTES), default="auto")
-    group.add_argument("--cluster", metavar="FILE.json", help="cluster file")
-    group.add_argument("--device_names", nargs="+", metavar="TYPE", help="device types")
-    group.add_argument(
-        "--device_numbers", nargs="+", type=int, metavar="COUNT", help="of each type (default 1)"
-    )
-    add_reserve_option(group)
-    group.add_argument("--global_bz", type=int, default=1, metavar="B", help="sequences (1)")
-    group.add_argument("--s", type=int, default=512, metavar="TOKENS", help="prompt length (512)")
-    group.add_argument("--n", type=int, default=128, metavar="TOKENS", help="new tokens (128)")
-    group.add_argument(
-        "--what_if",
-        action="store_true",
-        help="also plan with one more device of each kind, at the most bits that fit",
-    )
+    add_options(group, ModelOptions, "model", "dtype")
+    add_options(group, ClusterOptions, "cluster", "device_names", "device_numbers", "reserve_gib")
+    sizes = {
+        "global_bz": {"default": 1, "help": "sequences (1)"},
+        "s": {"default": 512, "help": "prompt length (512)"},
+        "n": {"default": 128, "help": "new tokens (128)"},
+    }
+    add_options(group, WorkloadOptions, *sizes, **sizes)
+    more = "also plan with one more device of each kind, at the most bits that fit"
+    add_options(group, PlanOutput, "what_if", what_if={"help": more})
 
 
 def run_fit(options: argparse.Namespace) -> int:
@@ -93,21 +87,14 @@ def run_fit(options: argparse.Namespace) -> int:
 
 
 def _request(options: argparse.Namespace) -> PlanRequest:
-    if options.cluster is not None and options.device_names is None:
-        cluster, where = load_cluster(options.cluster), options.cluster
-    elif options.cluster is None and options.device_names is not None:
-        numbers = options.device_numbers or [1] * len(options.device_names)
-        cluster, where = cluster_of_lists(options.device_names, numbers), "--device_names"
-    else:
+    if (options.cluster is None) == (options.device_names is None):
         raise SpecError("--model: expected together with either --cluster or --device_names")
     model, source = catalog.resolve_model(options.model)
     dtype = model.dtype if options.dtype == "auto" else cast(Dtype, options.dtype)
     return PlanRequest(
         model=model,
         model_source=None if source is None else str(source),
-        cluster=with_host_cpu(
-            with_reserve(with_described(cluster, options, where), options.reserve_gib), host_cpu()
-        ),
+        cluster=cluster_of(read_options(ClusterOptions, options, leaves=["profile"])),
         workload=Workload(batch=options.global_bz, prompt_tokens=options.s, new_tokens=options.n),
         dtype=dtype,
         kv_bits=8 * DTYPE_BYTES[dtype],

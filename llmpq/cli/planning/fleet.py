@@ -31,6 +31,8 @@ from llmpq.cli.render import (
     requests_text,
 )
 from llmpq.errors import CapacityError, SpecError
+from llmpq.options.declare import add_options
+from llmpq.options.plan import ReplicaOptions
 from llmpq.spec.fields import read_json
 from llmpq.spec.plan import Fleet, FleetMember, Plan, read_fleet, write_fleet, write_plan
 from llmpq.units import format_bytes, format_seconds
@@ -46,31 +48,7 @@ def add_fleet_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "replicas", "Cut the cluster into pipelines that serve side by side."
     )
-    group.add_argument(
-        "--replicas",
-        type=_number,
-        metavar="auto|K",
-        help="plan K replicas, or as many as are best: for the most requests a second, or for "
-        "--rate",
-    )
-    group.add_argument(
-        "--rate",
-        type=float,
-        metavar="R",
-        help="plan for the least mean time to first token when R requests arrive in a second",
-    )
-    group.add_argument(
-        "--same_bits", action="store_true", help="give a layer the same bits in all replicas"
-    )
-
-
-def _number(text: str) -> int:
-    """Return the number of replicas, 0 for ``auto``."""
-    if text == "auto":
-        return 0
-    if text.isdecimal() and int(text) > 0:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"found '{text}', expected auto or a number from 1")
+    add_options(group, ReplicaOptions)
 
 
 def run_fleet(options: argparse.Namespace, request: PlanRequest, output: Path, show: Show) -> int:
@@ -160,7 +138,7 @@ def check_fleet(options: argparse.Namespace) -> int:
     for replica, plan in zip(fleet.replicas, plans, strict=True):
         file = str(Path(path).parent / replica.strategy)
         checked = verify_plan(
-            replace(plan, cluster=with_described(plan.cluster, options, file)),
+            replace(plan, cluster=with_described(plan.cluster, options.devices, file)),
             file,
             profile_dir=None if options.profile is None else Path(options.profile),
             omega_file=options.omega_file,

@@ -20,10 +20,17 @@ from llmpq.costmodel.tables.fidelity import fidelity
 from llmpq.costmodel.tables.profiles import fit_links
 from llmpq.costmodel.tables.recalibrate import recalibrated_table
 from llmpq.errors import SpecError
+from llmpq.options.declare import add_options
+from llmpq.options.measure import (
+    FitOptions,
+    ImportOptions,
+    MeasuredModel,
+    Measurements,
+    RecalibrateOptions,
+)
 from llmpq.spec.catalog import resolve_model
 from llmpq.spec.fields import digest_of, read_json
 from llmpq.spec.huggingface.described import MODEL_FILE, write_model_file
-from llmpq.spec.precision import BITS
 from llmpq.spec.tables import read_latency_table, write_comm_table, write_latency_table
 from llmpq.units import format_bytes, format_seconds
 
@@ -31,10 +38,7 @@ from llmpq.units import format_bytes, format_seconds
 def add_fit(commands: argparse._SubParsersAction[Any]) -> None:
     """Add ``fit`` to the commands."""
     fit = commands.add_parser("fit", help="errors of the latency model on unseen shapes")
-    fit.add_argument("--table", required=True, type=Path, help="latency table to fit (CSV)")
-    fit.add_argument("--holdout", type=Path, help="latency table to compare with (CSV)")
-    fit.add_argument("--law", choices=("hinged", "paper"), default="hinged")
-    fit.add_argument("--seed", type=int, default=0, help="of the 30 %% held back otherwise")
+    add_options(fit, FitOptions)
     fit.set_defaults(run=_fit)
 
 
@@ -61,27 +65,13 @@ def add_import(commands: argparse._SubParsersAction[Any]) -> None:
     take = commands.add_parser(
         "import", help="write a table from published measurements of a device"
     )
-    take.add_argument("--from", required=True, dest="layout", choices=LAYOUTS)
-    take.add_argument("--device", help="the database's name, such as a100_sxm")
-    take.add_argument("--device_type", help="catalogue name written into the table")
-    take.add_argument("--model", help="catalogue name or directory")
-    take.add_argument("--output", required=True, type=Path, help="table to write (CSV)")
-    take.add_argument("--path", type=Path, help="the database (default: the installed package)")
-    take.add_argument("--engine", help="inference engine (default: the first that was measured)")
-    take.add_argument("--bits", type=int, nargs="+", default=[3, 4, 8, 16], choices=BITS)
-    take.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
-    take.add_argument(
-        "--context_tokens", type=int, default=512, help="context length, where the layout has none"
-    )
-    take.add_argument(
-        "--tensor_parallel", type=int, default=1, metavar="N",
-        help="devices that share a layer; its seconds include all-reduces (aiconfigurator)",
-    )  # fmt: skip
-    take.add_argument(
-        "--between", nargs=2, metavar=("NODE", "NODE"),
-        help="write a link table of these nodes instead, from the send_recv.csv of --path (vidur); "
-        "the same name twice for two devices of one node",
-    )  # fmt: skip
+    layout = {"dest": "layout", "choices": LAYOUTS}
+    add_options(take, ImportOptions, "layout", layout=layout)
+    add_options(take, ImportOptions, "device", "device_type", "model")
+    add_options(take, Measurements, "output", output={"help": "table to write (CSV)"})
+    add_options(take, ImportOptions, "path", "engine")
+    add_options(take, MeasuredModel, "bits")
+    add_options(take, ImportOptions, "dtype", "context_tokens", "tensor_parallel", "between")
     take.set_defaults(run=_import)
 
 
@@ -126,20 +116,10 @@ def add_recalibrate(commands: argparse._SubParsersAction[Any]) -> None:
     again = commands.add_parser(
         "recalibrate", help="correct a latency table by what runs of plans measured"
     )
-    again.add_argument(
-        "--report", required=True, type=Path, nargs="+",
-        help="what llmpq-dist --report (or --json) wrote of a run; several runs count together",
-    )  # fmt: skip
-    again.add_argument(
-        "--strat_file_name", required=True, type=Path, nargs="+",
-        help="the plan that ran: one for all reports, or one each",
-    )  # fmt: skip
-    again.add_argument("--table", required=True, type=Path, help="latency table to correct (CSV)")
-    again.add_argument("--output", required=True, type=Path, help="corrected table (CSV)")
-    again.add_argument(
-        "--node", help="only what ran on this node (default: every stage the table matches)"
-    )
-    again.add_argument("--model", help="directory or name (default: the plan's own)")
+    add_options(again, RecalibrateOptions, "report", "strat_file_name")
+    add_options(again, FitOptions, "table", table={"help": "latency table to correct (CSV)"})
+    add_options(again, Measurements, "output", output={"help": "corrected table (CSV)"})
+    add_options(again, RecalibrateOptions, "node", "model")
     again.set_defaults(run=_recalibrate)
 
 
@@ -183,10 +163,13 @@ def add_describe(commands: argparse._SubParsersAction[Any]) -> None:
     describe = commands.add_parser(
         "describe", help="write the sizes of a model whose family is not in the planner's table"
     )
-    describe.add_argument("--model", required=True, type=Path, help="directory with config.json")
-    describe.add_argument(
-        "--output", type=Path, help=f"model file (default: {MODEL_FILE} in the directory)"
-    )
+    folder = {"type": Path, "help": "directory with config.json"}
+    add_options(describe, MeasuredModel, "model", model=folder)
+    file = {
+        "required": False,
+        "help": f"model file (default: {MODEL_FILE} in the directory)",
+    }
+    add_options(describe, Measurements, "output", output=file)
     describe.set_defaults(run=_describe)
 
 

@@ -21,11 +21,11 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from llmpq.dist.async_engine import AsyncEngine
 from llmpq.dist.io.generation import GenerationRequest, TokenOutput
-from llmpq.dist.launch.ray_launcher import LABEL, device_label, reserved, resources_text
 from llmpq.dist.transport.errors import error_from_status
 from llmpq.errors import CapacityError, LlmpqError, SpecError, StageError
 from llmpq.options.declare import values_of
 from llmpq.options.run import LaunchOptions
+from llmpq.server.ray.launcher import LABEL, device_label, reserved, resources_text
 from llmpq.spec.cluster import Cluster
 from llmpq.spec.plan import Plan
 

@@ -14,19 +14,18 @@ from llmpq.cli.common import check_least, print_points, progress_bar
 from llmpq.cli.render import table_summary
 from llmpq.dist.launch.process_environment import cpu_environment
 from llmpq.errors import SpecError
+from llmpq.options.declare import add_options
+from llmpq.options.measure import POINTS, LayerOptions, MeasuredModel, Measurements
 from llmpq.profiler.device import available_cores, cpu_isas, cpu_name, cpu_quota
 from llmpq.profiler.grid import GridLimits, Shape, planned_grid, product_grid
 from llmpq.spec.catalog import resolve_model
-from llmpq.spec.cluster import CPU_ISAS, MIN_CPU_SHARE
-from llmpq.spec.precision import BITS, DTYPE_BYTES
+from llmpq.spec.cluster import MIN_CPU_SHARE
 from llmpq.spec.tables import LatencyTable, write_latency_table
 
 if TYPE_CHECKING:
     from llmpq.profiler.bench import LayerJob
 
 _LISTS = ("batches", "prompt_tokens", "context_tokens")
-POINTS = 24
-"""Points of the planned grid, per phase."""
 BEYOND_CACHES = 200e6
 """Bytes of 16-bit layers that exceed the last-level cache of every processor."""
 DEPTHS = (6, 12)
@@ -37,51 +36,22 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     layer = commands.add_parser(
         "layer", help="time one decoder layer of a model on this machine, at every bitwidth"
     )
-    layer.add_argument("--model", required=True, help="directory with config.json and weights")
-    layer.add_argument("--output", required=True, type=Path, help="latency table to write (CSV)")
-    layer.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default cpu)")
-    layer.add_argument("--device_type", help="name written into the table (default: cpu)")
-    layer.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
-    layer.add_argument("--core", type=int, help="first CPU core to run on (default: not pinned)")
-    layer.add_argument("--cpu_isa", choices=CPU_ISAS, help="newest vector extension to use")
-    layer.add_argument(
-        "--cpu_share", type=float, metavar="SHARE",
-        help="share of its threads' time that this process gets (default: the kernel's quota)",
-    )  # fmt: skip
-    layer.add_argument("--bits", type=int, nargs="+", default=[3, 4, 8, 16], choices=BITS)
-    layer.add_argument("--dtype", default="auto", choices=["auto", *DTYPE_BYTES])
-    _add_grid(layer)
-    layer.add_argument(
-        "--layers", type=int,
-        help="layers timed in a row (default: 6, and up to 12 where layers are small enough for a "
-        "processor's cache)",
-    )  # fmt: skip
-    layer.add_argument("--budget", type=float, default=60.0, help="seconds to spend (default 60)")
-    layer.add_argument(
-        "--companions", type=int, default=0, metavar="N", help="has no effect (deprecated)",
-    )  # fmt: skip
-    layer.add_argument("--seed", type=int, default=0)
-    layer.add_argument("--resume", action="store_true", help="continue an interrupted run")
-    # Threads and vector extension are fixed when torch is imported; this option marks the process
-    # that was started with them set.
-    layer.add_argument("--in_worker", action="store_true", help=argparse.SUPPRESS)
-    layer.set_defaults(run=run)
-
-
-def _add_grid(layer: argparse.ArgumentParser) -> None:
+    add_options(layer, MeasuredModel, "model")
+    add_options(layer, Measurements, "output")
+    process = ("device", "device_type", "threads", "core", "cpu_isa", "cpu_share")
+    add_options(layer, LayerOptions, *process)
+    add_options(layer, MeasuredModel, "bits", "dtype")
     planned = layer.add_argument_group("the planned grid: few points over everything up to")
-    limits = GridLimits()
-    planned.add_argument(
-        "--points", type=int, help=f"points per phase (default {POINTS}; with own sizes: none)"
-    )
-    planned.add_argument("--max_batch", type=int, default=limits.batch)
-    planned.add_argument("--max_prompt", type=int, default=limits.prompt_tokens)
-    planned.add_argument("--max_context", type=int, help="default 1024, or the model's positions")
-    planned.add_argument("--max_prefill", type=int, default=limits.prefill_tokens)
+    largest = ("max_batch", "max_prompt", "max_context", "max_prefill")
+    add_options(planned, LayerOptions, "points", *largest)
     own = layer.add_argument_group("or every combination of (with --points: and)")
-    own.add_argument("--batches", type=int, nargs="+")
-    own.add_argument("--prompt_tokens", type=int, nargs="+")
-    own.add_argument("--context_tokens", type=int, nargs="+")
+    add_options(own, LayerOptions, *_LISTS)
+    add_options(layer, LayerOptions, "layers")
+    add_options(layer, Measurements, "budget")
+    add_options(layer, LayerOptions, "companions")
+    add_options(layer, Measurements, "seed")
+    add_options(layer, LayerOptions, "resume", "in_worker")
+    layer.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

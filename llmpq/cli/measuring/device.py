@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from llmpq import __version__
 from llmpq.cli.common import print_json, progress_bar, require
 from llmpq.costmodel.device_fit import fit_device
 from llmpq.errors import SpecError
+from llmpq.options.declare import add_options
+from llmpq.options.measure import Measurements, WholeDeviceOptions
 from llmpq.spec.devices.figures import DeviceEntry, DeviceFile
 from llmpq.spec.fields import dump_json, to_json, write_text
 
@@ -19,14 +20,10 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     device = commands.add_parser(
         "device", help="measure a device of this machine for --devices, in under two minutes"
     )
-    device.add_argument("--device", default="cpu", help="torch's name, such as cuda:0 (cpu)")
-    device.add_argument("--threads", type=int, default=1, help="of a CPU worker (default 1)")
-    device.add_argument("--name", default="this machine", help="name of the type in the file")
-    device.add_argument("--output", required=True, type=Path, metavar="FILE.json")
-    device.add_argument("--budget", type=float, default=60.0, help="seconds to spend (default 60)")
-    device.add_argument(
-        "--features", type=int, help="of a square weight (default: 2048, on a GPU 8192)"
-    )
+    add_options(device, WholeDeviceOptions, "device", "threads", "name")
+    file = {"metavar": "FILE.json", "help": None}
+    add_options(device, Measurements, "output", "budget", output=file)
+    add_options(device, WholeDeviceOptions, "features")
     device.set_defaults(run=run)
 
 

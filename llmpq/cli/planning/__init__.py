@@ -1,0 +1,1 @@
+"""What ``llmpq-algo`` and ``llmpq-check`` plan and say: requests, fleets, fits and trust."""
