@@ -106,6 +106,12 @@ def lanes() -> tuple[Lane, ...]:
             packages=("lm-eval[api]", "transformers", "litellm", "aiperf"),
         ),
         Lane(
+            name="browser",
+            checks="the page at / in Chromium (Debian: chromium, chromium-driver)",
+            command=pytest("-m", "browser"),
+            packages=("selenium>=4.30",),
+        ),
+        Lane(
             name="vllm",
             checks="exports, by vLLM's classes",
             command=("scripts/engine_classes", "vllm", "PYTHON"),

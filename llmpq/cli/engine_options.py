@@ -9,6 +9,7 @@ from llmpq.cli.run_options import add_store_options, read_run_options
 from llmpq.costmodel.memory import context_bytes
 from llmpq.dist.async_engine import AsyncEngine
 from llmpq.dist.io.generation import EngineClient
+from llmpq.dist.metrics.progress import RunProgress
 from llmpq.errors import SpecError
 from llmpq.options.declare import add_options, read_options, values_of
 from llmpq.options.engine import EngineOptions, TokenBound
@@ -52,10 +53,16 @@ async def start_engine(options: argparse.Namespace, plan: Plan, model_dir: Path)
     return await launch_engine(options, plan, model_dir).ready()
 
 
-def launch_engine(options: argparse.Namespace, plan: Plan, model_dir: Path) -> AsyncEngine:
+def launch_engine(
+    options: argparse.Namespace,
+    plan: Plan,
+    model_dir: Path,
+    progress: RunProgress | None = None,
+) -> AsyncEngine:
     """Start the ranks of a plan and return their engine while they load.
 
-    Options that the command does not have are left at their defaults.
+    Options that the command does not have are left at their defaults. ``progress`` receives the
+    events of the ranks.
 
     Raises:
         SpecError: an option cannot be used.
@@ -66,6 +73,7 @@ def launch_engine(options: argparse.Namespace, plan: Plan, model_dir: Path) -> A
     return AsyncEngine.launch(
         plan,
         model_dir,
+        progress=progress,
         **values_of(engine),
         **values_of(read_run_options(LaunchOptions, options)),
     )

@@ -37,6 +37,8 @@ from llmpq.server.errors import (
 )
 from llmpq.server.json_output import json_response, parts_response
 from llmpq.server.metrics import CONTENT_TYPE, ServerMetrics
+from llmpq.server.page.page import page_response
+from llmpq.server.page.plan_view import PlanView
 from llmpq.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -89,6 +91,7 @@ def build_app(
     api_keys: Sequence[str] = (),
     *,
     checks_site: bool = True,
+    view: PlanView | None = None,
 ) -> ASGIApp:
     """Return the application of a server.
 
@@ -97,6 +100,7 @@ def build_app(
         limits: of connections.
         api_keys: accepted keys; without any, no key is asked for.
         checks_site: see ``RequestGuard``.
+        view: of the plan, for the page.
     """
     app = FastAPI(
         title="llmpq",
@@ -117,6 +121,7 @@ def build_app(
     _add_models(app, service)
     _add_tokenizer(app, service)
     _add_state(app, service)
+    _add_page(app, service, view or PlanView())
     return RequestGuard(
         app,
         limits or TransportLimits(),
@@ -243,6 +248,20 @@ def _add_state(app: FastAPI, service: Service) -> None:
         return json_response(service.load())
 
 
+def _add_page(app: FastAPI, service: Service, view: PlanView) -> None:
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        """Return the page."""
+        return page_response()
+
+    @app.get("/server_info")
+    async def server_info() -> Response:
+        """Return the plan, the load of its stages and the engine's counters."""
+        tokenizer = service.model.tokenizer
+        has_template = tokenizer is not None and tokenizer.has_chat_template
+        return json_response({**view.to_json(service.engine), "has_chat_template": has_template})
+
+
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def on_api_error(_: Request, error: ApiError) -> Response:
@@ -282,11 +301,13 @@ class ServerOptions(ListenOptions):
         model_dir: directory of the model.
         names: of the model in requests and answers.
         admission: how much may wait.
+        view: of the plan, for the page.
     """
 
     model_dir: Path
     names: tuple[str, ...]
     admission: AdmissionLimits = field(default_factory=AdmissionLimits)
+    view: PlanView | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,7 +355,7 @@ def run_server(
     async def open_engine(life: Life) -> AsyncIterator[Served]:
         async with _loaded(life, options, start_engine, load_tokenizer) as service:
             yield Served(
-                app=build_app(service, options.transport, life.keys),
+                app=build_app(service, options.transport, life.keys, view=options.view),
                 error=lambda: service.engine.error,
                 num_open=lambda: service.admission.num_choices,
                 begin_drain=service.begin_drain,

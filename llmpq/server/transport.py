@@ -25,8 +25,8 @@ from llmpq.options.server import TransportLimits
 from llmpq.server.errors import ApiError, as_api_error, bad_request, error_response
 from llmpq.server.json_output import dump_json
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/load", "/version"})
-"""Paths that need no key: they hold numbers only."""
+OPEN_PATHS = frozenset({"/", "/health", "/ping", "/metrics", "/load", "/version"})
+"""Paths that need no key: they hold numbers only, and the page, which asks for a key."""
 GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 """Paths that a full server refuses."""
 LARGE_BODY_BYTES = 64 << 10

@@ -18,6 +18,7 @@ from llmpq.options.server import TransportLimits
 from llmpq.server.admission import AdmissionLimits, RequestAdmission
 from llmpq.server.app import build_app, listen
 from llmpq.server.metrics import ServerMetrics
+from llmpq.server.page.plan_view import PlanView
 from llmpq.server.service import Service
 from llmpq.server.text.tokenizer import ServerTokenizer
 from llmpq.server.text.translate import ServedModel
@@ -95,11 +96,12 @@ def serving(
     service: Service,
     limits: TransportLimits | None = None,
     api_keys: tuple[str, ...] = (),
+    view: PlanView | None = None,
 ) -> Iterator[Served]:
     """Run a server in a thread."""
     limits = limits or TransportLimits()
     config = uvicorn.Config(
-        build_app(service, limits, api_keys),
+        build_app(service, limits, api_keys, view=view),
         http=bounded_protocol(limits),
         lifespan="off",
         log_config=None,

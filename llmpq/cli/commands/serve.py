@@ -35,6 +35,7 @@ from llmpq.spec.plan import Plan, read_fleet, read_plan
 if TYPE_CHECKING:
     from llmpq.dist.async_engine import AsyncEngine
     from llmpq.server.admission import AdmissionLimits
+    from llmpq.server.page.plan_view import PlanView
     from llmpq.server.text.tokenizer import ServerTokenizer
 
 SERVER_PACKAGES = ("fastapi", "uvicorn", "httptools", "prometheus_client", "jinja2", "tokenizers")
@@ -111,15 +112,16 @@ def _run(options: argparse.Namespace, start: StartLog) -> int:
     model_dir = model_dir_of(plan, options.model)
     require("torch", "transformers", *SERVER_PACKAGES)
     from llmpq.server.admission import token_budget_for
+    from llmpq.server.page.plan_view import PlanView
 
     admission = _admission(options, plan)
     if options.itl_bound is not None:
         options.token_budget = token_budget_for(plan, options.itl_bound)
-    engine = launch_engine(options, plan, model_dir)
+    view = PlanView(plan)
+    engine = launch_engine(options, plan, model_dir, view)
     start.mark("command")
-    names = tuple(options.served_model_name or (plan.model.name,))
     try:
-        _run_engine(options, engine, model_dir, names, admission, start)
+        _run_engine(options, engine, model_dir, view, admission, start)
     except BaseException:
         engine.kill()
         raise
@@ -130,7 +132,7 @@ def _run_engine(
     options: argparse.Namespace,
     engine: AsyncEngine,
     model_dir: Path,
-    names: tuple[str, ...],
+    view: PlanView,
     admission: AdmissionLimits,
     start: StartLog,
 ) -> None:
@@ -139,8 +141,13 @@ def _run_engine(
     from llmpq.server.text.tokenizer import load_server_tokenizer
 
     start.mark("packages")
+    names = tuple(options.served_model_name or (view.model_name,))
     server = ServerOptions(
-        **values_of(listen_options(options)), model_dir=model_dir, names=names, admission=admission
+        **values_of(listen_options(options)),
+        model_dir=model_dir,
+        names=names,
+        admission=admission,
+        view=view,
     )
     record: dict[str, Any] = {
         "models": list(names),

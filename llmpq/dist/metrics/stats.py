@@ -31,7 +31,7 @@ from llmpq.dist.metrics.measurement import (
 )
 from llmpq.dist.metrics.progress import Event, RunProgress
 from llmpq.dist.transport.communicator import Communicator
-from llmpq.dist.transport.frames import MAX_TEXT_BYTES, Frame, FrameKind
+from llmpq.dist.transport.frames import MAX_TEXT_BYTES, TENSOR_KINDS, Frame, FrameKind
 from llmpq.errors import StageError
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import Phase
@@ -187,7 +187,6 @@ MAX_EVENTS = 200_000
 """Most spans of a rank; the trace of a longer run ends there."""
 LIVE_S = 0.5
 """Time between two reports of how busy a rank is."""
-_MICRO_BATCHES = (FrameKind.PREFILL, FrameKind.DECODE)
 _LINK_WORDS = ("send", "wait")
 _EVENTS_A_FRAME = 500
 _US = 1e6
@@ -343,7 +342,7 @@ class RecordingCommunicator:
         if frame.kind is FrameKind.STATS and self._recorder.is_on:
             for part in self._recorder.frames():
                 self._inner.send(part)
-        if frame.kind not in _MICRO_BATCHES:
+        if frame.kind not in TENSOR_KINDS:
             self._inner.send(frame)
             return
         start_s = time.perf_counter()
@@ -372,7 +371,7 @@ class RecordingCommunicator:
         while frame.kind is FrameKind.TRACE and self.rank == 0:
             self._recorder.take(frame)
             frame = self._inner.recv()
-        if frame.kind in _MICRO_BATCHES:
+        if frame.kind in TENSOR_KINDS:
             if self._begin_s is None:
                 self._begin_s = end_s
             else:

@@ -32,9 +32,13 @@ class ServerTokenizer:
 
     Args:
         exported: what ``model_files.export_tokenizer`` returns.
+
+    Attributes:
+        has_chat_template: whether it can make a prompt of a conversation.
     """
 
     def __init__(self, exported: Mapping[str, Any]) -> None:
+        self.has_chat_template = exported["chat_template"] is not None
         self._tokenizer = load_tokenizer(exported["tokenizer"])
         self._processes = TextProcesses(exported)
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)

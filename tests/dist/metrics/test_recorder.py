@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers.frames import SMALL, small_decode
@@ -32,7 +34,8 @@ class Layers:
 
 def ranks(*, is_on: bool, offset_s: float = 0.0):
     made = []
-    for rank, inner in enumerate(in_process_ring(2, SMALL)):
+    limits = replace(SMALL, mixed_rows=2, mixed_tokens=4)
+    for rank, inner in enumerate(in_process_ring(2, limits)):
         clock = StageClock(micro_batching=MicroBatching(prefill=1, decode=1))
         recorder = Recorder(rank, is_on=is_on, clock_offset_s=rank * offset_s)
         events = Events()
@@ -42,7 +45,7 @@ def ranks(*, is_on: bool, offset_s: float = 0.0):
     return made
 
 
-def run(made) -> None:
+def run(made, kind: FrameKind = FrameKind.DECODE) -> None:
     """Two micro-batches round the ring, then the end."""
     (master, recorder, _, _), (stage, other, _, _) = made
     layers = [Layers(), Layers()]
@@ -50,7 +53,7 @@ def run(made) -> None:
     other.trace_calls(layers[1], "forward", "compute", torch.device("cpu"))
     for number in (5, 6):
         assert layers[0].forward(1) == 2
-        master.send(small_decode(number))
+        master.send(replace(small_decode(number), kind=kind))
         stage.send(stage.recv() if layers[1].forward(1) else small_decode(0))
         assert master.recv().micro_batch == number
     stage.send(Frame(kind=FrameKind.STATS, text=b"{}"))
@@ -107,9 +110,10 @@ def test_steps_of_the_start_belong_to_no_micro_batch():
     assert numbers == [("first token", None), ("embed", 7)]
 
 
-def test_without_a_trace_only_waits_are_kept():
+@pytest.mark.parametrize("kind", [FrameKind.DECODE, FrameKind.PREFILL, FrameKind.MIXED])
+def test_without_a_trace_only_waits_are_kept(kind):
     made = ranks(is_on=False)
-    run(made)
+    run(made, kind)
     assert not made[1][1].frames()
     assert made[0][2].wait_s > 0
     assert made[1][2].send_s > 0

@@ -1,0 +1,1 @@
+"""The page at ``/``: a chat, and the plan that answers it."""
