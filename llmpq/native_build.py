@@ -9,7 +9,6 @@ those whose file system runs no programs.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import logging
 import math
@@ -17,6 +16,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import sysconfig
 import tempfile
 import time
@@ -24,6 +24,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from llmpq.errors import LlmpqError
+
+if sys.platform != "win32":
+    import fcntl
 
 COMPILERS = ("cc", "gcc", "clang")
 COMPILE_LIMIT_S = 300.0
@@ -57,6 +60,8 @@ def library_path(
     """
     if prebuilt and (shipped := sorted(package.glob(prebuilt))):
         return shipped[0]
+    if sys.platform == "win32":
+        raise NotCompiledError("found Windows, where the C code is not compiled")
     sources = sorted((package / "csrc").glob("*.[ch]"))
     file_name = f"{name}-{_digest(sources, flags)}.so"
     folders = list(_folders(package))
@@ -140,6 +145,12 @@ def _compile(flags: Sequence[str], units: Sequence[str], target: Path, limit_s: 
         made.replace(target)
 
 
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def _run(commands: Sequence[Sequence[str]], folder: Path, limit_s: float) -> None:
     """Run compilers, as many at a time as there are cores.
 
@@ -150,7 +161,7 @@ def _run(commands: Sequence[Sequence[str]], folder: Path, limit_s: float) -> Non
     """
     if limit_s <= 0:
         raise NotCompiledError("found no time to compile")
-    end_s, cores = time.monotonic() + limit_s, len(os.sched_getaffinity(0))
+    end_s, cores = time.monotonic() + limit_s, _num_cores()
     waiting, running = list(commands), list[subprocess.Popen[bytes]]()
     with (folder / "errors").open("w+b") as errors:
         try:

@@ -139,7 +139,16 @@ def _disk_problem(error: OSError) -> str | None:
 
 
 def require(*packages: str) -> None:
-    """Check that packages are installed, before a process is started that needs them."""
+    """Check that packages are installed, before a process is started that needs them.
+
+    Raises:
+        SpecError: models are planned on any system, and run on Linux.
+    """
+    if sys.platform != "linux" and "torch" in packages:
+        raise SpecError(
+            f"found {sys.platform}, expected linux, on which models run; here llmpq plan, check, "
+            "sim and apps plan work"
+        )
     for package in packages:
         if find_spec(package) is None:
             raise ModuleNotFoundError(f"No module named '{package}'", name=package)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -11,12 +12,17 @@ from importlib import metadata
 from pathlib import Path
 
 from llmpq.dist.launch.process_environment import cpuinfo, usable_isas
-from llmpq.dist.metrics.control_groups import PROCESSES, available_memory_bytes, group_values
+from llmpq.dist.metrics.control_groups import (
+    PROCESSES,
+    available_memory_bytes,
+    group_values,
+    memory_of_host,
+)
 from llmpq.errors import SpecError
 from llmpq.logging import get_logger
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node, limited_set
-from llmpq.units import GIB, KIB, MIB
+from llmpq.units import GIB, MIB
 
 _log = get_logger(__name__)
 
@@ -174,15 +180,7 @@ def host_memory_bytes(meminfo: str | None = None, processes: Path = PROCESSES) -
         meminfo: text of ``/proc/meminfo``, by default this host's.
         processes: file with the control groups of this process.
     """
-    if meminfo is None:
-        file = Path("/proc/meminfo")
-        meminfo = file.read_text() if file.exists() else ""
-    lines = [line.split() for line in meminfo.splitlines() if line.startswith("MemTotal:")]
-    whole = (
-        KIB * int(lines[0][1])
-        if lines
-        else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    )
+    whole = memory_of_host("MemTotal", meminfo)
     return min([whole, *group_values("memory", _memory_limit, processes)])
 
 
@@ -218,7 +216,7 @@ def _quota(group: Path) -> float | None:
 
 def cpu_name() -> str:
     """Return the processor's name for provenance."""
-    return _cpuinfo("model name") or os.uname().machine
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
 
 
 def _cpuinfo(field: str) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import resource
 import signal
 import socket
 import ssl
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -49,6 +49,9 @@ from llmpq.server.service import Json, Service
 from llmpq.server.text.tokenizer import ServerTokenizer
 from llmpq.server.text.translate import ServedModel, default_sampling_of, encode_chat
 from llmpq.server.transport import EventStream, RequestGuard, bounded_protocol, until_disconnected
+
+if sys.platform != "win32":
+    import resource
 
 OWNER = "llmpq"
 TOKENIZE_TOKENS = 1 << 17

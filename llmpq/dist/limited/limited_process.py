@@ -11,7 +11,6 @@ import contextlib
 import json
 import math
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -27,6 +26,9 @@ from typing import Any
 from llmpq.dist.launch.end_with_parent import ending_with_this_process
 from llmpq.errors import SpecError, StageError
 from llmpq.units import format_bytes
+
+if sys.platform != "win32":
+    import resource
 
 MEMORY = "memory"
 NICENESS = 5

@@ -1,16 +1,21 @@
-"""Control groups of this process (Linux, versions 1 and 2): limits of containers and services."""
+"""Memory of this host, and limits of this process by its control groups (versions 1 and 2)."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
+from llmpq.errors import SpecError
 from llmpq.units import KIB
 
 T = TypeVar("T")
+MemoryName = Literal["MemTotal", "MemAvailable"]
 
 CGROUPS = Path("/sys/fs/cgroup")
+MEMINFO = Path("/proc/meminfo")
 PROCESSES = Path("/proc/self/cgroup")
 """File with the control groups of this process."""
 _CACHE = ("inactive_file", "active_file")
@@ -44,10 +49,47 @@ def available_memory_bytes(meminfo: str | None = None, processes: Path = PROCESS
         meminfo: text of ``/proc/meminfo``, by default this host's.
         processes: file with the control groups of this process.
     """
-    if meminfo is None:
-        meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
-    lines = [line.split() for line in meminfo.splitlines() if line.startswith("MemAvailable:")]
-    return min([KIB * int(lines[0][1]), *group_values("memory", _left_bytes, processes)])
+    whole = memory_of_host("MemAvailable", meminfo)
+    return min([whole, *group_values("memory", _left_bytes, processes)])
+
+
+def memory_of_host(name: MemoryName, meminfo: str | None = None) -> int:
+    """Return a field of ``/proc/meminfo`` in bytes, on other systems what comes closest.
+
+    Windows states both; macOS the memory alone, of which it can free nearly all.
+
+    Args:
+        name: of the field.
+        meminfo: its text, by default this host's.
+    """
+    if meminfo is None and MEMINFO.exists():
+        meminfo = MEMINFO.read_text(encoding="ascii")
+    lines = [line.split() for line in (meminfo or "").splitlines() if line.startswith(f"{name}:")]
+    if lines:
+        return KIB * int(lines[0][1])
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return _memory_of_windows(name)
+
+
+class _MemoryStatus(ctypes.Structure):
+    """``MEMORYSTATUSEX`` of Windows."""
+
+    _fields_ = (
+        ("length", ctypes.c_uint32),
+        ("load", ctypes.c_uint32),
+        ("total", ctypes.c_uint64),
+        ("available", ctypes.c_uint64),
+        ("others", ctypes.c_uint64 * 5),
+    )
+
+
+def _memory_of_windows(name: MemoryName) -> int:
+    status = _MemoryStatus(length=ctypes.sizeof(_MemoryStatus))
+    kernel = getattr(ctypes, "windll").kernel32  # noqa: B009  other systems have no such name
+    if not kernel.GlobalMemoryStatusEx(ctypes.byref(status)):
+        raise SpecError("memory of this host: Windows does not state it")
+    return int(status.total if name == "MemTotal" else status.available)
 
 
 def _left_bytes(group: Path) -> int | None:
