@@ -29,6 +29,9 @@ DOCKERFILE = ROOT / "deploy" / "Dockerfile"
 BASE = re.compile(r"debian:(\w+)-slim")
 MOUNTS = ("/proc", "/sys", "/dev")
 HOST_FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/ssl/certs", "/etc/apt")
+CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
+"""Those of this host, which a package's scripts would replace in a root filesystem."""
+KEPT_CERTIFICATES = "/host-certificates.crt"
 PROMPT = "The server listens on"
 
 
@@ -155,6 +158,7 @@ def fresh_root(folder: Path, image: str, name: str) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         if Path(file).exists():
             subprocess.run(["cp", "-aL", file, str(target)], check=True)
+    shutil.copyfile(os.environ.get("PIP_CERT", CERTIFICATES), root / KEPT_CERTIFICATES[1:])
     return root
 
 
@@ -207,6 +211,7 @@ def inside(stage: Stage, words: list[str]) -> str:
     """Run a command of a stage; return what it prints."""
     host = {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
     environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", **host}
+    environment["PIP_CERT"] = KEPT_CERTIFICATES
     user = [] if stage.user == "0" else [f"--userspec={stage.user}:{stage.user}"]
     script = 'cd "$0" && exec "$@"'
     done = subprocess.run(
