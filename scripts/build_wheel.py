@@ -49,18 +49,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def copy_sources(target: Path) -> None:
     """Copy the files that git tracks, or the whole tree of an unpacked sdist."""
+    listed = tracked_files()
+    if listed is None:
+        ignored = shutil.ignore_patterns(".venv", "build", "dist", "*.egg-info", "__pycache__")
+        shutil.copytree(ROOT, target, ignore=ignored)
+        return
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+
+
+def tracked_files() -> str | None:
+    """Return the files that git tracks or would, ``None`` without git or outside a checkout."""
+    if shutil.which("git") is None:  # in an image, say
+        return None
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    if listed.returncode:
-        ignored = shutil.ignore_patterns(".venv", "build", "dist", "*.egg-info", "__pycache__")
-        shutil.copytree(ROOT, target, ignore=ignored)
-        return
-    for name in filter(None, listed.stdout.split("\0")):
-        if (ROOT / name).is_file():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, target / name)
+    return None if listed.returncode else listed.stdout
 
 
 def compile_libraries(package: Path) -> list[Path]:

