@@ -11,6 +11,7 @@ from llmpq.assigner import PlanRequest
 from llmpq.assigner.explain.compare import FitAnswer, fit_answers
 from llmpq.assigner.explain.explanation import Alternative, one_more
 from llmpq.cli.common import print_json
+from llmpq.cli.front.host_devices import with_kept_figures
 from llmpq.cli.options import add_reserve_option, with_described, with_reserve
 from llmpq.cli.render import (
     aligned,
@@ -24,7 +25,7 @@ from llmpq.cli.render import (
     speed_heads,
 )
 from llmpq.errors import InfeasibleError, SpecError
-from llmpq.profiler.device import host_cpu, with_host_cpu
+from llmpq.profiler.device import host_cluster, host_cpu, with_host_cpu
 from llmpq.spec import catalog
 from llmpq.spec.cluster import cluster_of_lists, load_cluster
 from llmpq.spec.plan import seconds_of_requests
@@ -36,7 +37,8 @@ from llmpq.units import format_duration
 def add_fit_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of a check without a strategy file."""
     group = parser.add_argument_group(
-        "does a model run on devices", "Instead of FILE: which bits fit, and how fast."
+        "does a model run on devices",
+        "Instead of FILE: which bits fit, and how fast; without devices, on this host.",
     )
     group.add_argument("--model", metavar="NAME_OR_DIR", help="catalogue name or local directory")
     group.add_argument("--dtype", choices=("auto", *DTYPE_BYTES), default="auto")
@@ -98,8 +100,10 @@ def _request(options: argparse.Namespace) -> PlanRequest:
     elif options.cluster is None and options.device_names is not None:
         numbers = options.device_numbers or [1] * len(options.device_names)
         cluster, where = cluster_of_lists(options.device_names, numbers), "--device_names"
+    elif options.cluster is None:
+        cluster, where = with_kept_figures(host_cluster()), "this host"
     else:
-        raise SpecError("--model: expected together with either --cluster or --device_names")
+        raise SpecError("--cluster and --device_names: found both, expected one of them, or none")
     model, source = catalog.resolve_model(options.model)
     dtype = model.dtype if options.dtype == "auto" else cast(Dtype, options.dtype)
     return PlanRequest(
