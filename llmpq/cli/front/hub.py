@@ -297,7 +297,7 @@ class _Download:
     def run(self) -> HubModel:
         """Download what is missing and return the model."""
         revision, commit, files, chosen = self._listing()
-        weights = chosen.weights
+        weights: Sequence[str] = chosen.weights
         with _alone(self._name):
             if chosen.settings:
                 settings = [files[one] for one in chosen.settings]
@@ -428,8 +428,8 @@ class _Download:
                 failures += 1
 
     def _receive_once(self, file: _File, commit: str, have: int, show: Callable[..., None]) -> None:
-        from huggingface_hub import hf_hub_url
-        from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+        from huggingface_hub import get_session, hf_hub_url, hf_raise_for_status
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
         headers = build_hf_headers(library_name="llmpq", library_version=__version__)
         headers["Accept-Encoding"] = "identity"  # bytes are counted, and continued by their place
@@ -457,7 +457,7 @@ class _Download:
     def _link(self, files: Sequence[_File], revision: str) -> Path:
         """Make the links of files in the snapshot; return its folder."""
         from huggingface_hub import snapshot_download
-        from tqdm import tqdm
+        from tqdm.auto import tqdm
 
         class NoBar(tqdm):  # type: ignore[type-arg]  # generic in stubs only
             def __init__(self, *args: Any, **more: Any) -> None:
@@ -545,11 +545,12 @@ def _most_bytes() -> int:
     return constants.MAX_HTTP_DOWNLOAD_SIZE
 
 
-def _transport_errors() -> tuple[type[BaseException], ...]:
+def _transport_errors() -> tuple[type[Exception], ...]:
     """Return the errors of connections, of the HTTP package that huggingface_hub uses."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    return tuple(one for one in HfHubHTTPError.__bases__ if one is not OSError)
+    bases = HfHubHTTPError.__bases__
+    return tuple(one for one in bases if issubclass(one, Exception) and one is not OSError)
 
 
 @contextlib.contextmanager
