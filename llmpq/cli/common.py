@@ -39,6 +39,8 @@ EXTRAS = {
     "transformers": "runtime",
     "safetensors": "runtime",
     "tokenizers": "runtime",
+    "huggingface_hub": "runtime",
+    "filelock": "runtime",
     "fastapi": "server",
     "uvicorn": "server",
     "httptools": "server",

@@ -122,7 +122,8 @@ def measure_device(
     others = _other_trials(job)
     taken = TakenShare()
     _run([*(one.trial for one in layers), *others.values()], job, progress)
-    warn_if_noisy(0.0, taken.share())
+    share = taken.share()
+    warn_if_noisy(0.0, share)
     few, many = (others[f"layers {depth}"].median_s for depth in OVERHEAD_DEPTHS)
     overhead_s = max(0.0, many - few) / (OVERHEAD_DEPTHS[1] - OVERHEAD_DEPTHS[0])
     host = {}
@@ -139,6 +140,7 @@ def measure_device(
         layers=tuple(one.timing(overhead_s) for one in layers),
         layer_overhead_s=overhead_s,
         compute_capability=_capability(device),
+        cpu_taken=share,
         **host,
     )
 

@@ -1,15 +1,21 @@
 """Plans without given lengths: the longest context at bits that lose next to nothing."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from helpers.certificate import certify_memory
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from llmpq.assigner.longest_context import SHORT_CONTEXT, plan_longest_context
 from llmpq.assigner.request import PlanRequest
+from llmpq.costmodel import build_costs
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
-from llmpq.spec.precision import BITS
+from llmpq.spec.huggingface.families import model_from_config
+from llmpq.spec.precision import BITS, DTYPE_BYTES
 from llmpq.spec.workload import Workload
 from llmpq.units import GIB
 
@@ -87,3 +93,46 @@ def test_bits_and_sequences_that_are_asked_for_are_kept():
 def test_a_model_that_does_not_fit_is_an_error():
     with pytest.raises(InfeasibleError):
         plan_longest_context(request(2))
+
+
+HEADS = st.sampled_from(((4, 4), (8, 2), (16, 4)))
+
+
+@settings(max_examples=12)
+@given(
+    heads=HEADS,
+    head_dim=st.sampled_from((32, 64, 128)),
+    wide=st.integers(1, 4),
+    layers=st.integers(1, 8),
+    vocab=st.integers(100, 150_000),
+    positions=st.sampled_from((512, 4096, 40_960)),
+    batch=st.integers(1, 8),
+    dtype=st.sampled_from(("bfloat16", "float32")),
+    mib=st.integers(150, 6000),
+)
+def test_no_plan_needs_more_memory_than_there_is(
+    heads, head_dim, wide, layers, vocab, positions, batch, dtype, mib
+):
+    hidden = heads[0] * head_dim
+    config = {
+        "model_type": "llama", "hidden_size": hidden, "intermediate_size": 256 * wide,
+        "num_hidden_layers": layers, "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1], "vocab_size": vocab, "torch_dtype": dtype,
+        "max_position_embeddings": positions,
+    }  # fmt: skip
+    asked = replace(
+        request(mib / 1024, batch=batch),
+        model=model_from_config(config, "random", "config.json"),
+        dtype=dtype,
+        kv_bits=8 * DTYPE_BYTES[dtype],
+    )
+    try:
+        plan = plan_longest_context(asked)
+    except InfeasibleError:
+        # A GiB holds the process and the caches of the shortest context, 8 x 8 x 512 tokens.
+        assert mib < 1024 + 8 * asked.model.parameters / 2**20
+        return
+    certify_memory(
+        plan,
+        build_costs(asked.model, asked.cluster, dtype=asked.dtype, kv_bits=asked.kv_bits),
+    )

@@ -34,7 +34,7 @@ def certify(plan, costs, omega_of_layer) -> None:
         omega_of_layer: callable ``(layer, bits) -> normalised degradation``.
     """
     _certify_coverage(plan, costs.model)
-    _certify_memory(plan, costs)
+    certify_memory(plan, costs)
     latency_s = _certify_times(plan, costs)
     quality = math.fsum(omega_of_layer(layer, bits) for layer, bits in enumerate(plan.bits))
     assert plan.estimate.quality == pytest.approx(quality, rel=1e-9, abs=1e-12)
@@ -59,7 +59,8 @@ def _certify_coverage(plan, model) -> None:
     assert all(stage.bits for stage in plan.stages[1:])
 
 
-def _certify_memory(plan, costs) -> None:
+def certify_memory(plan, costs) -> None:
+    """Assert that every stage has the memory that its parts need, and states their sum."""
     work = plan.workload
     for stage, estimate in zip(plan.stages, plan.estimate.stages, strict=True):
         device = plan.cluster.devices[stage.device]

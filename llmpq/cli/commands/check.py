@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> int:
     read_options(PlanOutput, options)
     if (options.strategy is None) == (options.model is None):
-        raise SpecError("expected either a strategy FILE, or --model with devices")
+        raise SpecError("expected either a strategy FILE, or --model")
     if options.strategy is None:
         return run_fit(options)
     if options.what_if:

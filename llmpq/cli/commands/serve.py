@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from llmpq.cli.common import command_start_s, make_parser, require, run_command
 from llmpq.cli.engine_options import add_engine_options, check_engine_options, launch_engine
-from llmpq.cli.front.host_plan import add_host_plan_options, host_plan, say_plan
+from llmpq.cli.front.host_plan import (
+    MODEL_HELP,
+    add_host_plan_options,
+    host_plan,
+    plan_decisions,
+    say_plan,
+)
 from llmpq.cli.server_options import (
     add_address_options,
     add_listen_limits,
@@ -68,8 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         "given",
         nargs="?",
         metavar="MODEL",
-        help="instead of a plan: a folder, GGUF file, or name in hub's cache, planned for this "
-        "host",
+        help=f"instead of a plan, planned for this host: {MODEL_HELP}",
     )
     files.add_argument(
         "--served_model_name",
@@ -99,6 +104,7 @@ def _add_limit_options(parser: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace, start: StartLog) -> int:
     _check_files(options)
+    options.decisions = None  # of a plan that is made here
     check_engine_options(options)
     if options.given is not None:
         _plan_model(options)
@@ -166,6 +172,8 @@ def _run_engine(
         steps = start.seconds
         record["start_s"] = {"total": sum(steps.values()), **steps}
         record["rank_start_s"] = dict(engine.start_s)
+        if options.decisions is not None:
+            record["decisions"] = options.decisions
         say_ready(options, {"url": url, **record})
 
     run_server(server, engine.ready, load_tokenizer, on_ready)
@@ -198,6 +206,7 @@ def _plan_model(options: argparse.Namespace) -> None:
     found = host_plan(options.given, options)
     say_plan(found)
     options.strat_file_name = str(found.file)
+    options.decisions = plan_decisions(found)
     options.max_model_len = None  # that of the plan
 
 

@@ -92,7 +92,7 @@ def loaded(found: HostPlan) -> Iterator[Pipeline]:
 
     bar = LoadProgress(BarProgress(sys.stderr, len(found.plan.bits)))
     progress = bar if sys.stderr.isatty() else SilentProgress()
-    with Pipeline(found.plan, model=found.model_dir, progress=progress) as pipeline:
+    with Pipeline(found.plan, model=found.model.path, progress=progress) as pipeline:
         progress.close()
         yield pipeline
 

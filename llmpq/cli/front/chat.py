@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from llmpq.cli.common import make_parser, require, run_command
 from llmpq.cli.front.answers import add_answer_options, loaded, sampling_of, show_answer
-from llmpq.cli.front.host_plan import add_host_plan_options, host_plan, say_plan
+from llmpq.cli.front.host_plan import MODEL_HELP, add_host_plan_options, host_plan, say_plan
 from llmpq.errors import SpecError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def _parser() -> argparse.ArgumentParser:
         "llmpq chat",
         "Talk to a model on this host. Ctrl-C ends an answer; Ctrl-D or /exit ends the talk.",
     )
-    parser.add_argument("model", metavar="MODEL", help="folder, GGUF file, or name in hub's cache")
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--system", metavar="TEXT", help="message of the system, before all others")
     add_answer_options(parser)
     add_host_plan_options(parser.add_argument_group("plan"), 1)
@@ -45,7 +45,7 @@ def _run(options: argparse.Namespace) -> int:
     require("torch", "transformers", "safetensors", "jinja2")
     say_plan(found)
     with loaded(found) as pipeline:
-        Conversation(pipeline, found.model_dir, options).run(_lines())
+        Conversation(pipeline, found.model.path, options).run(_lines())
     return 0
 
 

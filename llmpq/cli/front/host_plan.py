@@ -7,14 +7,12 @@ options and devices are the same and it fits into what is free.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -23,6 +21,12 @@ from llmpq import __version__
 from llmpq.assigner.forecast import evaluate_plan
 from llmpq.assigner.longest_context import plan_longest_context
 from llmpq.assigner.request import PlanRequest
+from llmpq.cli.front.host_devices import (
+    cache_folder,
+    with_kept_figures,
+    with_measured_figures,
+)
+from llmpq.cli.front.hub import HubModel, HubName, hub_model, hub_name
 from llmpq.cli.render import aligned, compact_bits
 from llmpq.costmodel import build_costs
 from llmpq.errors import LlmpqError, SpecError
@@ -30,13 +34,30 @@ from llmpq.profiler.device import host_cluster
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster
 from llmpq.spec.model import ModelSpec
+from llmpq.spec.model_files.config import absolute_model_path
 from llmpq.spec.plan import Plan, read_plan, write_plan
 from llmpq.spec.precision import BITS, DTYPE_BYTES
 from llmpq.spec.workload import Workload
 from llmpq.units import format_bytes, format_number
 
+MODEL_HELP = "folder, GGUF file, or model of the hub: ORG/NAME[:revision or GGUF file]"
 USUAL_PROMPT, USUAL_ANSWER = 256, 128
 """Tokens of the request whose speed is printed: few are as long as the plan allows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundModel:
+    """A model with weights on this host.
+
+    Attributes:
+        spec: the model; one of the hub has its id as name.
+        path: folder of the weights, or their GGUF file.
+        hub: where it comes from, ``None`` for the user's own folder or file.
+    """
+
+    spec: ModelSpec
+    path: Path
+    hub: HubModel | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,16 +67,18 @@ class HostPlan:
     Attributes:
         plan: the plan.
         file: where it is kept.
-        model_dir: of the weights.
+        model: what is planned.
         is_new: whether it was made now.
+        measured: types of devices that were measured now.
         answer_tokens_per_s: forecast of one answer after a short prompt, all sequences busy;
             ``None`` where the plan has no forecast of it.
     """
 
     plan: Plan
     file: Path
-    model_dir: Path
+    model: FoundModel
     is_new: bool
+    measured: tuple[str, ...]
     answer_tokens_per_s: float | None
 
 
@@ -93,96 +116,105 @@ def add_host_plan_options(
         help="bitwidths to choose from (default: all; 8 and more where they fit)",
     )
     parser.add_argument("--replan", action="store_true", help="do not use the plan that is kept")
+    parser.add_argument(
+        "--no_measure",
+        action="store_true",
+        help="plan with the catalogue's figures of devices that were not measured before",
+    )
 
 
 def host_plan(model: str, options: argparse.Namespace) -> HostPlan:
     """Return the plan of a model for this host: the one that is kept, or a new one.
 
     Args:
-        model: folder, GGUF file, or a name whose files are in the hub's cache.
+        model: folder, GGUF file, or name of the hub or the catalogue.
         options: of :func:`add_host_plan_options`.
 
     Raises:
-        SpecError: there is no such model, or an option cannot be used.
+        SpecError: there is no such model, it cannot be downloaded, or an option cannot be used.
         InfeasibleError: the model does not fit on this host.
     """
-    spec, model_dir = find_model(model)
     if options.max_num_seqs < 1:
         raise SpecError(f"--max_num_seqs: found {options.max_num_seqs}, expected at least 1")
-    cluster = host_cluster()
+    found = find_model(model)
+    cluster = with_kept_figures(host_cluster())
     asked = {name: getattr(options, name) for name in ("max_model_len", "max_num_seqs", "bits")}
-    file = plans_folder() / f"{_key(model_dir, cluster, asked)}.json"
+    file = _file(found, cluster, asked)
     plan = None if options.replan else _kept(file, cluster)
-    is_new = plan is None
+    is_new, kept = plan is None, types_of(cluster)
     if plan is None:
-        request = PlanRequest(
-            model=spec,
-            model_source=str(model_dir),
-            cluster=cluster,
-            workload=Workload(batch=options.max_num_seqs, prompt_tokens=1, new_tokens=1),
-            dtype=spec.dtype,
-            kv_bits=8 * DTYPE_BYTES[spec.dtype],
-            bits=tuple(sorted(set(options.bits), reverse=True)) if options.bits else BITS,
-        )
-        plan = plan_longest_context(request, options.max_model_len, command=options.command)
+        if not options.no_measure:
+            cluster = with_measured_figures(cluster)
+            file = _file(found, cluster, asked)
+        plan = _make_plan(found, cluster, options)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_plan(file, plan)
     return HostPlan(
         plan=plan,
         file=file,
-        model_dir=model_dir,
+        model=found,
         is_new=is_new,
-        answer_tokens_per_s=_usual_speed(plan, spec),
+        measured=tuple(sorted(types_of(cluster) - kept)),
+        answer_tokens_per_s=_usual_speed(plan, found.spec),
     )
 
 
-def find_model(name: str) -> tuple[ModelSpec, Path]:
-    """Return a model and where its weights are.
+def types_of(cluster: Cluster) -> set[str]:
+    """Return the types of devices that have figures of their own, which were measured."""
+    return {entry.type for entry in cluster.device_types or ()}
+
+
+def _make_plan(found: FoundModel, cluster: Cluster, options: argparse.Namespace) -> Plan:
+    """Return a new plan of a model for this host."""
+    spec = found.spec
+    request = PlanRequest(
+        model=spec,
+        model_source=str(found.path),
+        cluster=cluster,
+        workload=Workload(batch=options.max_num_seqs, prompt_tokens=1, new_tokens=1),
+        dtype=spec.dtype,
+        kv_bits=8 * DTYPE_BYTES[spec.dtype],
+        bits=tuple(sorted(set(options.bits), reverse=True)) if options.bits else BITS,
+    )
+    return plan_longest_context(request, options.max_model_len, command=options.command)
+
+
+def find_model(name: str) -> FoundModel:
+    """Return a model that is on this host, or download it from the hub.
 
     Raises:
-        SpecError: there are none here; nothing is downloaded.
+        SpecError: there is none, or it cannot be downloaded.
     """
-    folder = None if Path(name).exists() else hub_folder(name)
-    spec, source = catalog.resolve_model(name if folder is None else folder)
-    if source is None:
-        raise SpecError(
-            f"{name}: found no weights on this host, expected a folder, a GGUF file, or a model in "
-            f"the hub's cache; to get it: hf download {name}"
-        )
-    return spec, Path(source).resolve()
+    if Path(name).exists():
+        spec, source = catalog.resolve_model(name)
+        if source is not None:
+            return FoundModel(spec=spec, path=absolute_model_path(source), hub=None)
+    wanted = hub_name(name)
+    if wanted is None:  # a name of the catalogue without its owner, or an error that offers some
+        wanted = HubName(repo=catalog.resolve_model(name)[0].name, part=None)
+    hub = hub_model(wanted)
+    spec = replace(catalog.resolve_model(hub.path)[0], name=wanted.repo)
+    return FoundModel(spec=spec, path=hub.path, hub=hub)
 
 
-def hub_folder(name: str) -> Path | None:
-    """Return the folder of a model in the cache of the hub, ``None`` if it is not there."""
-    with contextlib.suppress(ImportError, ValueError):
-        from huggingface_hub import try_to_load_from_cache
-
-        found = try_to_load_from_cache(name, "config.json")
-        return Path(found).parent if isinstance(found, str) else None
-    return None
-
-
-def plans_folder() -> Path:
-    """Return the folder of plans that are kept."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "llmpq" / "plans"
-
-
-def _key(model_dir: Path, cluster: Cluster, asked: dict[str, Any]) -> str:
-    """Return the name of a plan: of its model's files, the devices and what was asked for."""
-    files = sorted(model_dir.iterdir()) if model_dir.is_dir() else [model_dir]
+def _file(model: FoundModel, cluster: Cluster, asked: dict[str, Any]) -> Path:
+    """Return the file of a plan: of the model's files, the devices and what was asked for."""
+    path = model.path
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
     stats = [(one.name, one.stat()) for one in files if one.is_file()]
     # Free memory changes all the time: whether a kept plan fits is checked when it is used.
     devices = [asdict(replace(one, memory_bytes=None)) for one in cluster.nodes[0].devices]
     content = {
         "version": __version__,
-        "model": str(model_dir),
+        "model": str(path),
         "files": [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats],
         "devices": devices,
+        "figures": [asdict(entry) for entry in cluster.device_types or ()],
         **asked,
     }
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    return f"{model_dir.name}-{digest[:16]}"
+    name = f"{PurePosixPath(model.spec.name).name}-{digest[:16]}.json"
+    return cache_folder("plans") / name
 
 
 def _kept(file: Path, cluster: Cluster) -> Plan | None:
@@ -212,6 +244,43 @@ def _usual_speed(plan: Plan, spec: ModelSpec) -> float | None:
     return replace(short, estimate=estimate).answer_tokens_per_s
 
 
+def plan_decisions(found: HostPlan) -> dict[str, Any]:
+    """Return every decision for ``--json``; ``docs/install/first-answer.md`` lists the fields."""
+    plan, hub = found.plan, found.model.hub
+    measured = types_of(plan.cluster)
+    rows = []
+    for stage, estimate in zip(plan.stages, plan.estimate.stages, strict=True):
+        device = plan.device_of(stage)
+        figures = "catalogue" if device.type not in measured else "kept"
+        rows.append(
+            {
+                "device": device.label,
+                "figures": "measured" if device.type in found.measured else figures,
+                "threads": device.threads,
+                "layers": stage.num_layers,
+                "memory_bytes": estimate.memory.total,
+                "capacity_bytes": estimate.capacity_bytes,
+            }
+        )
+    return {
+        "model": {
+            "name": plan.model.name,
+            "path": str(found.model.path),
+            "from": "here" if hub is None else "hub",
+            "commit": None if hub is None else hub.commit,
+            "downloaded_bytes": 0 if hub is None else hub.downloaded_bytes,
+        },
+        "devices": rows,
+        "context": plan.workload.max_context_tokens,
+        "sequences": plan.workload.batch,
+        "bits": list(plan.bits),
+        "quality": plan.estimate.quality,
+        "forecast_tokens_per_s": found.answer_tokens_per_s,
+        "plan": str(found.file),
+        "is_new_plan": found.is_new,
+    }
+
+
 def say_plan(found: HostPlan) -> None:
     """Print a plan on standard error, in a few lines."""
     print(plan_text(found), file=sys.stderr)
@@ -221,7 +290,7 @@ def plan_text(found: HostPlan) -> str:
     """Return a plan as text."""
     plan, work = found.plan, found.plan.workload
     stages = plan.estimate.stages
-    rows: list[Sequence[str]] = [("model", f"{plan.model.name} ({found.model_dir})")]
+    rows: list[Sequence[str]] = [("model", f"{plan.model.name} ({found.model.path})")]
     for stage, estimate in zip(plan.stages, stages, strict=True):
         if stage.bits:
             device, memory = plan.device_of(stage), estimate.memory.total
@@ -235,11 +304,14 @@ def plan_text(found: HostPlan) -> str:
     answers = "one answer" if work.batch == 1 else f"{work.batch} answers at the same time"
     rows.append(("context", f"{work.max_context_tokens:,} tokens each, {answers}"))
     if found.answer_tokens_per_s is not None:
+        figures = (
+            "measured devices" if types_of(plan.cluster) else "the catalogue; --replan measures"
+        )
         rows.append(
             (
                 "speed",
                 f"{format_number(found.answer_tokens_per_s)} tokens/s an answer after a short "
-                "prompt (forecast from the catalogue; llmpq-profile measures)",
+                f"prompt (forecast with {figures})",
             )
         )
     rows.append(("quality", f"{plan.estimate.quality:.2g} lost (1: all layers at 4 bits)"))

@@ -12,7 +12,7 @@ from llmpq.cli.common import make_parser, run_command
 from llmpq.errors import SpecError
 
 VERBS = {
-    "chat": ("llmpq.cli.front.chat", "talk to a model: a folder or a GGUF file"),
+    "chat": ("llmpq.cli.front.chat", "talk to a model: a folder, a GGUF file, or one of the hub"),
     "run": ("llmpq.cli.front.run", "answer one prompt"),
     "serve": ("llmpq.cli.commands.serve", "answer OpenAI's API over HTTP (llmpq-serve)"),
     "plan": ("llmpq.cli.commands.algo", "decide which device runs which layers (llmpq-algo)"),

@@ -9,7 +9,13 @@ from dataclasses import asdict
 
 from llmpq.cli.common import INTERRUPTED, make_parser, print_json, require, run_command
 from llmpq.cli.front.answers import add_answer_options, loaded, sampling_of, show_answer
-from llmpq.cli.front.host_plan import add_host_plan_options, host_plan, say_plan
+from llmpq.cli.front.host_plan import (
+    MODEL_HELP,
+    add_host_plan_options,
+    host_plan,
+    plan_decisions,
+    say_plan,
+)
 from llmpq.errors import SpecError
 
 
@@ -22,7 +28,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = make_parser(
         "llmpq run", "Answer one prompt on this host; the answer alone is printed."
     )
-    parser.add_argument("model", metavar="MODEL", help="folder, GGUF file, or name in hub's cache")
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument(
         "--prompt", "-p", metavar="TEXT", help="what to continue (default: standard input)"
     )
@@ -44,16 +50,7 @@ def _run(options: argparse.Namespace) -> int:
     with loaded(found) as pipeline:
         shown = show_answer(pipeline, prompt, sampling, is_quiet=options.json)
     if options.json:
-        print_json(
-            {
-                **asdict(shown),
-                "plan": str(found.file),
-                "is_new_plan": found.is_new,
-                "context": found.plan.workload.max_context_tokens,
-                "bits": list(found.plan.bits),
-                "forecast_tokens_per_s": found.answer_tokens_per_s,
-            }
-        )
+        print_json({**asdict(shown), **plan_decisions(found)})
     return INTERRUPTED if shown.finish_reason == "cancelled" else 0
 
 

@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     record = to_json(DeviceFile(devices=(entry,)))
     write_text(options.output, dump_json(record))
     if options.json:
-        print_json(record)
+        print_json({**record, "cpu_taken": timings.cpu_taken})
     else:
         print(f"{_summary(entry)}\nwritten to {options.output}")
     return 0

@@ -11,6 +11,8 @@ from llmpq.assigner import PlanRequest
 from llmpq.assigner.explain.compare import FitAnswer, fit_answers
 from llmpq.assigner.explain.explanation import Alternative, one_more
 from llmpq.cli.common import print_json
+from llmpq.cli.front.host_devices import with_kept_figures
+from llmpq.cli.options import with_described, with_reserve
 from llmpq.cli.planning.request import cluster_of
 from llmpq.cli.render import (
     aligned,
@@ -23,10 +25,12 @@ from llmpq.cli.render import (
     speed_cells,
     speed_heads,
 )
-from llmpq.errors import InfeasibleError, SpecError
+from llmpq.errors import InfeasibleError
 from llmpq.options.declare import add_options, read_options
 from llmpq.options.plan import ClusterOptions, ModelOptions, PlanOutput, WorkloadOptions
+from llmpq.profiler.device import host_cluster
 from llmpq.spec import catalog
+from llmpq.spec.cluster import Cluster
 from llmpq.spec.plan import seconds_of_requests
 from llmpq.spec.precision import DTYPE_BYTES, Dtype
 from llmpq.spec.workload import Workload
@@ -36,7 +40,8 @@ from llmpq.units import format_duration
 def add_fit_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of a check without a strategy file."""
     group = parser.add_argument_group(
-        "does a model run on devices", "Instead of FILE: which bits fit, and how fast."
+        "does a model run on devices",
+        "Instead of FILE: which bits fit, and how fast; without devices, on this host.",
     )
     add_options(group, ModelOptions, "model", "dtype")
     add_options(group, ClusterOptions, "cluster", "device_names", "device_numbers", "reserve_gib")
@@ -87,18 +92,24 @@ def run_fit(options: argparse.Namespace) -> int:
 
 
 def _request(options: argparse.Namespace) -> PlanRequest:
-    if (options.cluster is None) == (options.device_names is None):
-        raise SpecError("--model: expected together with either --cluster or --device_names")
     model, source = catalog.resolve_model(options.model)
     dtype = model.dtype if options.dtype == "auto" else cast(Dtype, options.dtype)
     return PlanRequest(
         model=model,
         model_source=None if source is None else str(source),
-        cluster=cluster_of(read_options(ClusterOptions, options, leaves=["profile"])),
+        cluster=_cluster(read_options(ClusterOptions, options, leaves=["profile"])),
         workload=Workload(batch=options.global_bz, prompt_tokens=options.s, new_tokens=options.n),
         dtype=dtype,
         kv_bits=8 * DTYPE_BYTES[dtype],
     )
+
+
+def _cluster(asked: ClusterOptions) -> Cluster:
+    """Return the devices of the options, without any those of this host."""
+    if (asked.cluster, asked.device_names, asked.device_numbers) != (None, None, None):
+        return cluster_of(asked)
+    found = with_described(with_kept_figures(host_cluster()), asked.devices, "this host")
+    return with_reserve(found, asked.reserve_gib)
 
 
 def _record(answer: FitAnswer, requests: int | None) -> dict[str, Any]:

@@ -47,6 +47,7 @@ class DeviceTimings:
             too, at 16 bits. In every other format, prompts of the larger size at 16 bits.
         layer_overhead_s: a decoder layer with next to no work.
         host_bytes_per_s, host_latency_s: of a copy from and to host memory, ``None`` for a CPU.
+        cpu_taken: share of the timing thread's time that other programs took, ``None`` if unknown.
     """
 
     kind: DeviceKind
@@ -59,3 +60,4 @@ class DeviceTimings:
     host_bytes_per_s: float | None = None
     host_latency_s: float | None = None
     compute_capability: tuple[int, int] | None = None
+    cpu_taken: float | None = None

@@ -11,10 +11,12 @@ from llmpq.assigner import PlanRequest
 from llmpq.assigner.explain.compare import fit_answers
 from llmpq.cli.commands.check import main
 from llmpq.costmodel import build_costs
+from llmpq.profiler.device import host_cluster, host_memory_bytes
 from llmpq.spec import catalog
 from llmpq.spec.cluster import cluster_of_types
 from llmpq.spec.precision import DTYPE_BYTES
 from llmpq.spec.workload import Workload
+from llmpq.units import GIB
 from scripts.docs_site.fit_table import most_bits
 
 WORK = Workload(batch=1, prompt_tokens=256, new_tokens=32)
@@ -41,6 +43,26 @@ def test_the_text_names_formats_and_reasons(capsys) -> None:
     assert "16    yes" in text
     assert "T4-16G#0 computes float16, float32, not bfloat16" in text
     assert "tokens/s" in text
+
+
+def test_without_devices_this_host_is_looked_at(capsys, monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    free = []
+
+    def host():
+        return host_cluster(free)
+
+    monkeypatch.setattr("llmpq.cli.fit.host_cluster", host)
+    assert main(["--model", "facebook/opt-125m", *ARGV, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["cluster"] == "this host"
+    (stage,) = found["answers"][0]["stages"]
+    assert stage["device"] == "here/cpu#0"
+    assert stage["capacity_bytes"] < host_memory_bytes()
+    free.append(("NVIDIA GeForce RTX 3090", 20 * GIB))
+    assert main(["--model", "Qwen/Qwen3-8B", *ARGV]) == 0
+    assert "Qwen/Qwen3-8B on this host" in (text := capsys.readouterr().out)
+    assert "RTX3090" in text
 
 
 def test_what_does_not_fit_has_a_short_line(capsys) -> None:
@@ -102,7 +124,10 @@ def test_a_model_that_never_fits_is_status_3(capsys) -> None:
     [
         ([], "expected either a strategy FILE, or --model"),
         (["plan.json", "--model", "x"], "expected either a strategy FILE, or --model"),
-        (["--model", "Qwen/Qwen3-8B"], "expected together with either --cluster or --device_names"),
+        (
+            ["--model", "Qwen/Qwen3-8B", "--cluster", "a.json", "--device_names", "L4"],
+            "--cluster and --device_names: found both",
+        ),
         (["--model", "Qwen/Qwen3-8B", "--device_names", "RTX4091"], "RTX4090"),
         (["--model", "nothing", "--device_names", "L4"], "found 'nothing'"),
     ],

@@ -32,7 +32,16 @@ def talker(tmp_path):
 
 @pytest.mark.dist
 def test_run_prints_the_answer_of_the_pipeline(capsys, tmp_path):
-    words = [str(DEMO), "-p", "To install", "--max_tokens", "9", "--max_model_len", "64"]
+    words = [
+        str(DEMO),
+        "-p",
+        "To install",
+        "--max_tokens",
+        "9",
+        "--max_model_len",
+        "64",
+        "--no_measure",
+    ]
     assert main(["run", *words, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     plan = read_plan(record["plan"])
@@ -64,6 +73,7 @@ def test_a_talk_keeps_its_messages_and_forgets_the_first_when_it_is_long(
     lines = "Hello\n\nAnd now?\n" + "More words here please, and then some. \n" * 6 + "/exit\nno\n"
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
     words = [str(talker), "--max_tokens", "6", "--max_model_len", "120", "--system", "Be kind"]
+    words.append("--no_measure")
     assert main(["chat", *words]) == 0
     shown = capsys.readouterr()
     assert len(prompts) == 8  # neither the empty line nor what follows /exit
@@ -76,7 +86,7 @@ def test_a_talk_keeps_its_messages_and_forgets_the_first_when_it_is_long(
 @pytest.mark.dist
 def test_a_model_without_template_continues_texts(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("To install\n"))
-    assert main(["chat", str(DEMO), "--max_tokens", "5"]) == 0
+    assert main(["chat", str(DEMO), "--max_tokens", "5", "--no_measure"]) == 0
     shown = capsys.readouterr()
     assert "no chat template" in shown.err
     assert "[5 tokens" in shown.err

@@ -2,15 +2,25 @@
 
 import argparse
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from llmpq.cli.front import host_plan as module
-from llmpq.cli.front.host_plan import add_host_plan_options, find_model, host_plan, plan_text
+from llmpq.cli.front.host_plan import (
+    add_host_plan_options,
+    find_model,
+    host_plan,
+    plan_decisions,
+    plan_text,
+)
+from llmpq.cli.front.hub import HubModel
 from llmpq.errors import InfeasibleError, SpecError
+from llmpq.spec.catalog import with_device_types
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
+from llmpq.spec.devices.figures import DeviceEntry
 from llmpq.units import GIB
 
 DEMO = Path(__file__).resolve().parents[3] / "models" / "demo"
@@ -26,6 +36,7 @@ def memory(monkeypatch, tmp_path):
     """Return a list whose last number is the free memory of this host in GiB."""
     free = [4.0]
     monkeypatch.setattr(module, "host_cluster", lambda: host(free[-1]))
+    monkeypatch.setattr(module, "with_measured_figures", lambda cluster: cluster)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return free
 
@@ -47,6 +58,40 @@ def test_a_plan_is_kept_and_used_again(memory, tmp_path):
     assert found("--replan").is_new
     assert found("--bits", "4").is_new
     assert found("--max_num_seqs", "2").plan.workload.batch == 2
+
+
+def test_devices_are_measured_for_a_new_plan_unless_the_user_forbids_it(memory, monkeypatch):
+    entry = DeviceEntry(
+        type="cpu",
+        kind="cpu",
+        memory_bytes=8 * GIB,
+        memory_bytes_per_s=1e9,
+        flops=(("float32", 1e10),),
+        cores=2,
+    )
+    measured = []
+
+    def measure(cluster):
+        measured.append(cluster)
+        return with_device_types(cluster, [entry])
+
+    monkeypatch.setattr(module, "with_measured_figures", measure)
+    guessed = found("--no_measure")
+    assert measured == []
+    assert "the catalogue; --replan measures" in plan_text(guessed)
+    assert not found().is_new  # a plan that is kept needs no figures
+    first = found("--replan")
+    assert len(measured) == 1
+    assert "measured devices" in plan_text(first)
+    assert first.file != guessed.file
+    assert first.plan.cluster.device_types == (entry,)
+    assert first.answer_tokens_per_s != guessed.answer_tokens_per_s
+    monkeypatch.setattr(
+        module, "with_kept_figures", lambda cluster: with_device_types(cluster, [entry])
+    )
+    again = found()
+    assert (again.file, again.is_new) == (first.file, False)
+    assert len(measured) == 1
 
 
 def test_other_files_of_the_model_make_another_plan(memory, tmp_path):
@@ -89,6 +134,39 @@ def test_the_text_says_what_the_plan_promises(memory):
     assert one.answer_tokens_per_s > 0
 
 
+def test_the_record_has_every_decision(memory):
+    one = found("--max_num_seqs", "3", "--max_model_len", "400", "--bits", "8")
+    record = plan_decisions(one)
+    (stage,) = one.plan.estimate.stages
+    assert record["model"] == {
+        "name": "demo",
+        "path": str(DEMO),
+        "from": "here",
+        "commit": None,
+        "downloaded_bytes": 0,
+    }
+    assert record["devices"] == [
+        {
+            "device": "here/cpu#0",
+            "figures": "catalogue",
+            "threads": 2,
+            "layers": 12,
+            "memory_bytes": stage.memory.total,
+            "capacity_bytes": 4 * GIB,
+        }
+    ]
+    assert (record["context"], record["sequences"], record["bits"]) == (400, 3, [8] * 12)
+    assert record["is_new_plan"]
+    assert set(record) == documented_fields("docs/install/first-answer.md")
+
+
+def documented_fields(page):
+    """Return the names in the first column of the table of a page."""
+    text = (DEMO.parents[1] / page).read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.*?) \|", text, flags=re.M)
+    return set(re.findall(r"`(\w+)`", " ".join(rows)))
+
+
 def test_what_cannot_be_planned_is_an_error(memory):
     with pytest.raises(SpecError, match="--max_num_seqs: found 0"):
         found("--max_num_seqs", "0")
@@ -97,17 +175,18 @@ def test_what_cannot_be_planned_is_an_error(memory):
         found()
 
 
-def test_a_name_means_its_files_in_the_cache_of_the_hub(monkeypatch, tmp_path):
-    pytest.importorskip("huggingface_hub")
-    with pytest.raises(SpecError, match=r"hf download facebook/opt-125m"):
-        find_model("facebook/opt-125m")
-    folder = tmp_path / "models--own--demo"
-    (folder / "refs").mkdir(parents=True)
-    (folder / "refs" / "main").write_text("abc")
-    (folder / "snapshots").mkdir()
-    (folder / "snapshots" / "abc").symlink_to(DEMO)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.file_download.HF_HUB_CACHE", str(tmp_path), raising=False)
-    spec, path = find_model("own/demo")
-    assert spec.num_layers == 12
-    assert path == DEMO
+def test_a_short_name_of_the_catalogue_means_the_model_of_the_hub(monkeypatch):
+    asked = []
+
+    def hub_model(name):
+        asked.append(str(name))
+        return HubModel(path=DEMO, commit="abc", downloaded_bytes=7)
+
+    monkeypatch.setattr(module, "hub_model", hub_model)
+    found = find_model("opt-125m")
+    assert asked == ["facebook/opt-125m"]
+    assert (found.spec.name, found.spec.num_layers) == ("facebook/opt-125m", 12)
+    assert found.hub.downloaded_bytes == 7
+    with pytest.raises(SpecError, match="did you mean"):
+        find_model("opt-125")
+    assert find_model(str(DEMO)).hub is None
