@@ -15,19 +15,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmpq.cli.common import command_start_s, make_parser, require, run_command
-from llmpq.cli.engine_options import add_engine_options, check_engine_options, launch_engine
+from llmpq.cli.engine_options import (
+    add_engine_options,
+    check_engine_options,
+    launch_engine,
+    run_stages,
+)
 from llmpq.cli.front.host_plan import add_host_plan_options, host_plan, say_plan
+from llmpq.cli.run_options import HostProgress, commands_of_hosts, stated_hosts
 from llmpq.cli.server_options import (
     add_address_options,
     add_listen_limits,
     listen_options,
     say_ready,
 )
-from llmpq.dist import model_dir_of
+from llmpq.dist import Hosts, model_dir_of
 from llmpq.dist.launch.local_devices import visible_devices
 from llmpq.dist.metrics.measurement import StartLog
+from llmpq.dist.metrics.progress import RunProgress, SilentProgress
 from llmpq.errors import SpecError
 from llmpq.options.declare import add_options, read_options, values_of
+from llmpq.options.run import HostOptions
 from llmpq.options.server import AdmissionOptions, RoutingOptions
 from llmpq.routing import load_balancer
 from llmpq.spec.plan import Plan, read_fleet, read_plan
@@ -70,12 +78,7 @@ def _parser() -> argparse.ArgumentParser:
         help="instead of a plan: a folder, GGUF file, or name in hub's cache, planned for this "
         "host",
     )
-    files.add_argument(
-        "--served_model_name",
-        nargs="+",
-        metavar="NAME",
-        help="names of the model in requests; answers use the first (default: the plan's)",
-    )
+    _add_name_option(files)
     balancer = {
         "default": None,
         "help": f"--fleet: which replica takes a request (default {RoutingOptions().balancer})",
@@ -84,8 +87,19 @@ def _parser() -> argparse.ArgumentParser:
     add_address_options(parser)
     _add_limit_options(parser)
     add_engine_options(parser)
+    hosts = parser.add_argument_group("several hosts (each runs this command; host 0 has HTTP)")
+    add_options(hosts, HostOptions)
     add_host_plan_options(parser.add_argument_group("plan of MODEL"), SEQUENCES, has_length=False)
     return parser
+
+
+def _add_name_option(files: argparse._ActionsContainer) -> None:
+    files.add_argument(
+        "--served_model_name",
+        nargs="+",
+        metavar="NAME",
+        help="names of the model in requests; answers use the first (default: the plan's)",
+    )
 
 
 def _add_limit_options(parser: argparse.ArgumentParser) -> None:
@@ -106,16 +120,24 @@ def _run(options: argparse.Namespace, start: StartLog) -> int:
         return _run_fleet(options)
     if options.balancer is not None:
         raise SpecError("--balancer: found without --fleet, expected both")
-    plan = read_plan(options.strat_file_name)
-    _check_one_host(plan, options.strat_file_name)
+    plan, hosts = read_plan(options.strat_file_name), stated_hosts(options)
+    if hosts.num_nodes == 1:
+        _check_one_host(plan, options)
     model_dir = model_dir_of(plan, options.model)
-    require("torch", "transformers", *SERVER_PACKAGES)
+    require("torch", "transformers", *(() if hosts.node_rank else SERVER_PACKAGES))
     from llmpq.server.admission import token_budget_for
 
-    admission = _admission(options, plan)
     if options.itl_bound is not None:
         options.token_budget = token_budget_for(plan, options.itl_bound)
-    engine = launch_engine(options, plan, model_dir)
+    progress: RunProgress | None = None
+    if hosts.num_nodes > 1:
+        progress = on_host = _host_progress(options, plan, hosts)
+        if hosts.node_rank > 0:
+            run_stages(options, plan, model_dir, hosts, on_host)
+            on_host.say("done")
+            return 0
+    admission = _admission(options, plan)
+    engine = launch_engine(options, plan, model_dir, hosts=hosts, progress=progress)
     start.mark("command")
     names = tuple(options.served_model_name or (plan.model.name,))
     try:
@@ -167,6 +189,8 @@ def _run_engine(
 def _check_files(options: argparse.Namespace) -> None:
     """Check that the plan, fleet or model is given."""
     given, has_plan = options.given, options.strat_file_name or options.fleet
+    if options.nnodes != 1 and options.strat_file_name is None:
+        raise SpecError("--nnodes: found without --strat_file_name, expected both")
     if has_plan and given is None:
         if options.bits or options.replan or options.max_num_seqs != SEQUENCES:
             raise SpecError(
@@ -194,14 +218,33 @@ def _plan_model(options: argparse.Namespace) -> None:
     options.max_model_len = None  # that of the plan
 
 
-def _check_one_host(plan: Plan, file: str) -> None:
-    """Check that the ranks of a plan are on one node, because all of them start here."""
-    nodes = plan.nodes
+def _host_progress(options: argparse.Namespace, plan: Plan, hosts: Hosts) -> HostProgress:
+    """Return what says which host this is and which it waits for."""
+    words = ["llmpq-serve", *stage_options(options.argv)]
+    return HostProgress(SilentProgress(), hosts, plan, words, "llmpq-serve")
+
+
+def stage_options(words: Sequence[str]) -> list[str]:
+    """Return the options of the command for hosts without the master: all but those of HTTP."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_address_options(parser)
+    _add_limit_options(parser)
+    _add_name_option(parser)
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_known_args(words)[1]
+
+
+def _check_one_host(plan: Plan, options: argparse.Namespace) -> None:
+    """Check that the ranks of a plan are on one node, where no option says that there are more."""
+    nodes, words = plan.nodes, options.argv
     if len(nodes) > 1:
+        commands = commands_of_hosts(
+            options, nodes, ["llmpq-serve", *words], ["llmpq-serve", *stage_options(words)]
+        )
         raise SpecError(
-            f"{file}: found stages on {len(nodes)} nodes ({', '.join(nodes)}), expected one: all "
-            "ranks start on this host. Over several hosts, llmpq-dist --nnodes answers files of "
-            "prompts; if the devices are in this host, plan with a cluster file that has one node"
+            f"{options.strat_file_name}: found stages on {len(nodes)} nodes ({', '.join(nodes)}), "
+            "expected one, or --nnodes. If all devices are in this host, plan with a cluster file "
+            f"that has one node; else {commands}"
         )
 
 
@@ -232,8 +275,7 @@ def _admission(options: argparse.Namespace, plan: Plan) -> AdmissionLimits:
 def _run_fleet(options: argparse.Namespace) -> int:
     """Serve a fleet until SIGTERM or Ctrl-C; return the exit status."""
     fleet = read_fleet(options.fleet)
-    for one, plan in zip(fleet.replicas, fleet.plans(options.fleet), strict=True):
-        _check_one_host(plan, str(Path(options.fleet).parent / one.strategy))
+    for plan in fleet.plans(options.fleet):
         model_dir_of(plan, options.model)
     used = {name for one in fleet.replicas for name in one.devices}
     nodes = {device.node for device in fleet.cluster.devices if device.label in used}

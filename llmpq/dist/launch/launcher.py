@@ -291,7 +291,7 @@ class _WorkerMonitor:
             event = Event.decode(line)
             self._started.add(event.rank)
             self._silent_s[event.rank] = 0.0
-            self._has_drafts |= event.kind == "ready"
+            self._has_drafts |= event.kind == "ready" and event.rank == self._plan.draft_rank
             if event.kind != "alive":
                 progress.report(event)
 

@@ -53,11 +53,13 @@ class Hosts:
         num_nodes: how many hosts there are.
         node_rank: which of them this is; 0 is the master's.
         address: host and port on which rank 0 waits for the others; unused on one host.
+        token_file: the secret that all hosts share; unused on one host.
     """
 
     num_nodes: int = 1
     node_rank: int = 0
     address: tuple[str, int] | None = None
+    token_file: Path | None = None
 
 
 class Ranks(contextlib.AbstractContextManager["Ranks"]):
@@ -105,6 +107,10 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         self.restarts: list[Restart] = []
         self._job: Job | None = None
         self._thread: threading.Thread | None = None
+        # A host without the master serves once its stages, or else its draft model, are loaded.
+        stages = [rank for rank in self._ranks if rank != plan.draft_rank]
+        self._waits_for = () if 0 in self._ranks else tuple(stages or self._ranks)
+        self._loaded: set[int] = set()  # ranks of this start
         self._ready_s: float | None = None  # since when this start serves
         self._has_served = False
         self._served_s = 0.0  # by all starts that have ended
@@ -146,7 +152,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
             StoppedError: they were asked to end before all requests were answered.
             LlmpqError: as ``launch``, if another start is not allowed or would not help.
         """
-        job = replace(job, rendezvous=self._rendezvous(job), launcher_pid=os.getpid())
+        job = replace(job, rendezvous=self._rendezvous(), launcher_pid=os.getpid())
         try:
             with clean_up_if_killed(self.folder):
                 measurement = self._run_until_done(job)
@@ -198,6 +204,10 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
             self._tokens, self._expected_tokens = event.done, event.total
             if self._ready_s is None:
                 self.serve()
+        elif event.kind == "ready":
+            self._loaded.add(event.rank)
+            if self._waits_for and self._loaded.issuperset(self._waits_for):
+                self.serve()
         self._progress.report(event)
 
     def check(self) -> None:
@@ -225,13 +235,13 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         """Whether the answers of a batch are written on this host."""
         return self._job is not None and self._job.task == "generate" and 0 in self._ranks
 
-    def _rendezvous(self, job: Job) -> Rendezvous:
+    def _rendezvous(self) -> Rendezvous:
         if self._hosts.num_nodes == 1:
             return Rendezvous(file=self.folder / "rendezvous")
         return Rendezvous(
             address=self._hosts.address,
             folder=self.folder,
-            token_file=job.rendezvous.token_file,
+            token_file=self._hosts.token_file,
         )
 
     def _run_in_thread(self, job: Job, on_end: Callable[[BaseException | None], None]) -> None:
@@ -247,6 +257,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         while True:
             self._job = job
             self._tokens = 0
+            self._loaded.clear()
             self._set_state("restarting" if self.restarts else "starting")
             start_s, before = time.monotonic(), self._count_finished()
             try:

@@ -47,7 +47,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         on_ready("http://127.0.0.1:8000")
 
     monkeypatch.setattr("llmpq.server.app.run_server", run_server)
-    monkeypatch.setattr(serve, "launch_engine", lambda *_: Engine())
+    monkeypatch.setattr(serve, "launch_engine", lambda *_, **__: Engine())
     return found
 
 
@@ -190,11 +190,69 @@ def test_bad_options_are_refused(served, words, capsys):
 TWO_NODES = sorted((ROOT / "strategies").glob("opt-30b__paper-03__*__llmpq.json"))[0]
 
 
-def test_a_plan_over_several_hosts_is_refused(served, capsys):
-    assert serve.main(["--strat_file_name", str(TWO_NODES), "--model", str(DEMO)]) == 2
+def test_a_plan_over_several_hosts_names_the_command_of_each(served, capsys):
+    words = ["--strat_file_name", str(TWO_NODES), "--model", str(DEMO), "--token_budget", "64"]
+    http = ["--port", "80", "--served_model_name", "a", "b", "--ttft_bound", "5", "--json"]
+    assert serve.main([*words, *http]) == 2
     error = capsys.readouterr().err
     assert f"{TWO_NODES}: found stages on 2 nodes (node0, node1), expected one" in error
-    assert "llmpq-dist --nnodes" in error
+    hosts = "--nnodes 2 --master_addr ADDRESS --token_file FILE --node_rank"
+    assert error.splitlines()[1:] == [
+        f"  node0: {' '.join(['llmpq-serve', *words, *http, hosts])} 0",
+        f"  node1: {' '.join(['llmpq-serve', *words, hosts])} 1",
+    ]
+    assert not served
+
+
+def test_what_is_known_of_the_hosts_is_in_their_commands(served, capsys):
+    given = ["--master_addr", "10.0.0.1", "--token_file", "token"]
+    assert serve.main(["--strat_file_name", str(TWO_NODES), "--model", str(DEMO), *given]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.endswith("--master_addr 10.0.0.1 --token_file token --nnodes 2 --node_rank 1")
+
+
+HOSTS = ["--nnodes", "2", "--master_addr", "10.0.0.1", "--token_file", "token"]
+
+
+def test_a_host_without_the_master_runs_its_stages_alone(served, capsys, monkeypatch):
+    found = []
+    monkeypatch.setattr(serve, "run_stages", lambda *given: found.append(given))
+    words = ["--strat_file_name", str(TWO_NODES), "--model", str(DEMO), "--itl_bound", "1000"]
+    assert serve.main([*words, *HOSTS, "--node_rank", "1"]) == 0
+    ((options, plan, _, hosts, _),) = found
+    assert options.token_budget == token_budget_for(plan, 1000)
+    assert (hosts.num_nodes, hosts.node_rank, hosts.address) == (2, 1, ("10.0.0.1", 29500))
+    assert hosts.token_file == Path("token").resolve()
+    shown = capsys.readouterr()
+    assert not shown.out
+    assert "llmpq-serve: host 1 of 2 (node1): with rank" in shown.err
+    assert shown.err.endswith("host 1 of 2 (node1): done\n")
+    assert not served
+
+
+def test_the_host_of_the_master_says_what_to_start_on_the_other(served, capsys):
+    words = ["--strat_file_name", str(TWO_NODES), "--model", str(DEMO)]
+    assert serve.main([*words, *HOSTS, "--port", "80"]) == 0
+    shown = capsys.readouterr()
+    other = " ".join(["start there: llmpq-serve", *words, *HOSTS, "--node_rank 1"])
+    assert other in shown.err
+    assert shown.out == "ready http://127.0.0.1:8000\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--strat_file_name", str(TWO_NODES), "--nnodes", "2"], "expected --master_addr too"),
+        (["--strat_file_name", str(TWO_NODES), *HOSTS, "--node_rank", "2"], "2 and 2, expected 1"),
+        (["--strat_file_name", str(PLAN), *HOSTS], "nnodes, node_rank: found 2 and 0"),
+        ([str(DEMO), *HOSTS], "--nnodes: found without --strat_file_name"),
+        (["--fleet", "fleet.json", *HOSTS], "--nnodes: found without --strat_file_name"),
+    ],
+)
+def test_hosts_that_cannot_serve_are_refused(served, capsys, words, message):
+    model = [] if str(DEMO) in words else ["--model", str(DEMO)]
+    assert serve.main([*words, *model]) == 2
+    assert message in capsys.readouterr().err
     assert not served
 
 
