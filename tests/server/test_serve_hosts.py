@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,8 @@ from helpers.ranks import make_plan
 from helpers.served import DEMO, demo_tokenizer
 from transformers import AutoModelForCausalLM
 
-from llmpq.spec.plan import write_plan
+from llmpq.spec.cluster import Cluster, DeviceGroup, Node
+from llmpq.spec.plan import Fleet, FleetMember, write_fleet, write_plan
 
 PROMPT, NEW = "The server listens on", 48
 
@@ -152,6 +154,49 @@ def test_a_cut_wire_is_a_lost_rank(tmp_path, expected):
         here.send_signal(signal.SIGTERM)
         assert here.wait(PATIENCE_S) == 0
         assert there.wait(PATIENCE_S) == 0
+
+
+def test_a_fleet_over_two_hosts_is_one_server(tmp_path, expected):
+    group = DeviceGroup(type="cpu", count=2, threads=1)
+    cluster = Cluster(name="c", nodes=tuple(Node(name=n, devices=(group,)) for n in ("a", "b")))
+    sizes = {"batch": 4, "prompt_tokens": 64, "new_tokens": 64, "source": DEMO}
+    alone = Cluster(name="b", nodes=(two_nodes().nodes[1],))
+    write_plan(tmp_path / "both.json", make_plan((0, 6, 12), cluster=two_nodes(), **sizes))
+    write_plan(tmp_path / "own.json", make_plan((0, 12), cluster=alone, **sizes))
+    labels = {"both.json": ("a/cpu#0", "b/cpu#0"), "own.json": ("b/cpu#1",)}
+    members = tuple(
+        FleetMember(strategy=name, devices=devices, requests_per_s=1)
+        for name, devices in labels.items()
+    )
+    fleet = Fleet(
+        model="tiny", replicas=members, requests_per_s=2, bound=2, status="optimal", cluster=cluster
+    )
+    write_fleet(tmp_path / "fleet.json", fleet)
+    words = ["llmpq.cli.commands.serve", "--fleet", str(tmp_path / "fleet.json")]
+    words += ["--node_addr", "a=127.0.0.1", "b=127.0.0.2", "--balancer", "round_robin"]
+    words += ["--port", str(free_port()), "--master_port", str(free_port())]
+    words += ["--step_timeout", "60"]
+    with two_hosts("loopback") as made:
+        there = made[1].start([*words, "--node", "b"], tmp_path / "b.txt")
+        here = made[0].start([*words, "--node", "a"], tmp_path / "a.txt")
+        url = url_of(here)
+        wait_for_text(tmp_path / "b.txt", "replica 1: ready http://127.0.0.2:")
+        body = {"model": "tiny", "prompt": PROMPT, "max_tokens": NEW, "temperature": 0}
+
+        def answered() -> list[str]:
+            text = httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text
+            pattern = r'router_requests_total\{outcome="answered".*\} (.*)'
+            return [count for count in re.findall(pattern, text) if float(count)]
+
+        def ask() -> list[str]:
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S).json()
+            assert answer["choices"][0]["text"] == expected
+            return answered()
+
+        wait_for(ask, lambda counts: len(counts) == 2)
+        for host in (here, there):
+            host.send_signal(signal.SIGTERM)
+        assert [host.wait(PATIENCE_S) for host in (here, there)] == [0, 0]
 
 
 def test_other_options_on_another_host_are_an_error(tmp_path):

@@ -13,7 +13,10 @@ VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
 
 
 def visible_devices(
-    cluster: Cluster, labels: Sequence[str], environment: Mapping[str, str]
+    cluster: Cluster,
+    labels: Sequence[str],
+    environment: Mapping[str, str],
+    node: str | None = None,
 ) -> dict[str, str]:
     """Return the variables that show a pipeline its own accelerators.
 
@@ -21,9 +24,10 @@ def visible_devices(
     ``environment`` shows.
 
     Args:
-        cluster: all devices of this host.
+        cluster: all devices of this host, or of several.
         labels: the pipeline's devices, in the order of its plan's cluster.
         environment: of this process.
+        node: which node of the cluster this host is; by default accelerators are on one.
 
     Raises:
         SpecError: the cluster has accelerators on several nodes, or more than are shown.
@@ -31,12 +35,13 @@ def visible_devices(
     devices = [
         (device.label, device.node, catalog.device(device.type, cluster).kind)
         for device in cluster.devices
+        if node in (None, device.node)
     ]
     nodes = {node for _, node, kind in devices if kind != "cpu"}
     if len(nodes) > 1:
         raise SpecError(
             f"cluster {cluster.name}: found accelerators on {', '.join(sorted(nodes))}, expected "
-            "one node: start llmpq-serve on each host, and llmpq-route"
+            "one node"
         )
     found = {}
     for kind, variable in VISIBLE.items():
