@@ -384,7 +384,8 @@ def test_without_a_plan_the_answer_says_how_to_make_one(served, capsys, words, m
 
 @pytest.fixture
 def fake_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def start_engine(options, plan, model_dir) -> FakeEngine:
+    async def start_engine(options, plan, model_dir, *, hosts, progress) -> FakeEngine:
+        assert hosts.num_nodes == options.nnodes
         return FakeEngine()
 
     monkeypatch.setattr(openai_batch, "start_engine", start_engine)
@@ -407,6 +408,20 @@ def test_batch_file_is_answered(fake_engine, tmp_path, capsys):
     assert found["response"]["body"]["usage"]["completion_tokens"] == 16
     summary = json.loads(capsys.readouterr().out)
     assert (summary["requests"], summary["errors"], summary["generated_tokens"]) == (1, 0, 16)
+
+
+def test_batch_files_are_answered_over_several_hosts(fake_engine, tmp_path, capsys, monkeypatch):
+    words = ["--strat_file_name", str(TWO_NODES), *HOSTS]
+    assert batch(tmp_path, [LINE], *words) == 0
+    assert "waiting at 10.0.0.1:29500 for host 1 (node1); start there: " in capsys.readouterr().err
+    assert (tmp_path / "out.jsonl").exists()
+    (tmp_path / "out.jsonl").unlink()
+    found = []
+    monkeypatch.setattr(openai_batch, "run_stages", lambda *given: found.append(given))
+    assert batch(tmp_path, [LINE], *words, "--node_rank", "1") == 0
+    ((_, _, model_dir, hosts, _),) = found
+    assert (model_dir, hosts.node_rank) == (DEMO, 1)
+    assert not (tmp_path / "out.jsonl").exists()
 
 
 def test_batch_lines_without_an_id_give_status_2(fake_engine, tmp_path, capsys):
