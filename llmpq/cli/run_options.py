@@ -13,8 +13,8 @@ from typing import TypeVar
 
 from llmpq.dist import Hosts
 from llmpq.dist.io.job import Rendezvous
-from llmpq.dist.launch.launcher import ranks_of_node
-from llmpq.dist.launch.task_environment import Task, started_task
+from llmpq.dist.launch.process_environment import Task, started_task
+from llmpq.dist.launch.ranks import ranks_of_node
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import BarProgress, Event, RunProgress, SilentProgress
 from llmpq.errors import SpecError, StoppedError

@@ -31,7 +31,7 @@ from llmpq.cli.server_options import (
     say_ready,
 )
 from llmpq.dist import Hosts, model_dir_of
-from llmpq.dist.launch.local_devices import visible_devices
+from llmpq.dist.launch.process_environment import visible_devices
 from llmpq.dist.metrics.measurement import StartLog
 from llmpq.dist.metrics.progress import RunProgress, SilentProgress
 from llmpq.errors import SpecError

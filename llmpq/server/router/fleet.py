@@ -10,8 +10,7 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from llmpq.dist.launch.end_with_parent import ending_with_this_process
-from llmpq.dist.launch.signals import SIGNALS
+from llmpq.dist.launch.signals import SIGNALS, ending_with_this_process
 from llmpq.errors import StageError
 from llmpq.options.server import ListenOptions
 from llmpq.routing import LoadBalancer

@@ -19,7 +19,7 @@ from helpers.served import DEMO
 
 from llmpq import plan
 from llmpq.cli.commands.serve import main, replica_options
-from llmpq.dist.launch.local_devices import visible_devices
+from llmpq.dist.launch.process_environment import visible_devices
 from llmpq.errors import SpecError
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 from llmpq.spec.plan import Fleet, FleetMember, write_fleet
