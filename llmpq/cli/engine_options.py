@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from llmpq.cli.run_options import add_store_options, read_run_options
 from llmpq.costmodel.memory import context_bytes
-from llmpq.dist.async_engine import AsyncEngine
+from llmpq.dist import Hosts
+from llmpq.dist.async_engine import AsyncEngine, run_engine_stages
 from llmpq.dist.io.generation import EngineClient
+from llmpq.dist.launch.signals import StopRequest
 from llmpq.dist.metrics.progress import RunProgress
 from llmpq.errors import SpecError
 from llmpq.options.declare import add_options, read_options, values_of
@@ -44,19 +47,30 @@ def check_engine_options(options: argparse.Namespace) -> None:
     read_options(LaunchOptions, options, leaves=["store"])
 
 
-async def start_engine(options: argparse.Namespace, plan: Plan, model_dir: Path) -> EngineClient:
+async def start_engine(
+    options: argparse.Namespace,
+    plan: Plan,
+    model_dir: Path,
+    *,
+    hosts: Hosts | None = None,
+    progress: RunProgress | None = None,
+) -> EngineClient:
     """Start the ranks of a plan and return their engine once it is loaded.
+
+    The arguments are those of :func:`launch_engine`.
 
     Raises:
         LlmpqError: an option cannot be used, or a rank did not start.
     """
-    return await launch_engine(options, plan, model_dir).ready()
+    return await launch_engine(options, plan, model_dir, hosts=hosts, progress=progress).ready()
 
 
 def launch_engine(
     options: argparse.Namespace,
     plan: Plan,
     model_dir: Path,
+    *,
+    hosts: Hosts | None = None,
     progress: RunProgress | None = None,
 ) -> AsyncEngine:
     """Start the ranks of a plan and return their engine while they load.
@@ -64,19 +78,41 @@ def launch_engine(
     Options that the command does not have are left at their defaults. ``progress`` receives the
     events of the ranks.
 
+    Args:
+        options: of the command.
+        plan: the strategy.
+        model_dir: directory with the weights.
+        hosts: this host's place, which is the master's; by default all ranks run here.
+        progress: receives loading events.
+
     Raises:
         SpecError: an option cannot be used.
     """
+    values = _engine_values(options, plan, model_dir)
+    return AsyncEngine.launch(plan, model_dir, hosts=hosts, progress=progress, **values)
+
+
+def run_stages(
+    options: argparse.Namespace, plan: Plan, model_dir: Path, hosts: Hosts, progress: RunProgress
+) -> None:
+    """Run the ranks of a host without the master, until the engine is closed.
+
+    SIGTERM and Ctrl-C end them.
+
+    Raises:
+        LlmpqError: as :func:`llmpq.dist.async_engine.run_engine_stages`.
+    """
+    values, stop = _engine_values(options, plan, model_dir), StopRequest()
+    with stop.from_signals():
+        run_engine_stages(plan, model_dir, hosts, progress=progress, stop=stop, **values)
+
+
+def _engine_values(options: argparse.Namespace, plan: Plan, model_dir: Path) -> dict[str, Any]:
+    """Return the options of an engine by name."""
     engine = read_options(EngineOptions, options)
     if engine.max_model_len is not None:
         check_context_memory(plan, load_model_dir(model_dir), engine.max_model_len)
-    return AsyncEngine.launch(
-        plan,
-        model_dir,
-        progress=progress,
-        **values_of(engine),
-        **values_of(read_run_options(LaunchOptions, options)),
-    )
+    return values_of(engine) | values_of(read_run_options(LaunchOptions, options))
 
 
 def check_context_memory(plan: Plan, model: ModelSpec, max_model_len: int) -> None:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmpq.cli.common import print_json, require
-from llmpq.cli.engine_options import start_engine
-from llmpq.cli.run_options import MAX_LISTED
-from llmpq.dist import model_dir_of
+from llmpq.cli.engine_options import run_stages, start_engine
+from llmpq.cli.run_options import MAX_LISTED, HostProgress, stated_hosts
+from llmpq.dist import Hosts, model_dir_of
+from llmpq.dist.metrics.progress import RunProgress, SilentProgress
 from llmpq.errors import SpecError
 from llmpq.spec.plan import Plan
 
@@ -29,8 +30,18 @@ def answer_batch(options: argparse.Namespace, plan: Plan) -> int:
     Raises:
         LlmpqError: a file or an option cannot be used, or the engine failed.
     """
-    if options.nnodes != 1 or options.no_auto:
-        raise SpecError("--format openai_batch: found several hosts, expected one")
+    if options.no_auto:
+        raise SpecError("--format openai_batch: found --no_auto, expected hosts that start ranks")
+    hosts = stated_hosts(options)
+    progress: RunProgress | None = None
+    if hosts.num_nodes > 1:
+        words = ["llmpq-dist", *options.argv]
+        progress = on_host = HostProgress(SilentProgress(), hosts, plan, words)
+        if hosts.node_rank > 0:
+            require("torch", "transformers")
+            run_stages(options, plan, model_dir_of(plan, options.model), hosts, on_host)
+            on_host.say("done")
+            return 0
     require(*PACKAGES)
     from llmpq.server.batch import read_batch
 
@@ -39,7 +50,7 @@ def answer_batch(options: argparse.Namespace, plan: Plan) -> int:
     if refused and options.bad_prompts == "refuse":
         raise refused[0]
     start_s = time.monotonic()
-    summary = asyncio.run(_answer(options, plan, source))
+    summary = asyncio.run(_answer(options, plan, source, hosts, progress))
     elapsed_s = time.monotonic() - start_s
     if options.json:
         print_json(
@@ -61,14 +72,20 @@ def answer_batch(options: argparse.Namespace, plan: Plan) -> int:
     return _report_refused(summary.refused)
 
 
-async def _answer(options: argparse.Namespace, plan: Plan, source: Path) -> BatchSummary:
+async def _answer(
+    options: argparse.Namespace,
+    plan: Plan,
+    source: Path,
+    hosts: Hosts,
+    progress: RunProgress | None,
+) -> BatchSummary:
     from llmpq.server.app import make_service
     from llmpq.server.batch import run_batch
     from llmpq.server.text.tokenizer import load_server_tokenizer
 
     folder = model_dir_of(plan, options.model)
     tokenizer = asyncio.create_task(asyncio.to_thread(load_server_tokenizer, folder))
-    engine = await start_engine(options, plan, folder)
+    engine = await start_engine(options, plan, folder, hosts=hosts, progress=progress)
     try:
         names = (plan.model.name, folder.name)
         service = make_service(engine, await tokenizer, folder, names)

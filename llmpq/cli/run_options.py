@@ -13,8 +13,8 @@ from typing import TypeVar
 
 from llmpq.dist import Hosts
 from llmpq.dist.io.job import Rendezvous
-from llmpq.dist.launch.launcher import ranks_of_node
-from llmpq.dist.launch.task_environment import Task, started_task
+from llmpq.dist.launch.process_environment import Task, started_task
+from llmpq.dist.launch.ranks import ranks_of_node
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import BarProgress, Event, RunProgress, SilentProgress
 from llmpq.errors import SpecError, StoppedError
@@ -81,19 +81,26 @@ class HostProgress:
         inner: receives all events.
         place: this host among those of the run.
         plan: whose nodes are the hosts.
-        words: the command here, from which those of other hosts follow; ``None`` if a launcher
-            starts it everywhere.
+        words: the command of other hosts but for ``--node_rank``; ``None`` if a launcher starts it
+            everywhere.
+        program: name of the command.
 
     Raises:
         SpecError: the plan has another number of nodes.
     """
 
     def __init__(
-        self, inner: RunProgress, place: Hosts, plan: Plan, words: Sequence[str] | None
+        self,
+        inner: RunProgress,
+        place: Hosts,
+        plan: Plan,
+        words: Sequence[str] | None,
+        program: str = "llmpq-dist",
     ) -> None:
         ranks = ranks_of_node(plan, place.node_rank, place.num_nodes)
         nodes = plan.nodes
         self._inner = inner
+        self._program = program
         self._name = f"host {place.node_rank} of {place.num_nodes} ({nodes[place.node_rank]})"
         self._has_joined = False
         address = "" if place.address is None else f" at {place.address[0]}:{place.address[1]}"
@@ -114,7 +121,7 @@ class HostProgress:
 
     def say(self, text: str) -> None:
         """Print a line about this host."""
-        print(f"llmpq-dist: {self._name}: {text}", file=sys.stderr, flush=True)
+        print(f"{self._program}: {self._name}: {text}", file=sys.stderr, flush=True)
 
 
 def _command_of(words: Sequence[str], number: int) -> str:
@@ -123,6 +130,31 @@ def _command_of(words: Sequence[str], number: int) -> str:
     parser.add_argument("--node_rank")
     rest = parser.parse_known_args(words)[1]
     return shlex.join([*rest, "--node_rank", str(number)])
+
+
+def commands_of_hosts(
+    options: argparse.Namespace, nodes: Sequence[str], words: Sequence[str], others: Sequence[str]
+) -> str:
+    """Return the lines that start a command on each host of a plan, for one that names no hosts.
+
+    Args:
+        options: of the command.
+        nodes: of the plan.
+        words: the command of host 0.
+        others: that of the other hosts.
+    """
+    added = ["--nnodes", str(len(nodes))]
+    added += ["--master_addr", "ADDRESS"] * (options.master_addr is None)
+    added += ["--token_file", "FILE"] * (options.token_file is None)
+    lines = [
+        f"  {node}: {_command_of([*(others if number else words), *added], number)}"
+        for number, node in enumerate(nodes)
+    ]
+    about = (
+        f"run on each host (ADDRESS: where the others reach {nodes[0]}; FILE: a secret that all "
+        "hosts share, mode 600)"
+    )
+    return "\n".join([about, *lines])
 
 
 def add_host_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -166,15 +198,31 @@ def hosts_of(options: argparse.Namespace) -> Hosts:
         task = started_task(os.environ)
         if task is None:
             return Hosts()
-        address = _address_of(options, task)
-        return Hosts(num_nodes=task.world_size, node_rank=task.rank, address=address)
+        return Hosts(
+            num_nodes=task.world_size,
+            node_rank=task.rank,
+            address=_address_of(options, task),
+            token_file=_token_file(options),
+        )
+    return stated_hosts(options)
+
+
+def stated_hosts(options: argparse.Namespace) -> Hosts:
+    """Return the number of hosts and the rank of this one, as the options say."""
+    if options.nnodes == 1:
+        return Hosts()
     if options.master_addr is None:
         raise SpecError("--nnodes: found more than one host, expected --master_addr too")
     return Hosts(
         num_nodes=options.nnodes,
         node_rank=options.node_rank,
         address=(options.master_addr, options.master_port),
+        token_file=_token_file(options),
     )
+
+
+def _token_file(options: argparse.Namespace) -> Path | None:
+    return None if options.token_file is None else Path(options.token_file).resolve()
 
 
 def rendezvous_of(options: argparse.Namespace, task: Task | None = None) -> Rendezvous:
@@ -184,7 +232,7 @@ def rendezvous_of(options: argparse.Namespace, task: Task | None = None) -> Rend
         options: of the command.
         task: of ``srun`` or ``mpirun``, if this process is one rank.
     """
-    token_file = None if options.token_file is None else Path(options.token_file).resolve()
+    token_file = _token_file(options)
     if task is None or task.launcher == "torchrun":
         return Rendezvous(from_environment=True, token_file=token_file)
     return Rendezvous(address=_address_of(options, task), token_file=token_file)

@@ -1,8 +1,9 @@
-"""AsyncEngine: asyncio client of an engine whose ranks run as processes of this host.
+"""AsyncEngine: asyncio client of an engine whose ranks run as processes of one or more hosts.
 
-A thread starts the ranks, and starts them again when one dies. Requests and tokens pass over a
-control channel. The client keeps the tokens of every unfinished answer: after a restart it adds
-these requests again, and each answer goes on where its client is. Needs no torch.
+A thread starts the ranks of this host, and starts them again when one dies. Requests and tokens
+pass over a control channel. The client keeps the tokens of every unfinished answer: after a restart
+it adds these requests again, and each answer goes on where its client is. On the other hosts of a
+plan, ``run_engine_stages`` runs the ranks. Needs no torch.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +21,10 @@ from typing import Any
 
 from llmpq.dist.io.control_channel import AddedRequest, added_to_json, output_from_json
 from llmpq.dist.io.generation import GenerationRequest, ServingStats, TokenOutput
-from llmpq.dist.io.job import check_model, checked_speculation
+from llmpq.dist.io.job import Job, check_model, checked_speculation
 from llmpq.dist.io.sampling_params import StructuredOutputsParams, TokenLogprobs
-from llmpq.dist.launch.ranks import CLOSE_TIMEOUT_S, Ranks
+from llmpq.dist.launch.ranks import CLOSE_TIMEOUT_S, Hosts, Ranks
+from llmpq.dist.launch.signals import StopRequest
 from llmpq.dist.limited.form_checker import FormChecker
 from llmpq.dist.metrics.progress import RunProgress
 from llmpq.errors import SpecError, StageError, StoppedError
@@ -35,7 +37,7 @@ from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.model_files.config import absolute_model_path
 from llmpq.spec.plan import Plan
 
-__all__ = ["AsyncEngine", "GenerationRequest", "TokenOutput"]
+__all__ = ["AsyncEngine", "GenerationRequest", "TokenOutput", "run_engine_stages"]
 
 MAX_LINE_BYTES = 1 << 28
 MAX_DEATHS = 2
@@ -161,6 +163,7 @@ class AsyncEngine:
         plan: Plan,
         model_dir: str | Path,
         *,
+        hosts: Hosts | None = None,
         progress: RunProgress | None = None,
         clock: Callable[[], float] = time.monotonic,
         **options: Any,
@@ -172,6 +175,7 @@ class AsyncEngine:
         Args:
             plan: the strategy; prefill and decode on the same stages.
             model_dir: directory with the weights.
+            hosts: this host's place, which is the master's; by default all ranks run here.
             progress: receives loading events.
             clock: seconds, for ``max_restarts``.
             options: those of ``EngineOptions`` and ``LaunchOptions``.
@@ -180,23 +184,10 @@ class AsyncEngine:
             SpecError: the plan is not for this model, has stages of its own for each phase, or does
                 not hold ``max_model_len``; or a draft model has another vocabulary.
         """
-        model_dir = absolute_model_path(model_dir)
-        model = load_model_dir(model_dir)
-        check_model(plan, model_dir, model)
-        if plan.is_split:
-            raise SpecError(
-                "plan: found stages of their own for prefill and decode, expected stages that do "
-                "both: a step of the engine mixes prefill and decode"
-            )
-        own, run = read_keywords(options, EngineOptions, LaunchOptions)
-        speculation = checked_speculation(plan, own.speculative_config, model_dir)
-        own = replace(own, speculative_config=speculation)
-        longest_sequence(plan, own, model.max_positions)
+        model_dir, own, run = _checked_options(plan, model_dir, options)
         faults = FaultOptions(max_restarts=run.max_restarts)
-        ranks = Ranks(plan, faults, progress=progress, clock=clock)
-        job, listener = ranks.socket_job(
-            model_dir, task="online", engine=own, **values_of(run, RunOptions)
-        )
+        ranks = Ranks(plan, faults, hosts=hosts, progress=progress, clock=clock)
+        job, listener = _engine_job(ranks, model_dir, own, run)
         engine = cls(ranks, listener, FormChecker(model_dir, run.form_timeout_s))
         ranks.start(job, engine._ranks_ended)
         return engine
@@ -412,3 +403,66 @@ class AsyncEngine:
         self.error = error
         self._fail_all(error)
         self._is_started.set()
+
+
+@with_keywords(EngineOptions, LaunchOptions)
+def run_engine_stages(
+    plan: Plan,
+    model_dir: str | Path,
+    hosts: Hosts,
+    *,
+    progress: RunProgress | None = None,
+    stop: StopRequest | None = None,
+    **options: Any,
+) -> None:
+    """Run the ranks of a host without the master, until the engine on the master's host is closed.
+
+    Ranks that were lost are started again, as the master's host does.
+
+    Args:
+        plan: the strategy.
+        model_dir: directory with the weights on this host.
+        hosts: this host's place.
+        progress: receives loading events.
+        stop: asks to end the ranks.
+        options: those of :meth:`AsyncEngine.launch`, with the same values as there.
+
+    Raises:
+        SpecError: as :meth:`AsyncEngine.launch`.
+        StoppedError: they were asked to end.
+        LlmpqError: a rank failed, or the master's host did not come within the time of a start.
+    """
+    model_dir, own, run = _checked_options(plan, model_dir, options)
+    faults = FaultOptions(max_restarts=run.max_restarts)
+    with Ranks(plan, faults, hosts=hosts, progress=progress, stop=stop) as ranks:
+        ranks.run(_engine_job(ranks, model_dir, own, run)[0])
+
+
+def _engine_job(
+    ranks: Ranks, model_dir: Path, own: EngineOptions, run: LaunchOptions
+) -> tuple[Job, socket.socket]:
+    """Return the job of an engine, and the socket that its master connects to."""
+    return ranks.socket_job(model_dir, task="online", engine=own, **values_of(run, RunOptions))
+
+
+def _checked_options(
+    plan: Plan, model_dir: str | Path, options: Mapping[str, Any]
+) -> tuple[Path, EngineOptions, LaunchOptions]:
+    """Return the absolute path of the model and the options of an engine.
+
+    Raises:
+        SpecError: the plan is not for this model or these options.
+    """
+    model_dir = absolute_model_path(model_dir)
+    own, run = read_keywords(options, EngineOptions, LaunchOptions)
+    model = load_model_dir(model_dir)
+    check_model(plan, model_dir, model)
+    if plan.is_split:
+        raise SpecError(
+            "plan: found stages of their own for prefill and decode, expected stages that do "
+            "both: a step of the engine mixes prefill and decode"
+        )
+    speculation = checked_speculation(plan, own.speculative_config, model_dir)
+    own = replace(own, speculative_config=speculation)
+    longest_sequence(plan, own, model.max_positions)
+    return model_dir, own, run

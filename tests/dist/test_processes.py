@@ -109,9 +109,7 @@ def test_a_stopped_rank_without_peers_is_a_timeout_too(tiny_model):
 
 
 def test_a_rank_that_never_begins_is_told_from_one_that_fell_silent(tiny_model, monkeypatch):
-    monkeypatch.setattr(
-        "llmpq.dist.launch.launcher.START_TIMEOUT_S", 0.2
-    )  # no time to load libraries
+    monkeypatch.setattr("llmpq.dist.launch.ranks.START_TIMEOUT_S", 0.2)  # no time to load libraries
     with pytest.raises(StageError, match=r"stage 0 \(rank 0, .*did not start within 0.2 s"):
         generate_offline(PLAN, prompts_without_end(), model_dir=tiny_model("llama", seed=1))
 

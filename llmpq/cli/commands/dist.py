@@ -30,9 +30,9 @@ from llmpq.dist import check_job, model_dir_of, run_job
 from llmpq.dist.io.job import Job, checked_speculation
 from llmpq.dist.io.prompts import sort_prompts
 from llmpq.dist.io.sampling_params import SamplingParams
-from llmpq.dist.launch.launcher import rank_environment
+from llmpq.dist.launch.process_environment import Task, started_task, torchrun_task
+from llmpq.dist.launch.ranks import rank_environment
 from llmpq.dist.launch.signals import StopRequest
-from llmpq.dist.launch.task_environment import Task, started_task, torchrun_task
 from llmpq.dist.metrics import report as run_report
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import SilentProgress

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -15,7 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmpq.cli.common import command_start_s, make_parser, require, run_command
-from llmpq.cli.engine_options import add_engine_options, check_engine_options, launch_engine
+from llmpq.cli.engine_options import (
+    add_engine_options,
+    check_engine_options,
+    launch_engine,
+    run_stages,
+)
 from llmpq.cli.front.host_plan import (
     MODEL_HELP,
     add_host_plan_options,
@@ -23,25 +29,29 @@ from llmpq.cli.front.host_plan import (
     plan_decisions,
     say_plan,
 )
+from llmpq.cli.run_options import HostProgress, commands_of_hosts, stated_hosts
 from llmpq.cli.server_options import (
     add_address_options,
     add_listen_limits,
     listen_options,
     say_ready,
 )
-from llmpq.dist import model_dir_of
-from llmpq.dist.launch.local_devices import visible_devices
+from llmpq.dist import Hosts, model_dir_of
+from llmpq.dist.launch.process_environment import visible_devices
 from llmpq.dist.metrics.measurement import StartLog
+from llmpq.dist.metrics.progress import SilentProgress
 from llmpq.errors import SpecError
 from llmpq.options.declare import add_options, read_options, values_of
+from llmpq.options.run import HostOptions
 from llmpq.options.server import AdmissionOptions, RoutingOptions
 from llmpq.routing import load_balancer
-from llmpq.spec.plan import Plan, read_fleet, read_plan
+from llmpq.spec.plan import Fleet, Plan, read_fleet, read_plan
 
 if TYPE_CHECKING:
     from llmpq.dist.async_engine import AsyncEngine
     from llmpq.server.admission import AdmissionLimits
     from llmpq.server.page.plan_view import PlanView
+    from llmpq.server.router.fleet import ReplicaCommand
     from llmpq.server.text.tokenizer import ServerTokenizer
 
 SERVER_PACKAGES = ("fastapi", "uvicorn", "httptools", "prometheus_client", "jinja2", "tokenizers")
@@ -68,6 +78,19 @@ def _parser() -> argparse.ArgumentParser:
         "other options, and a router in front of them",
     )
     files.add_argument(
+        "--node",
+        metavar="NAME",
+        help="--fleet over several hosts: the node of its cluster that this host is; the first one "
+        "has the router, which listens on --port, and the replicas on the ports after it",
+    )
+    files.add_argument(
+        "--node_addr",
+        nargs="+",
+        metavar="NAME=ADDRESS",
+        help="--node: where the other hosts reach a node (default: its name)",
+    )
+    files.add_argument("--in_fleet", action="store_true", help=argparse.SUPPRESS)
+    files.add_argument(
         "--model", metavar="DIR", help="weights (default: the directory in the plan)"
     )
     files.add_argument(
@@ -76,12 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="MODEL",
         help=f"instead of a plan, planned for this host: {MODEL_HELP}",
     )
-    files.add_argument(
-        "--served_model_name",
-        nargs="+",
-        metavar="NAME",
-        help="names of the model in requests; answers use the first (default: the plan's)",
-    )
+    _add_name_option(files)
     balancer = {
         "default": None,
         "help": f"--fleet: which replica takes a request (default {RoutingOptions().balancer})",
@@ -90,8 +108,19 @@ def _parser() -> argparse.ArgumentParser:
     add_address_options(parser)
     _add_limit_options(parser)
     add_engine_options(parser)
+    hosts = parser.add_argument_group("several hosts (each runs this command; host 0 has HTTP)")
+    add_options(hosts, HostOptions)
     add_host_plan_options(parser.add_argument_group("plan of MODEL"), SEQUENCES, has_length=False)
     return parser
+
+
+def _add_name_option(files: argparse._ActionsContainer) -> None:
+    files.add_argument(
+        "--served_model_name",
+        nargs="+",
+        metavar="NAME",
+        help="names of the model in requests; answers use the first (default: the plan's)",
+    )
 
 
 def _add_limit_options(parser: argparse.ArgumentParser) -> None:
@@ -111,20 +140,29 @@ def _run(options: argparse.Namespace, start: StartLog) -> int:
     _check_names(options)
     if options.fleet is not None:
         return _run_fleet(options)
-    if options.balancer is not None:
-        raise SpecError("--balancer: found without --fleet, expected both")
-    plan = read_plan(options.strat_file_name)
-    _check_one_host(plan, options.strat_file_name)
+    for name in ("balancer", "node", "node_addr"):
+        if getattr(options, name) is not None:
+            raise SpecError(f"--{name}: found without --fleet, expected both")
+    plan, hosts = read_plan(options.strat_file_name), stated_hosts(options)
+    if hosts.num_nodes == 1:
+        _check_one_host(plan, options)
     model_dir = model_dir_of(plan, options.model)
-    require("torch", "transformers", *SERVER_PACKAGES)
+    require("torch", "transformers", *(() if hosts.node_rank else SERVER_PACKAGES))
     from llmpq.server.admission import token_budget_for
     from llmpq.server.page.plan_view import PlanView
 
-    admission = _admission(options, plan)
     if options.itl_bound is not None:
         options.token_budget = token_budget_for(plan, options.itl_bound)
-    view = PlanView(plan)
-    engine = launch_engine(options, plan, model_dir, view)
+    on_host: HostProgress | None = None
+    if hosts.num_nodes > 1:
+        on_host = _host_progress(options, plan, hosts)
+        if hosts.node_rank > 0:
+            run_stages(options, plan, model_dir, hosts, on_host)
+            on_host.say("done")
+            return 0
+    admission = _admission(options, plan)
+    view = PlanView(plan, then=on_host)
+    engine = launch_engine(options, plan, model_dir, hosts=hosts, progress=view)
     start.mark("command")
     try:
         _run_engine(options, engine, model_dir, view, admission, start)
@@ -182,6 +220,8 @@ def _run_engine(
 def _check_files(options: argparse.Namespace) -> None:
     """Check that the plan, fleet or model is given."""
     given, has_plan = options.given, options.strat_file_name or options.fleet
+    if options.nnodes != 1 and options.strat_file_name is None:
+        raise SpecError("--nnodes: found without --strat_file_name, expected both")
     if has_plan and given is None:
         if options.bits or options.replan or options.max_num_seqs != SEQUENCES:
             raise SpecError(
@@ -210,14 +250,33 @@ def _plan_model(options: argparse.Namespace) -> None:
     options.max_model_len = None  # that of the plan
 
 
-def _check_one_host(plan: Plan, file: str) -> None:
-    """Check that the ranks of a plan are on one node, because all of them start here."""
-    nodes = plan.nodes
+def _host_progress(options: argparse.Namespace, plan: Plan, hosts: Hosts) -> HostProgress:
+    """Return what says which host this is and which it waits for."""
+    words = None if options.in_fleet else ["llmpq-serve", *stage_options(options.argv)]
+    return HostProgress(SilentProgress(), hosts, plan, words, "llmpq-serve")
+
+
+def stage_options(words: Sequence[str]) -> list[str]:
+    """Return the options of the command for hosts without the master: all but those of HTTP."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_address_options(parser)
+    _add_limit_options(parser)
+    _add_name_option(parser)
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_known_args(words)[1]
+
+
+def _check_one_host(plan: Plan, options: argparse.Namespace) -> None:
+    """Check that the ranks of a plan are on one node, where no option says that there are more."""
+    nodes, words = plan.nodes, options.argv
     if len(nodes) > 1:
+        commands = commands_of_hosts(
+            options, nodes, ["llmpq-serve", *words], ["llmpq-serve", *stage_options(words)]
+        )
         raise SpecError(
-            f"{file}: found stages on {len(nodes)} nodes ({', '.join(nodes)}), expected one: all "
-            "ranks start on this host. Over several hosts, llmpq-dist --nnodes answers files of "
-            "prompts; if the devices are in this host, plan with a cluster file that has one node"
+            f"{options.strat_file_name}: found stages on {len(nodes)} nodes ({', '.join(nodes)}), "
+            "expected one, or --nnodes. If all devices are in this host, plan with a cluster file "
+            f"that has one node; else {commands}"
         )
 
 
@@ -246,37 +305,32 @@ def _admission(options: argparse.Namespace, plan: Plan) -> AdmissionLimits:
 
 
 def _run_fleet(options: argparse.Namespace) -> int:
-    """Serve a fleet until SIGTERM or Ctrl-C; return the exit status."""
+    """Serve a fleet, or what belongs to one host of it, until SIGTERM or Ctrl-C."""
     fleet = read_fleet(options.fleet)
-    for one, plan in zip(fleet.replicas, fleet.plans(options.fleet), strict=True):
-        _check_one_host(plan, str(Path(options.fleet).parent / one.strategy))
+    plans = fleet.plans(options.fleet)
+    for plan in plans:
         model_dir_of(plan, options.model)
-    used = {name for one in fleet.replicas for name in one.devices}
-    nodes = {device.node for device in fleet.cluster.devices if device.label in used}
-    if len(nodes) > 1:
-        raise SpecError(
-            f"{options.fleet}: found replicas on {len(nodes)} nodes ({', '.join(sorted(nodes))}), "
-            "expected one: all start on this host; start llmpq-serve with the strategy file of its "
-            "replica on each host, and llmpq-route"
-        )
-    environments = [
-        visible_devices(fleet.cluster, one.devices, os.environ) for one in fleet.replicas
+    places = [
+        nodes_of_replica(fleet, number, plan, options.fleet) for number, plan in enumerate(plans)
     ]
+    nodes = tuple(dict.fromkeys(name for place in places for name in place))
+    _check_nodes(options, nodes, places)
     require(*FLEET_PACKAGES)
-    from llmpq.server.router.fleet import ReplicaCommand, run_fleet
+    commands = [
+        replica_command(options, fleet, number, place, nodes[0])
+        for number, place in enumerate(places)
+    ]
+    from llmpq.server.router.fleet import run_fleet, run_replicas
 
-    words, routing = replica_options(options.argv), RoutingOptions()
-    folder = Path(options.fleet).resolve().parent
-    serve = [sys.executable, "-m", "llmpq.cli.commands.serve"]
+    if len(nodes) > 1:
+        _say_parts(options, nodes, places)
+    if options.node not in (None, nodes[0]):
+        run_replicas(commands, listen_options(options).drain_timeout_s)
+        return 0
+    routing = RoutingOptions()
     run_fleet(
         listen_options(options),
-        [
-            ReplicaCommand(
-                words=[*serve, "--strat_file_name", str(folder / one.strategy), *words],
-                environment=environment,
-            )
-            for one, environment in zip(fleet.replicas, environments, strict=True)
-        ],
+        commands,
         load_balancer(options.balancer or routing.balancer),
         routing.poll_s,
         lambda url, urls: say_ready(options, {"url": url, "replicas": list(urls)}),
@@ -284,16 +338,135 @@ def _run_fleet(options: argparse.Namespace) -> int:
     return 0
 
 
-def replica_options(words: Sequence[str]) -> list[str]:
-    """Return the options of the command that its replicas get: all but those of the router.
+def nodes_of_replica(fleet: Fleet, number: int, plan: Plan, file: str) -> tuple[str, ...]:
+    """Return the fleet's nodes of a replica, in the order of its pipeline.
 
-    A replica listens on this host only.
+    Raises:
+        SpecError: the strategy distributes its devices over nodes in another way than the fleet.
+    """
+    labels = fleet.replicas[number].devices
+    node_of = {device.label: device.node for device in fleet.cluster.devices}
+    pairs = dict.fromkeys(
+        (plan.cluster.devices[index].node, node_of[labels[index]]) for index in plan.rank_devices
+    )
+    found = tuple(dict.fromkeys(name for _, name in pairs))
+    if not len(pairs) == len(found) == len(plan.nodes):
+        raise SpecError(
+            f"{file}: replica {number}: found nodes {', '.join(found)} in the fleet and "
+            f"{', '.join(plan.nodes)} in its strategy, expected the same"
+        )
+    return found
+
+
+def _check_nodes(
+    options: argparse.Namespace, nodes: Sequence[str], places: Sequence[Sequence[str]]
+) -> None:
+    """Check that the options say which node of a fleet this is, and where the others are."""
+    if options.node is None and len(nodes) > 1:
+        lines = [f"  {node}: {_command_of_node(options, node, places)}" for node in nodes]
+        raise SpecError(
+            f"{options.fleet}: found replicas on {len(nodes)} nodes ({', '.join(nodes)}), expected "
+            "one, or --node. Run on each host (--node_addr NAME=ADDRESS ... where the others do "
+            "not reach a host by its name; FILE and KEYS: secrets that all hosts share, mode "
+            "600)\n" + "\n".join(lines)
+        )
+    if options.node is not None and options.node not in nodes:
+        raise SpecError(f"--node: found '{options.node}', expected one of {', '.join(nodes)}")
+    if len(nodes) > 1 and options.port == 0:
+        raise SpecError(
+            "--port: found 0, expected a number: replicas of other hosts have those after it"
+        )
+    for pair in options.node_addr or ():
+        name, _, address = pair.partition("=")
+        if name not in nodes or not address:
+            raise SpecError(f"--node_addr: found '{pair}', expected NAME=ADDRESS of a node")
+
+
+def _command_of_node(
+    options: argparse.Namespace, node: str, places: Sequence[Sequence[str]]
+) -> str:
+    """Return the command that starts what belongs to a node of a fleet."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--node")
+    words = parser.parse_known_args(options.argv)[1]
+    if options.token_file is None and any(len(place) > 1 for place in places):
+        words += ["--token_file", "FILE"]
+    if options.api_key_file is None and len({place[0] for place in places}) > 1:
+        words += ["--api_key_file", "KEYS"]
+    return shlex.join(["llmpq-serve", *words, "--node", node])
+
+
+def _say_parts(
+    options: argparse.Namespace, nodes: Sequence[str], places: Sequence[Sequence[str]]
+) -> None:
+    """Print what this host of a fleet starts, and the commands of the others."""
+    parts = ["the router"] * (options.node == nodes[0])
+    for number, place in enumerate(places):
+        if options.node in place:
+            part = f"host {place.index(options.node)} of {len(place)}"
+            parts.append(f"replica {number}" + f" ({part})" * (len(place) > 1))
+    lines = [f"node {options.node}: {', '.join(parts)}"]
+    others = [node for node in nodes if node != options.node]
+    lines += [f"start on {node}: {_command_of_node(options, node, places)}" for node in others]
+    for line in lines:
+        print(f"llmpq-serve: {line}", file=sys.stderr, flush=True)
+
+
+def replica_command(
+    options: argparse.Namespace, fleet: Fleet, number: int, place: Sequence[str], router: str
+) -> ReplicaCommand:
+    """Return what this host starts of a replica, and where it answers if that is another host.
+
+    Replica ``number`` of another host than the router's listens on the port ``number + 1`` after
+    the router's, and the ranks of several hosts meet at the port ``number`` after
+    ``--master_port``.
+
+    Args:
+        options: of the command.
+        fleet: the fleet.
+        number: of the replica.
+        place: its nodes, the master's first.
+        router: node of the router.
+    """
+    from llmpq.server.router.fleet import ReplicaCommand
+
+    node = options.node or router
+    addresses = {name: name for name in place}
+    addresses |= dict(pair.split("=", 1) for pair in options.node_addr or ())
+    master, port = addresses[place[0]], options.port + 1 + number
+    host = f"[{master}]" if ":" in master else master
+    url = None if place[0] == router else f"http://{host}:{port}"
+    if node not in place:
+        return ReplicaCommand(words=(), address=url)
+    one = fleet.replicas[number]
+    strategy = Path(options.fleet).resolve().parent / one.strategy
+    words = [sys.executable, "-m", "llmpq.cli.commands.serve", "--strat_file_name", str(strategy)]
+    words += ["--in_fleet", *replica_options(options.argv)]
+    if node == place[0]:
+        listen = ("127.0.0.1", 0) if url is None else (master, port)
+        words += ["--host", listen[0], "--port", str(listen[1])]
+    if len(place) > 1:
+        words += ["--nnodes", str(len(place)), "--node_rank", str(place.index(node))]
+        words += ["--master_addr", master, "--master_port", str(options.master_port + number)]
+    return ReplicaCommand(
+        words=words,
+        environment=visible_devices(fleet.cluster, one.devices, os.environ, node),
+        address=url,
+    )
+
+
+def replica_options(words: Sequence[str]) -> list[str]:
+    """Return the options of the command that its replicas get: all but those of router and hosts.
+
+    A replica without other options listens on this host only.
     """
     parser = argparse.ArgumentParser(add_help=False)
-    for name in ("fleet", "balancer", "host", "port", "ssl_certfile", "ssl_keyfile"):
+    names = ("fleet", "node", "balancer", "host", "port", "master_port")
+    for name in (*names, "ssl_certfile", "ssl_keyfile"):
         parser.add_argument(f"--{name}")
+    parser.add_argument("--node_addr", nargs="+")
     parser.add_argument("--json", action="store_true")
-    return [*parser.parse_known_args(words)[1], "--host", "127.0.0.1", "--port", "0"]
+    return parser.parse_known_args(words)[1]
 
 
 if __name__ == "__main__":

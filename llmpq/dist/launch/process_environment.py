@@ -1,22 +1,34 @@
-"""The environment variables of workers, their cores, and the malloc settings of a CPU worker.
+"""The environment of processes: what workers are started with, and what started this process.
 
-Thread counts, spinning and vector extensions are read when the libraries load, so a worker is a
-process started with these variables.
+Thread counts, spinning, vector extensions and visible accelerators are read when the libraries
+load, so a worker is a process started with these variables. Its cores and the malloc settings of a
+CPU worker are here, too.
+
+Slurm's ``srun`` and Open MPI's ``mpirun`` start the same command several times and number the
+copies, which they call tasks. A single task is an ordinary process. As many tasks as a plan has
+nodes start the ranks of one node each; as many as it has stages are one rank each.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import llmpq
+from llmpq.errors import SpecError
 from llmpq.logging import get_logger
-from llmpq.spec.cluster import CPU_ISAS
+from llmpq.spec import catalog
+from llmpq.spec.cluster import CPU_ISAS, Cluster
 from llmpq.spec.runtime_constants import MAPPED_FROM_BYTES
 from llmpq.units import KIB
 
+LOOPBACK = "127.0.0.1"
+VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
+"""The variable that says which accelerators of a kind a process sees."""
 ISA_VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 _ISA_LIMITS = {
     "sse4": ("default", "SSE41", "SSE4_2"),
@@ -189,3 +201,220 @@ def return_freed_memory() -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
+
+
+def visible_devices(
+    cluster: Cluster,
+    labels: Sequence[str],
+    environment: Mapping[str, str],
+    node: str | None = None,
+) -> dict[str, str]:
+    """Return the variables that show a pipeline its own accelerators.
+
+    Accelerators of a kind are numbered in the order of the cluster, among those that
+    ``environment`` shows.
+
+    Args:
+        cluster: all devices of this host, or of several.
+        labels: the pipeline's devices, in the order of its plan's cluster.
+        environment: of this process.
+        node: which node of the cluster this host is; by default accelerators are on one.
+
+    Raises:
+        SpecError: the cluster has accelerators on several nodes, or more than are shown.
+    """
+    devices = [
+        (device.label, device.node, catalog.device(device.type, cluster).kind)
+        for device in cluster.devices
+        if node in (None, device.node)
+    ]
+    nodes = {node for _, node, kind in devices if kind != "cpu"}
+    if len(nodes) > 1:
+        raise SpecError(
+            f"cluster {cluster.name}: found accelerators on {', '.join(sorted(nodes))}, expected "
+            "one node"
+        )
+    found = {}
+    for kind, variable in VISIBLE.items():
+        numbers = {
+            label: place
+            for place, label in enumerate(label for label, _, own in devices if own == kind)
+        }
+        if not numbers:
+            continue
+        shown = environment.get(variable)
+        names = [str(i) for i in range(len(numbers))] if shown is None else shown.split(",")
+        if len(names) < len(numbers):
+            raise SpecError(
+                f"{variable}: found {shown}, expected the {len(numbers)} devices of cluster "
+                f"{cluster.name}"
+            )
+        found[variable] = ",".join(names[numbers[label]] for label in labels if label in numbers)
+    return found
+
+
+def cores_of_devices(cluster: Cluster, available: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Return the cores of every CPU device with a stated number of threads.
+
+    Devices get cores of their own, in the order of the cluster; none do if there are too few, and
+    the kernel then shares all cores.
+
+    Args:
+        cluster: all devices of this host.
+        available: cores that may be used.
+    """
+    threads = {
+        device.label: device.threads or 0
+        for device in cluster.devices
+        if catalog.device(device.type, cluster).kind == "cpu"
+    }
+    if sum(threads.values()) > len(available) or 0 in threads.values():
+        return {}
+    found, first = {}, 0
+    for label, count in threads.items():
+        found[label] = tuple(available[first : first + count])
+        first += count
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One of several tasks of a command.
+
+    Attributes:
+        launcher: program that started the tasks.
+        rank: number of this task.
+        world_size: number of tasks.
+        local_rank: number of this task among those of its host.
+        local_world_size: number of tasks on its host.
+        first_host: host of task 0; ``None`` if the environment does not name it.
+    """
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    first_host: str | None = None
+
+    def __post_init__(self) -> None:
+        is_numbered = 0 <= self.local_rank < self.local_world_size <= self.world_size
+        if not is_numbered or not 0 <= self.rank < self.world_size:
+            raise SpecError(
+                f"environment: found task {self.rank} of {self.world_size}, task {self.local_rank} "
+                f"of {self.local_world_size} on its host, expected {self.launcher} to number tasks "
+                "from 0"
+            )
+
+    @property
+    def local_ranks(self) -> range:
+        """The tasks of this host, if every host has consecutive ones."""
+        first = min(self.rank - self.local_rank, self.world_size - self.local_world_size)
+        return range(max(0, first), max(0, first) + self.local_world_size)
+
+
+def torchrun_task(environ: Mapping[str, str]) -> Task:
+    """Return the task of torchrun's environment.
+
+    Raises:
+        SpecError: a variable is missing or is no number.
+    """
+    rank, size, local_rank, local_size = (
+        _number(environ, name, "torchrun")
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    )
+    return Task(
+        launcher="torchrun",
+        rank=rank,
+        world_size=size,
+        local_rank=local_rank,
+        local_world_size=local_size,
+    )
+
+
+def started_task(environ: Mapping[str, str]) -> Task | None:
+    """Return the task of ``srun`` or ``mpirun``; ``None`` for a process that is alone.
+
+    Slurm sets the variables of a step only in what ``srun`` starts, and not in a batch script that
+    runs the command once.
+
+    Raises:
+        SpecError: a variable is missing or is no number.
+    """
+    if "OMPI_COMM_WORLD_SIZE" in environ:
+        task = _open_mpi_task(environ)
+    elif "SLURM_STEP_NUM_TASKS" in environ:
+        task = _slurm_task(environ)
+    else:
+        return None
+    return None if task.world_size == 1 else task
+
+
+def _open_mpi_task(environ: Mapping[str, str]) -> Task:
+    rank, size, local_rank, local_size = (
+        _number(environ, f"OMPI_COMM_WORLD_{name}", "mpirun")
+        for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    )
+    return Task(
+        launcher="mpirun",
+        rank=rank,
+        world_size=size,
+        local_rank=local_rank,
+        local_world_size=local_size,
+        first_host=LOOPBACK if local_size == size else None,
+    )
+
+
+def _slurm_task(environ: Mapping[str, str]) -> Task:
+    size, rank, local_rank, node = (
+        _number(environ, name, "srun")
+        for name in ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
+    )
+    counts = tasks_of_nodes(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    if node >= len(counts):
+        raise SpecError(
+            f"environment: SLURM_NODEID: found {node}, expected one of the {len(counts)} nodes of "
+            "SLURM_STEP_TASKS_PER_NODE"
+        )
+    host = first_host(environ.get("SLURM_STEP_NODELIST", ""))
+    return Task(
+        launcher="srun",
+        rank=rank,
+        world_size=size,
+        local_rank=local_rank,
+        local_world_size=counts[node],
+        first_host=LOOPBACK if len(counts) == 1 else host,
+    )
+
+
+def tasks_of_nodes(text: str) -> list[int]:
+    """Return the tasks of each node from Slurm's short form: ``2(x3),1`` is 2, 2, 2, 1.
+
+    Raises:
+        SpecError: the text has another form.
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part)
+        if found is None:
+            raise SpecError(
+                f"environment: SLURM_STEP_TASKS_PER_NODE: found '{text[:80]}', expected the form "
+                "2(x3),1"
+            )
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts
+
+
+def first_host(nodes: str) -> str | None:
+    """Return the first host of Slurm's short form: ``gpu[03-05,09],login`` gives ``gpu03``."""
+    found = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", nodes)
+    if found is None:
+        return None
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", found[0])
+
+
+def _number(environ: Mapping[str, str], name: str, launcher: str) -> int:
+    text = environ.get(name, "")
+    if not text.isdecimal():
+        raise SpecError(f"environment: {name}: found '{text}', expected {launcher}'s number")
+    return int(text)

@@ -147,6 +147,8 @@ def frame_limits(
     config = checked_config(plan, model_dir)
     digest = hashlib.sha256(plan_text(plan).encode())
     digest.update(config_bytes(model_dir))
+    # Options that every host is given by itself.
+    digest.update(repr((engine, max_context, has_drafts)).encode())
     dtype = DTYPES[plan.dtype]
     shapes = kv_shapes(config, 0, plan.model.num_layers) if plan.is_split else ()
     cached = DTYPES[plan.dtype_of(plan.stages[0])]  # stages that send keys and values have one
@@ -427,6 +429,7 @@ def run_stage(context: RankContext) -> None:
         )
         runner, _ = _load(context, clock, stack)
         _capture(context, runner)
+        context.progress.report(Event(rank=context.rank, kind="ready", done=1, total=1))
         StageWorker(runner=runner, communicator=communicator, clock=clock).run()
 
 

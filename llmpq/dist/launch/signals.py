@@ -1,21 +1,42 @@
-"""Stopping a run: signals ask the launcher, a file in its private folder asks the master.
+"""Signals: those that ask a run to end, and the one that ends what a killed process started.
 
-The first SIGTERM or Ctrl-C drains: running requests are finished, the others stay unserved. The
-second one ends everything at once. Needs no torch.
+Signals ask the launcher, a file in its private folder asks the master. The first SIGTERM or Ctrl-C
+drains: running requests are finished, the others stay unserved. The second one ends everything at
+once.
+
+The kernel ends a program with the process that started it. That holds from the first moment, also
+before the program has loaded a library, because the setting survives ``exec``.
+
+A killed launcher cannot remove its private folder nor end its ranks, which ask the kernel to end
+with it only once their libraries are loaded. So a small process, in a session of its own, waits for
+the end of a pipe that only the launcher holds open. It then ends every process that was started
+with a file of that folder, and removes the folder.
+
+``python -I -S signals.py PARENT_PID PROGRAM ARGUMENT ...`` runs a program until its parent ends;
+``python -I -S signals.py FOLDER`` cleans up, with the pipe as standard input. Needs the standard
+library only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
+import shutil
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 CHECK_INTERVAL_S = 0.02
 """How often the master looks for the file."""
+PR_SET_PDEATHSIG = 1
+GRACE_S = 1.0
+"""Ranks that end with the launcher may still be writing."""
 
 
 def drain_file(folder: Path) -> Path:
@@ -86,3 +107,66 @@ class StopRequest:
         finally:
             for number, handler in before:
                 signal.signal(number, handler)
+
+
+def ending_with_this_process(words: Sequence[str]) -> list[str]:
+    """Return the command that runs ``words`` until this process ends, however that happens.
+
+    The thread that starts the command must live as long as this process: the kernel sends the
+    signal when that thread ends. Only Linux sends it.
+    """
+    if not sys.platform.startswith("linux"):
+        return list(words)
+    return [sys.executable, "-I", "-S", str(Path(__file__).resolve()), str(os.getpid()), *words]
+
+
+def end_with(parent: int) -> None:
+    """Make the kernel kill this process when its parent ends, however that happens."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the line above
+        os._exit(1)
+
+
+@contextlib.contextmanager
+def clean_up_if_killed(folder: Path) -> Iterator[None]:
+    """Remove ``folder`` and end its ranks if this process is killed inside the context."""
+    command = [sys.executable, "-I", "-S", str(Path(__file__).resolve()), str(folder)]
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as cleaner:
+        try:
+            yield
+        finally:
+            cleaner.kill()  # the caller removes its folder
+
+
+def clean_up(folder: Path) -> None:
+    """Wait for the end of standard input, then remove the folder."""
+    sys.stdin.buffer.read()
+    end_ranks(folder)
+    deadline = time.monotonic() + GRACE_S
+    while folder.exists() and time.monotonic() < deadline:
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(GRACE_S / 10)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def end_ranks(folder: Path) -> None:
+    """Kill the processes whose command names the folder's job."""
+    job = str(folder / "job.json").encode()
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            if job in command.read_bytes().split(b"\0"):
+                os.kill(int(command.parent.name), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2:
+        clean_up(Path(sys.argv[1]))
+    else:
+        end_with(int(sys.argv[1]))
+        os.execvp(sys.argv[2], sys.argv[2:])

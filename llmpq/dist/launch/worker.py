@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmpq.dist.io.job import BEATS_PER_TIMEOUT, Job, read_job
-from llmpq.dist.launch.end_with_parent import end_with
-from llmpq.dist.launch.launcher import ErrorRecord, measurement_file, write_error_record
+from llmpq.dist.launch.ranks import ErrorRecord, measurement_file, write_error_record
+from llmpq.dist.launch.signals import end_with
 from llmpq.dist.metrics.measurement import StartLog
 from llmpq.dist.metrics.progress import EventPipe, Heartbeat
 from llmpq.dist.transport.errors import PeerLostError

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmpq.dist.launch.end_with_parent import ending_with_this_process
+from llmpq.dist.launch.signals import ending_with_this_process
 from llmpq.errors import SpecError, StageError
 from llmpq.units import format_bytes
 

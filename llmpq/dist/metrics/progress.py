@@ -24,8 +24,8 @@ class Event:
         rank: the sender.
         kind: ``load`` counts layers loaded, ``tokens`` counts tokens made, ``alive`` counts
             nothing and is a sign of life. ``busy`` counts milliseconds in which the rank neither
-            waited nor sent, of those since its first micro-batch. ``ready``: a draft model is
-            loaded, in a process of its own.
+            waited nor sent, of those since its first micro-batch. ``ready``: the rank, which is
+            not the master's, has loaded its layers or its draft model.
         done: amount done.
         total: expected amount in all.
     """

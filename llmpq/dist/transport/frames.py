@@ -20,7 +20,7 @@ header of a frame with rows::
     | I crc32 of everything before
 
 ``buffer`` is 0 if the payload follows in the stream, else the buffer of the link's shared memory
-that holds it (``transport.shared_memory``). In a frame of keys and values (``KV``), ``hidden`` is
+that holds it (``transport.socket_links``). In a frame of keys and values (``KV``), ``hidden`` is
 the bytes of one token and ``layer`` is set; else it is 0.
 
 Between the master and a draft model's rank, hidden states are int32 and of size 1: token ids.

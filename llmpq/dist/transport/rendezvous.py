@@ -162,8 +162,9 @@ def connect(
         for peer in table.peers:
             if peer.digest != identity.limits.digest.hex():
                 raise SpecError(
-                    f"{identity.name}: found that {peer.name} runs another plan or model, "
-                    "expected the same strategy file and configuration on every host"
+                    f"{identity.name}: found that {peer.name} runs another plan or model, or with "
+                    "other options of the engine, expected the same strategy file, configuration "
+                    "and options on every host"
                 )
         names = [peer.name for peer in table.peers]
         if transport in ("torch", "gloo"):

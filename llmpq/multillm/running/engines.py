@@ -13,7 +13,7 @@ from typing import Protocol
 
 from llmpq.dist.async_engine import AsyncEngine
 from llmpq.dist.io.generation import GenerationRequest, TokenOutput
-from llmpq.dist.launch.local_devices import cores_of_devices, visible_devices
+from llmpq.dist.launch.process_environment import cores_of_devices, visible_devices
 from llmpq.options.declare import values_of
 from llmpq.options.run import LaunchOptions
 from llmpq.spec.cluster import Cluster

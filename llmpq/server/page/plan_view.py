@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmpq.dist.io.generation import EngineClient
-from llmpq.dist.metrics.progress import Event
+from llmpq.dist.metrics.progress import Event, RunProgress, SilentProgress
 from llmpq.spec.plan import Plan
 
 IDLE_S = 3.0
@@ -34,11 +34,17 @@ class PlanView:
     Args:
         plan: ``None`` where the server does not know it.
         clock: seconds.
+        then: receives the events too.
     """
 
     def __init__(
-        self, plan: Plan | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        plan: Plan | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        then: RunProgress | None = None,
     ) -> None:
+        self._then = then or SilentProgress()
         self.model_name = "" if plan is None else plan.model.name
         self._plan = None if plan is None else describe_plan(plan)
         self._clock = clock
@@ -47,6 +53,7 @@ class PlanView:
 
     def report(self, event: Event) -> None:
         """Take an event; those of other kinds say nothing of the load."""
+        self._then.report(event)
         if event.kind != "busy":
             return
         with self._lock:
@@ -58,7 +65,8 @@ class PlanView:
             self._reports[event.rank] = _Report(event.done, event.total, share, self._clock())
 
     def close(self) -> None:
-        """Do nothing: there is nothing to end."""
+        """End what receives the events too."""
+        self._then.close()
 
     def busy(self, rank: int) -> float | None:
         """Return the share of a stage, 0 to 1; ``None`` for one that has never reported.

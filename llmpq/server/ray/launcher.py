@@ -27,10 +27,8 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from llmpq.dist.launch.end_with_parent import ending_with_this_process
-from llmpq.dist.launch.orphan_cleanup import clean_up_if_killed
 from llmpq.dist.launch.process_environment import python_path
-from llmpq.dist.launch.signals import StopRequest
+from llmpq.dist.launch.signals import StopRequest, clean_up_if_killed, ending_with_this_process
 from llmpq.errors import CapacityError, SpecError, StageError, StoppedError
 from llmpq.spec.catalog import device as device_spec
 from llmpq.spec.cluster import Cluster, Device

@@ -10,7 +10,7 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from llmpq.dist.launch.end_with_parent import ending_with_this_process
+from llmpq.dist.launch.signals import SIGNALS, ending_with_this_process
 from llmpq.errors import StageError
 from llmpq.options.server import ListenOptions
 from llmpq.routing import LoadBalancer
@@ -24,15 +24,18 @@ READY = b"ready "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaCommand:
-    """How to start a replica that prints ``ready URL`` on its standard output.
+    """How to start a replica, or the part of one that is on this host.
 
     Attributes:
-        words: program and arguments.
+        words: program and arguments; empty where nothing of it is on this host.
         environment: variables besides those of this process.
+        address: where it answers, if the master is on another host; ``None`` where the program
+            prints ``ready URL`` on its standard output.
     """
 
     words: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
+    address: str | None = None
 
 
 def run_fleet(
@@ -44,8 +47,9 @@ def run_fleet(
 ) -> None:
     """Start replicas and route requests to them until SIGTERM or Ctrl-C.
 
-    Running answers end before the replicas do. A replica that ends early gets no more requests.
-    The kernel ends the replicas when this process is killed.
+    Running answers end before the replicas do. A replica that ends early gets no more requests,
+    and one of another host none before it answers. The kernel ends the replicas when this process
+    is killed.
 
     Args:
         options: how the router listens.
@@ -63,24 +67,55 @@ def run_fleet(
     @contextlib.asynccontextmanager
     async def open_fleet(life: Life) -> AsyncIterator[Served]:
         async with _started(commands, options.drain_timeout_s + END_TIMEOUT_S) as processes:
-            addresses = asyncio.gather(*(_address(*item) for item in enumerate(processes)))
+            addresses = asyncio.gather(
+                *(_address(number, one, processes) for number, one in enumerate(commands))
+            )
             found = await life.unless_stopped(addresses)
             urls.extend(found)
             async with connected(urls, balancer, poll_s) as router:
-                yield served(router, options, life, lambda: _error(processes))
+                yield served(router, options, life, lambda: _error(processes, commands))
 
     run_app(options, open_fleet, lambda url: on_ready(url, urls))
+
+
+def run_replicas(commands: Sequence[ReplicaCommand], drain_timeout_s: float) -> None:
+    """Run the replicas of a host without the router until SIGTERM or Ctrl-C, or their end.
+
+    Args:
+        commands: one for each replica.
+        drain_timeout_s: seconds that running answers have.
+
+    Raises:
+        StageError: all have ended, one of them with an error.
+    """
+    asyncio.run(_run_replicas(commands, drain_timeout_s + END_TIMEOUT_S))
+
+
+async def _run_replicas(commands: Sequence[ReplicaCommand], end_timeout_s: float) -> None:
+    stop = asyncio.Event()
+    for number in SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with _started(commands, end_timeout_s) as processes:
+        ends = asyncio.gather(*(process.wait() for process in processes.values()))
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait((ends, stopped), return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if not stop.is_set() and any(await ends):
+            raise _ended(processes)
+        ends.cancel()
 
 
 @contextlib.asynccontextmanager
 async def _started(
     commands: Sequence[ReplicaCommand], end_timeout_s: float
-) -> AsyncIterator[list[Process]]:
-    """Yield the processes of all replicas, and end them."""
-    processes: list[Process] = []
+) -> AsyncIterator[dict[int, Process]]:
+    """Yield the processes of this host by the number of their replica, and end them."""
+    processes: dict[int, Process] = {}
     copies: list[asyncio.Task[None]] = []
     try:
         for number, command in enumerate(commands):
+            if not command.words:
+                continue
             # Ctrl-C reaches this process only, which ends the replicas after the last answer.
             process = await asyncio.create_subprocess_exec(
                 *ending_with_this_process(command.words),
@@ -89,11 +124,11 @@ async def _started(
                 env={**os.environ, **command.environment},
                 start_new_session=True,
             )
-            processes.append(process)
+            processes[number] = process
             copies.append(asyncio.create_task(_copy_errors(number, process)))
         yield processes
     finally:
-        await asyncio.gather(*(_end(process, end_timeout_s) for process in processes))
+        await asyncio.gather(*(_end(process, end_timeout_s) for process in processes.values()))
         await asyncio.gather(*copies)
 
 
@@ -116,8 +151,11 @@ async def _copy_errors(number: int, process: Process) -> None:
         sys.stderr.flush()
 
 
-async def _address(number: int, process: Process) -> str:
-    """Return the address of a replica once it is ready."""
+async def _address(number: int, command: ReplicaCommand, processes: Mapping[int, Process]) -> str:
+    """Return the address of a replica, of one on this host once it is ready."""
+    if command.address is not None:
+        return command.address
+    process = processes[number]
     assert process.stdout is not None
     while line := await process.stdout.readline():
         if line.startswith(READY):
@@ -128,9 +166,15 @@ async def _address(number: int, process: Process) -> str:
     )
 
 
-def _error(processes: Sequence[Process]) -> StageError | None:
-    """Return an error once no replica is left."""
-    if any(process.returncode is None for process in processes):
+def _error(
+    processes: Mapping[int, Process], commands: Sequence[ReplicaCommand]
+) -> StageError | None:
+    """Return an error once no replica is left; those of other hosts may come back."""
+    if any(command.address is not None for command in commands):
         return None
-    statuses = ", ".join(str(process.returncode) for process in processes)
+    return None if any(one.returncode is None for one in processes.values()) else _ended(processes)
+
+
+def _ended(processes: Mapping[int, Process]) -> StageError:
+    statuses = ", ".join(str(process.returncode) for process in processes.values())
     return StageError(f"all replicas have ended, with status {statuses}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,7 +22,14 @@ from llmpq.server.admission import prefill_tokens_per_s, queued_tokens_for, toke
 from llmpq.server.app import ServerOptions
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
-from llmpq.spec.plan import Fleet, FleetMember, read_plan, write_fleet, write_plan
+from llmpq.spec.plan import (
+    Fleet,
+    FleetMember,
+    read_fleet,
+    read_plan,
+    write_fleet,
+    write_plan,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 DEMO = ROOT / "models" / "demo"
@@ -47,7 +55,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         on_ready("http://127.0.0.1:8000")
 
     monkeypatch.setattr("llmpq.server.app.run_server", run_server)
-    monkeypatch.setattr(serve, "launch_engine", lambda *_: Engine())
+    monkeypatch.setattr(serve, "launch_engine", lambda *_, **__: Engine())
     return found
 
 
@@ -190,29 +198,169 @@ def test_bad_options_are_refused(served, words, capsys):
 TWO_NODES = sorted((ROOT / "strategies").glob("opt-30b__paper-03__*__llmpq.json"))[0]
 
 
-def test_a_plan_over_several_hosts_is_refused(served, capsys):
-    assert serve.main(["--strat_file_name", str(TWO_NODES), "--model", str(DEMO)]) == 2
+def test_a_plan_over_several_hosts_names_the_command_of_each(served, capsys):
+    words = ["--strat_file_name", str(TWO_NODES), "--model", str(DEMO), "--token_budget", "64"]
+    http = ["--port", "80", "--served_model_name", "a", "b", "--ttft_bound", "5", "--json"]
+    assert serve.main([*words, *http]) == 2
     error = capsys.readouterr().err
     assert f"{TWO_NODES}: found stages on 2 nodes (node0, node1), expected one" in error
-    assert "llmpq-dist --nnodes" in error
+    hosts = "--nnodes 2 --master_addr ADDRESS --token_file FILE --node_rank"
+    assert error.splitlines()[1:] == [
+        f"  node0: {' '.join(['llmpq-serve', *words, *http, hosts])} 0",
+        f"  node1: {' '.join(['llmpq-serve', *words, hosts])} 1",
+    ]
     assert not served
 
 
-def test_a_fleet_over_several_hosts_is_refused(tmp_path, capsys):
-    group = DeviceGroup(type="cpu", count=1, threads=1)
+def test_what_is_known_of_the_hosts_is_in_their_commands(served, capsys):
+    given = ["--master_addr", "10.0.0.1", "--token_file", "token"]
+    assert serve.main(["--strat_file_name", str(TWO_NODES), "--model", str(DEMO), *given]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.endswith("--master_addr 10.0.0.1 --token_file token --nnodes 2 --node_rank 1")
+
+
+HOSTS = ["--nnodes", "2", "--master_addr", "10.0.0.1", "--token_file", "token"]
+
+
+def test_a_host_without_the_master_runs_its_stages_alone(served, capsys, monkeypatch):
+    found = []
+    monkeypatch.setattr(serve, "run_stages", lambda *given: found.append(given))
+    words = ["--strat_file_name", str(TWO_NODES), "--model", str(DEMO), "--itl_bound", "1000"]
+    assert serve.main([*words, *HOSTS, "--node_rank", "1"]) == 0
+    ((options, plan, _, hosts, _),) = found
+    assert options.token_budget == token_budget_for(plan, 1000)
+    assert (hosts.num_nodes, hosts.node_rank, hosts.address) == (2, 1, ("10.0.0.1", 29500))
+    assert hosts.token_file == Path("token").resolve()
+    shown = capsys.readouterr()
+    assert not shown.out
+    assert "llmpq-serve: host 1 of 2 (node1): with rank" in shown.err
+    assert shown.err.endswith("host 1 of 2 (node1): done\n")
+    assert not served
+
+
+def test_the_host_of_the_master_says_what_to_start_on_the_other(served, capsys):
+    words = ["--strat_file_name", str(TWO_NODES), "--model", str(DEMO)]
+    assert serve.main([*words, *HOSTS, "--port", "80"]) == 0
+    shown = capsys.readouterr()
+    other = " ".join(["start there: llmpq-serve", *words, *HOSTS, "--node_rank 1"])
+    assert other in shown.err
+    assert shown.out == "ready http://127.0.0.1:8000\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--strat_file_name", str(TWO_NODES), "--nnodes", "2"], "expected --master_addr too"),
+        (["--strat_file_name", str(TWO_NODES), *HOSTS, "--node_rank", "2"], "2 and 2, expected 1"),
+        (["--strat_file_name", str(PLAN), *HOSTS], "nnodes, node_rank: found 2 and 0"),
+        ([str(DEMO), *HOSTS], "--nnodes: found without --strat_file_name"),
+        (["--fleet", "fleet.json", *HOSTS], "--nnodes: found without --strat_file_name"),
+    ],
+)
+def test_hosts_that_cannot_serve_are_refused(served, capsys, words, message):
+    model = [] if str(DEMO) in words else ["--model", str(DEMO)]
+    assert serve.main([*words, *model]) == 2
+    assert message in capsys.readouterr().err
+    assert not served
+
+
+@pytest.fixture
+def fleet_file(tmp_path) -> str:
+    """Replica 0 on nodes a and b, replica 1 on b alone."""
+    group = DeviceGroup(type="cpu", count=2, threads=1)
     cluster = Cluster(name="c", nodes=tuple(Node(name=n, devices=(group,)) for n in ("a", "b")))
-    own = make_plan((0, 12), cluster=Cluster(name="own", nodes=cluster.nodes[:1]), source=DEMO)
-    write_plan(tmp_path / "one.json", own)
+    one = DeviceGroup(type="cpu", count=1, threads=1)
+    both = Cluster(name="both", nodes=tuple(Node(name=n, devices=(one,)) for n in ("a", "b")))
+    own = Cluster(name="own", nodes=(Node(name="b", devices=(one,)),))
+    write_plan(tmp_path / "both.json", make_plan((0, 6, 12), cluster=both, source=DEMO))
+    write_plan(tmp_path / "own.json", make_plan((0, 12), cluster=own, source=DEMO))
+    labels = {"both.json": ("a/cpu#0", "b/cpu#0"), "own.json": ("b/cpu#1",)}
     members = tuple(
-        FleetMember(strategy="one.json", devices=(device.label,), requests_per_s=1)
-        for device in cluster.devices
+        FleetMember(strategy=name, devices=devices, requests_per_s=1)
+        for name, devices in labels.items()
     )
     fleet = Fleet(
         model="tiny", replicas=members, requests_per_s=2, bound=2, status="optimal", cluster=cluster
     )
     write_fleet(tmp_path / "fleet.json", fleet)
-    assert serve.main(["--fleet", str(tmp_path / "fleet.json")]) == 2
-    assert "found replicas on 2 nodes (a, b), expected one" in capsys.readouterr().err
+    return str(tmp_path / "fleet.json")
+
+
+ADDRESSES = ["--node_addr", "a=10.0.0.1", "b=fd00::2"]
+SECRETS = ["--token_file", "token", "--api_key_file", "keys"]
+
+
+def test_a_fleet_over_several_hosts_names_the_command_of_each(fleet_file, capsys):
+    assert serve.main(["--fleet", fleet_file, "--port", "9000"]) == 2
+    error = capsys.readouterr().err
+    assert "found replicas on 2 nodes (a, b), expected one, or --node" in error
+    command = f"llmpq-serve --fleet {fleet_file} --port 9000 --token_file FILE --api_key_file KEYS"
+    assert error.splitlines()[1:] == [f"  {name}: {command} --node {name}" for name in "ab"]
+
+
+def test_the_first_host_of_a_fleet_has_the_router(fleet_file, monkeypatch, capsys):
+    given = []
+    monkeypatch.setattr("llmpq.server.router.fleet.run_fleet", lambda *found: given.append(found))
+    words = ["--fleet", fleet_file, "--port", "9000", *SECRETS, "--alpha", "2"]
+    assert serve.main([*words, "--node", "a", *ADDRESSES, "--scheduler", "larry"]) == 0
+    ((options, commands, *_),) = given
+    assert options.port == 9000
+    first, second = commands
+    assert (second.words, second.address) == ((), "http://[fd00::2]:9002")
+    assert first.address is None
+    place = ["--nnodes", "2", "--node_rank", "0", "--master_addr", "10.0.0.1"]
+    listen = ["--host", "127.0.0.1", "--port", "0"]
+    engine = ["--alpha", "2", "--scheduler", "larry"]
+    assert first.words[4:] == [
+        str(Path(fleet_file).with_name("both.json")),
+        "--in_fleet", *SECRETS, *engine, *listen, *place, "--master_port", "29500",
+    ]  # fmt: skip
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "llmpq-serve: node a: the router, replica 0 (host 0 of 2)"
+    assert lines[1].startswith(f"llmpq-serve: start on b: llmpq-serve --fleet {fleet_file} ")
+    assert lines[1].endswith("--scheduler larry --node b")
+
+
+def test_another_host_of_a_fleet_starts_its_parts(fleet_file, monkeypatch, capsys):
+    given = []
+    monkeypatch.setattr(
+        "llmpq.server.router.fleet.run_replicas", lambda *found: given.append(found)
+    )
+    words = ["--fleet", fleet_file, "--port", "9000", *SECRETS, "--node", "b", *ADDRESSES]
+    assert serve.main([*words, "--drain_timeout", "7"]) == 0
+    (((first, second), drain_timeout_s),) = given
+    assert drain_timeout_s == 7
+    place = ["--nnodes", "2", "--node_rank", "1", "--master_addr", "10.0.0.1"]
+    assert first.words[-8:] == [*place, "--master_port", "29500"]
+    assert "--port" not in first.words
+    assert second.words[-4:] == ["--host", "fd00::2", "--port", "9002"]
+    assert "--nnodes" not in second.words
+    assert "node b: replica 0 (host 1 of 2), replica 1\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--node", "c"], "--node: found 'c', expected one of a, b"),
+        (["--node", "a", "--port", "0"], "--port: found 0, expected a number"),
+        (["--node", "a", "--node_addr", "c=d"], "--node_addr: found 'c=d', expected NAME=ADDRESS"),
+        (["--node", "a", "--node_addr", "a"], "--node_addr: found 'a', expected NAME=ADDRESS"),
+        (["--node_addr", "a=b"], "found replicas on 2 nodes"),
+    ],
+)
+def test_a_host_that_a_fleet_lacks_is_refused(fleet_file, capsys, words, message):
+    assert serve.main(["--fleet", fleet_file, *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_replica_whose_nodes_differ_from_the_fleets_is_refused(fleet_file, capsys):
+    fleet = read_fleet(fleet_file)
+    moved = replace(fleet.replicas[0], devices=("a/cpu#0", "a/cpu#1"))
+    write_fleet(fleet_file, replace(fleet, replicas=(moved, *fleet.replicas[1:])))
+    assert serve.main(["--fleet", fleet_file, "--node", "a"]) == 2
+    assert "replica 0: found nodes a in the fleet and a, b in its strategy" in (
+        capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -236,7 +384,8 @@ def test_without_a_plan_the_answer_says_how_to_make_one(served, capsys, words, m
 
 @pytest.fixture
 def fake_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def start_engine(options, plan, model_dir) -> FakeEngine:
+    async def start_engine(options, plan, model_dir, *, hosts, progress) -> FakeEngine:
+        assert hosts.num_nodes == options.nnodes
         return FakeEngine()
 
     monkeypatch.setattr(openai_batch, "start_engine", start_engine)
@@ -259,6 +408,20 @@ def test_batch_file_is_answered(fake_engine, tmp_path, capsys):
     assert found["response"]["body"]["usage"]["completion_tokens"] == 16
     summary = json.loads(capsys.readouterr().out)
     assert (summary["requests"], summary["errors"], summary["generated_tokens"]) == (1, 0, 16)
+
+
+def test_batch_files_are_answered_over_several_hosts(fake_engine, tmp_path, capsys, monkeypatch):
+    words = ["--strat_file_name", str(TWO_NODES), *HOSTS]
+    assert batch(tmp_path, [LINE], *words) == 0
+    assert "waiting at 10.0.0.1:29500 for host 1 (node1); start there: " in capsys.readouterr().err
+    assert (tmp_path / "out.jsonl").exists()
+    (tmp_path / "out.jsonl").unlink()
+    found = []
+    monkeypatch.setattr(openai_batch, "run_stages", lambda *given: found.append(given))
+    assert batch(tmp_path, [LINE], *words, "--node_rank", "1") == 0
+    ((_, _, model_dir, hosts, _),) = found
+    assert (model_dir, hosts.node_rank) == (DEMO, 1)
+    assert not (tmp_path / "out.jsonl").exists()
 
 
 def test_batch_lines_without_an_id_give_status_2(fake_engine, tmp_path, capsys):

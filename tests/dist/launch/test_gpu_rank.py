@@ -13,8 +13,8 @@ from helpers.ranks import make_plan
 
 from llmpq.dist.io.job import Job
 from llmpq.dist.launch import rank as rank_module
-from llmpq.dist.launch.launcher import rank_environment
 from llmpq.dist.launch.rank import RankContext, check_free_memory, decode_sizes, kv_blocks_of
+from llmpq.dist.launch.ranks import rank_environment
 from llmpq.dist.metrics.measurement import HeldBytes
 from llmpq.dist.metrics.progress import SilentProgress
 from llmpq.dist.metrics.report import memory_parts

@@ -15,7 +15,8 @@ from helpers.draft_plans import with_draft
 from helpers.ranks import make_plan
 
 from llmpq.dist.io.job import Job, Rendezvous
-from llmpq.dist.launch.launcher import (
+from llmpq.dist.launch.process_environment import cpu_environment, pin
+from llmpq.dist.launch.ranks import (
     ErrorRecord,
     _cause,
     _cores,
@@ -24,7 +25,6 @@ from llmpq.dist.launch.launcher import (
     ranks_of_node,
     write_error_record,
 )
-from llmpq.dist.launch.process_environment import cpu_environment, pin
 from llmpq.errors import CapacityError, LlmpqError, SpecError, StageError
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from helpers.ranks import make_plan
 
-from llmpq.dist.launch.launcher import rank_environment
-from llmpq.dist.launch.local_devices import cores_of_devices
+from llmpq.dist.launch.process_environment import cores_of_devices
+from llmpq.dist.launch.ranks import rank_environment
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 
 

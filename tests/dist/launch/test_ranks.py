@@ -157,6 +157,40 @@ def test_an_engine_is_started_anew_in_its_folder_once_it_has_served(tmp_path, mo
     assert len(ranks.restarts) == 2
 
 
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_a_host_without_the_master_starts_an_engine_anew_once_it_was_loaded(
+    tmp_path, monkeypatch, is_loaded
+):
+    states = []
+
+    def lost(job: Job, folder: Path, monitor: Ranks) -> None:
+        if is_loaded:
+            monitor.report(Event(rank=1, kind="ready", done=1, total=1))
+        states.append(monitor.state)
+        raise StageError("rank 0 is gone")
+
+    monkeypatch.setattr(module, "launch", Generations(lost, lost))
+    with Ranks(faults=FaultOptions(max_restarts=1), **SECOND_HOST) as ranks:
+        job, _ = ranks.socket_job(tmp_path, task="online")
+        with pytest.raises(StageError, match="rank 0 is gone"):
+            ranks.run(job)
+    assert len(ranks.restarts) == is_loaded
+    assert states == (["serving"] * 2 if is_loaded else ["starting"])
+
+
+def test_a_stage_that_is_loaded_says_nothing_of_the_master(tmp_path, monkeypatch):
+    def lost(job: Job, folder: Path, monitor: Ranks) -> None:
+        monitor.report(Event(rank=1, kind="ready", done=1, total=1))
+        raise StageError("rank 0 is gone")
+
+    monkeypatch.setattr(module, "launch", Generations(lost))
+    with Ranks(PLAN, FaultOptions(max_restarts=1)) as ranks:
+        job, _ = ranks.socket_job(tmp_path, task="online")
+        with pytest.raises(StageError):
+            ranks.run(job)
+    assert not ranks.restarts
+
+
 def test_nothing_but_answers_is_started_anew(tmp_path, monkeypatch):
     _, run = supervise(tmp_path, monkeypatch, dies(5), task="hidden", max_restarts=3)
     with pytest.raises(StageError):

@@ -17,7 +17,7 @@ from helpers.ranks import make_plan
 
 import llmpq
 from llmpq.dist.io.prompts import Prompt, make_request, request_limits
-from llmpq.dist.launch.orphan_cleanup import clean_up_if_killed
+from llmpq.dist.launch.signals import clean_up_if_killed
 from llmpq.errors import SpecError
 from llmpq.spec.huggingface.families import load_model_dir
 
@@ -102,7 +102,7 @@ def test_the_folder_of_a_killed_launcher_is_removed(tmp_path):
     )
     code = (
         "import sys, time; from pathlib import Path\n"
-        "from llmpq.dist.launch.orphan_cleanup import clean_up_if_killed\n"
+        "from llmpq.dist.launch.signals import clean_up_if_killed\n"
         "with clean_up_if_killed(Path(sys.argv[1])): print('ready', flush=True); time.sleep(600)"
     )
     launcher = subprocess.Popen(

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmpq.dist.launch.task_environment import (
+from llmpq.dist.launch.process_environment import (
     Task,
     first_host,
     started_task,

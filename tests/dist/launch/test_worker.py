@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from llmpq.dist.io.job import Job, write_job
 from llmpq.dist.io.results import read_results
-from llmpq.dist.launch.launcher import measurement_file, read_error_record
+from llmpq.dist.launch.ranks import measurement_file, read_error_record
 from llmpq.dist.launch.worker import NAME, die_with, main, name_process
 from llmpq.dist.metrics.progress import Event
 from llmpq.spec.plan import write_plan

@@ -14,13 +14,17 @@ from pathlib import Path
 import pytest
 from helpers.clocks import PATIENCE_S
 from helpers.frames import SMALL
+from helpers.ranks import make_plan
 
 from llmpq.dist.io.job import Rendezvous
+from llmpq.dist.launch.rank import frame_limits
 from llmpq.dist.transport.channels import RankChannels
 from llmpq.dist.transport.endpoint import MAX_PENDING_HANDSHAKES, Endpoint, read_token
 from llmpq.dist.transport.frames import Frame, FrameKind, FrameLimits
 from llmpq.dist.transport.rendezvous import RankIdentity, connect
 from llmpq.errors import LlmpqError, SpecError, StageError
+from llmpq.options.engine import EngineOptions
+from llmpq.options.limits import engine_limits
 
 
 def identity(rank: int, world_size: int, limits: FrameLimits = SMALL) -> RankIdentity:
@@ -175,6 +179,17 @@ def test_ranks_of_another_plan_are_named(tmp_path):
     assert not made
     assert all(isinstance(error, SpecError) for error in failed.values())
     assert "stage 1 (rank 1) runs another plan" in str(failed[0])
+
+
+def test_ranks_with_other_options_have_another_digest(tiny_model):
+    plan, model_dir = make_plan((0, 1, 3)), tiny_model("llama", seed=1)
+
+    def digest(token_budget: int, longest: int = 24, *, has_drafts: bool = False) -> bytes:
+        limits = engine_limits(plan, EngineOptions(token_budget=token_budget))
+        return frame_limits(plan, model_dir, limits, longest, has_drafts=has_drafts).digest
+
+    assert digest(16) == digest(16)
+    assert len({digest(16), digest(17), digest(16, 32), digest(16, has_drafts=True)}) == 4
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path, monkeypatch):

@@ -22,8 +22,12 @@ from llmpq.dist.transport.frames import (
     encode_header,
     encode_tables,
 )
-from llmpq.dist.transport.shared_memory import SharedMemoryReader, SharedMemoryWriter
-from llmpq.dist.transport.socket_links import SocketReader, SocketWriter
+from llmpq.dist.transport.socket_links import (
+    SharedMemoryReader,
+    SharedMemoryWriter,
+    SocketReader,
+    SocketWriter,
+)
 from llmpq.errors import StageError
 from llmpq.spec.runtime_constants import SHARED_BUFFERS as BUFFERS
 from llmpq.spec.runtime_constants import SHARED_FROM_BYTES as LEAST_BYTES

@@ -19,7 +19,7 @@ from helpers.served import DEMO
 
 from llmpq import plan
 from llmpq.cli.commands.serve import main, replica_options
-from llmpq.dist.launch.local_devices import visible_devices
+from llmpq.dist.launch.process_environment import visible_devices
 from llmpq.errors import SpecError
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 from llmpq.spec.plan import Fleet, FleetMember, write_fleet
@@ -106,6 +106,72 @@ def test_replicas_start_answer_in_turn_and_end_with_the_router():
             httpx.get(address)
 
 
+def test_a_replica_of_another_host_gets_requests_once_it_answers():
+    with started((REPLICA, "there")) as other:
+        try:
+            assert other.stdout is not None
+            _, _, there = other.stdout.readline().split()
+            here = PARENT.format(pairs=[(REPLICA, "here")]).replace(
+                "run_fleet(\n",
+                f"commands += [ReplicaCommand(words=(), address={there!r})]\nrun_fleet(\n",
+            )
+            with subprocess.Popen(
+                [sys.executable, "-c", here], stdout=subprocess.PIPE, text=True
+            ) as process:
+                try:
+                    assert process.stdout is not None
+                    _, url, *replicas = process.stdout.readline().split()
+                    assert replicas[1] == there
+                    names = {
+                        httpx.get(f"{url}/v1/models", timeout=PATIENCE_S).json()["name"]
+                        for _ in range(2)
+                    }
+                    assert names == {"here", "there"}
+                    process.send_signal(signal.SIGTERM)
+                    assert process.wait(PATIENCE_S) == 0
+                finally:
+                    process.kill()
+            assert httpx.get(f"{there}/v1/models").json()["name"] == "there"
+        finally:
+            other.kill()
+
+
+HOST = """
+import sys
+from llmpq.server.router.fleet import ReplicaCommand, run_replicas
+commands = [ReplicaCommand(words=(), address="http://a:1")]
+commands += [ReplicaCommand(words=[sys.executable, "-c", *pair]) for pair in {pairs!r}]
+run_replicas(commands, 5.0)
+"""
+
+
+def test_a_host_without_the_router_ends_its_replicas_with_sigterm(tmp_path):
+    ready = tmp_path / "ready"
+    pairs = [(REPLICA, "one", str(ready))]
+    with subprocess.Popen(
+        [sys.executable, "-c", HOST.format(pairs=pairs)], stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            wait_for(ready.exists, bool)
+            process.send_signal(signal.SIGTERM)
+            _, errors = process.communicate(timeout=PATIENCE_S)
+        finally:
+            process.kill()
+    assert process.returncode == 0
+    assert "replica 1: ended one" in errors.splitlines()
+
+
+@pytest.mark.parametrize(("status", "expected"), [(0, 0), (3, 1)])
+def test_a_host_without_the_router_ends_with_its_replicas(status, expected):
+    pairs = [(f"raise SystemExit({status})",)]
+    done = subprocess.run(
+        [sys.executable, "-c", HOST.format(pairs=pairs)],
+        stderr=subprocess.PIPE, text=True, check=False, timeout=PATIENCE_S,
+    )  # fmt: skip
+    assert done.returncode == expected
+    assert ("all replicas have ended, with status 3" in done.stderr) == bool(status)
+
+
 def test_a_replica_that_does_not_start_ends_the_others(tmp_path):
     ready = str(tmp_path / "ready")
     with started((REPLICA, "one", ready), (FAILS, ready)) as process:
@@ -133,6 +199,8 @@ def test_replicas_end_when_the_command_is_killed_even_while_they_load(tmp_path):
         (["--fleet", "missing.json"], "missing.json: no such file"),
         (["--fleet", "a", "--strat_file_name", "b"], "not allowed with argument"),
         (["--strat_file_name", "b", "--balancer", "sal"], "--balancer: found without --fleet"),
+        (["--strat_file_name", "b", "--node", "a"], "--node: found without --fleet"),
+        (["--strat_file_name", "b", "--node_addr", "a=b"], "--node_addr: found without --fleet"),
     ],
 )
 def test_options_that_cannot_be_used_are_errors(words, message, capsys):
@@ -213,4 +281,12 @@ def test_a_replica_sees_its_own_accelerators():
 
 def test_replicas_get_the_options_that_are_not_the_routers():
     words = ["--fleet", "f.json", "--port=80", "--host", "0.0.0.0", "--alpha", "2", "--json"]
-    assert replica_options(words) == ["--alpha", "2", "--host", "127.0.0.1", "--port", "0"]
+    words += ["--node", "a", "--node_addr", "a=10.0.0.1", "b=10.0.0.2", "--master_port", "7"]
+    assert replica_options([*words, "--token_file", "t"]) == ["--alpha", "2", "--token_file", "t"]
+
+
+def test_a_host_sees_its_own_accelerators_of_a_replica_over_several():
+    fleet = gpu_fleet("m", "n")
+    labels = ("m/T4-16G#1", "n/T4-16G#0", "n/T4-16G#2")
+    assert visible_devices(fleet.cluster, labels, {}, "n") == {"CUDA_VISIBLE_DEVICES": "0,2"}
+    assert visible_devices(fleet.cluster, labels, {}, "m") == {"CUDA_VISIBLE_DEVICES": "1"}
