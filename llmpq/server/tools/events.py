@@ -1,0 +1,133 @@
+"""Events of an answer, and the messages and deltas of chat completions that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """New text of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """New text of the reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegin:
+    """A tool call begins.
+
+    Attributes:
+        index: number of the call in the answer, from 0.
+        id: that the result names.
+        name: of the function.
+    """
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentsDelta:
+    """New text of the arguments of a call, which together are JSON."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnd:
+    """A call has ended."""
+
+    index: int
+
+
+Event = TextDelta | ReasoningDelta | CallBegin | ArgumentsDelta | CallEnd
+
+
+def join_events(events: Iterable[Event]) -> list[Event]:
+    """Return the events with neighbours of one kind joined."""
+    joined: list[Event] = []
+    for event in events:
+        last = joined[-1] if joined else None
+        match last, event:
+            case TextDelta(before), TextDelta(text):
+                joined[-1] = TextDelta(before + text)
+            case ReasoningDelta(before), ReasoningDelta(text):
+                joined[-1] = ReasoningDelta(before + text)
+            case ArgumentsDelta(index, before), ArgumentsDelta(_, text):
+                joined[-1] = ArgumentsDelta(index, before + text)
+            case _:
+                joined.append(event)
+    return joined
+
+
+def chat_delta(events: Iterable[Event]) -> dict[str, Any]:
+    """Return the ``delta`` object of a chunk of chat completions."""
+    delta: dict[str, Any] = {}
+    calls: dict[int, dict[str, Any]] = {}
+    for event in join_events(events):
+        match event:
+            case TextDelta(text):
+                delta["content"] = delta.get("content", "") + text
+            case ReasoningDelta(text):
+                text = delta.get("reasoning_content", "") + text
+                delta |= {"reasoning_content": text, "reasoning": text}
+            case CallBegin(index, id, name):
+                function = {"name": name, "arguments": ""}
+                calls[index] = {"index": index, "id": id, "type": "function", "function": function}
+            case ArgumentsDelta(index, text):
+                call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
+                call["function"]["arguments"] += text
+            case CallEnd():
+                pass
+    return delta | {"tool_calls": list(calls.values())} if calls else delta
+
+
+@dataclass(slots=True)
+class AnswerParts:
+    """The parts of a whole answer.
+
+    Attributes:
+        text: for the user.
+        reasoning: before it.
+        calls: in OpenAI's form.
+    """
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, events: Iterable[Event]) -> None:
+        """Add the events that follow."""
+        for event in events:
+            match event:
+                case TextDelta(text):
+                    self.text += text
+                case ReasoningDelta(text):
+                    self.reasoning += text
+                case CallBegin(_, id, name):
+                    function = {"name": name, "arguments": ""}
+                    self.calls.append({"id": id, "type": "function", "function": function})
+                case ArgumentsDelta(index, text):
+                    self.calls[index]["function"]["arguments"] += text
+                case CallEnd():
+                    pass
+
+    def message(self) -> dict[str, Any]:
+        """Return the fields of the assistant's message of a chat completion."""
+        found: dict[str, Any] = {"content": self.text if self.text or not self.calls else None}
+        if self.reasoning:
+            found |= {"reasoning_content": self.reasoning, "reasoning": self.reasoning}
+        if self.calls:
+            found["tool_calls"] = self.calls
+        return found
