@@ -28,6 +28,7 @@ from llmpq.dist.transport.endpoint import MIN_TOKEN_BYTES, is_loopback, read_tok
 from llmpq.errors import LlmpqError, SpecError, StageError, StoppedError
 from llmpq.options.server import ListenOptions, TransportLimits
 from llmpq.server.admission import AdmissionLimits, RequestAdmission
+from llmpq.server.apis.openai import encode_chat, prepare_chat, prepare_completion
 from llmpq.server.errors import (
     ApiError,
     as_api_error,
@@ -43,9 +44,15 @@ from llmpq.server.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from llmpq.server.service import Json, Service
+from llmpq.server.service import (
+    Body,
+    Json,
+    ServedModel,
+    Service,
+    Translate,
+    default_sampling_of,
+)
 from llmpq.server.text.tokenizer import ServerTokenizer
-from llmpq.server.text.translate import ServedModel, default_sampling_of, encode_chat
 from llmpq.server.transport import EventStream, RequestGuard, bounded_protocol, until_disconnected
 
 OWNER = "llmpq"
@@ -130,22 +137,22 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Complete prompts."""
-        return await _generate(service, body, request)
+        return await _generate(service, prepare_completion, body, request)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         """Answer a conversation."""
-        return await _generate(service, body, request)
+        return await _generate(service, prepare_chat, body, request)
 
 
 async def _generate(
-    service: Service, body: CompletionRequest | ChatCompletionRequest, request: Request
+    service: Service, translate: Translate[Body], body: Body, request: Request
 ) -> Response:
-    generation = await service.prepare(body, request.state.request_id)
+    handler = await service.prepare(translate, body, request.state.request_id)
     if not body.stream:
-        whole = await until_disconnected(generation.body(), request.receive)
+        whole = await until_disconnected(handler.body(), request.receive)
         return parts_response(whole)
-    events = generation.events()
+    events = handler.events()
     await anext(events)  # a full server is answered with 503, not with a stream
     return EventStream(events)
 

@@ -35,18 +35,12 @@ from llmpq.server.admission import (
     AdmissionLimits,
     RequestAdmission,
 )
+from llmpq.server.apis.openai import MAX_LOGPROB_VALUES, MAX_SHARED_IDS, CompletionFormat
 from llmpq.server.errors import ApiError
 from llmpq.server.json_output import PART_ITEMS, SharedItems, SharedList, dump_json, json_parts
-from llmpq.server.service import Answers, CompletionFormat, Piece
+from llmpq.server.service import ChoiceDelta, PreparedRequest, ServedModel
 from llmpq.server.text import text_process
 from llmpq.server.text.tokenizer import THREAD_CHARACTERS, ServerTokenizer
-from llmpq.server.text.translate import (
-    MAX_LOGPROB_VALUES,
-    MAX_SHARED_IDS,
-    EncodedPrompt,
-    ServedModel,
-    Work,
-)
 from llmpq.server.transport import LARGE_BODY_BYTES, RequestGuard
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -476,17 +470,19 @@ def test_others_run_between_the_parts_of_a_long_answer():
 
 
 @pytest.mark.parametrize(
-    ("runs", "pause_s"), [((), 0), (("own",), 0), (("other",), 0.25), (("own", "other"), 0.25)]
+    ("streams", "pause_s"), [((), 0), (("own",), 0), (("other",), 0.25), (("own", "other"), 0.25)]
 )
-def test_a_long_answer_pauses_as_long_as_its_parts_take_beside_others(monkeypatch, runs, pause_s):
-    """An answer that is written whole has no run any more."""
+def test_a_long_answer_pauses_as_long_as_its_parts_take_beside_others(
+    monkeypatch, streams, pause_s
+):
+    """An answer that is written whole has no stream any more."""
     slept = []
 
     async def sleep(seconds):
         slept.append(seconds)
 
-    answer = object.__new__(service.Generation)
-    answer._service, answer._own_run = SimpleNamespace(runs=set(runs)), "own"
+    answer = object.__new__(service.RequestHandler)
+    answer._service, answer._stream = SimpleNamespace(streams=set(streams)), "own"
     monkeypatch.setattr(service.asyncio, "sleep", sleep)
     asyncio.run(answer._pause(0.25))
     assert slept == [pause_s]
@@ -523,24 +519,20 @@ def test_logprobs_of_a_prompt_are_made_once_for_all_its_answers_but_are_those_of
     body = protocol.CompletionRequest(
         prompt=[[2, 3], [4]], n=3, max_tokens=1, echo=True, logprobs=2
     )
-    prompts = [
-        EncodedPrompt(token_ids=ids, sampling=SamplingParams(), echo=echo)
-        for ids, echo in (((2, 3), "ab"), ((4,), "c"))
-    ]
-    work = Work(prompts=tuple(prompts), n=3)
+    prompts = ((2, 3), (4,))
+    request = PreparedRequest(prompts=prompts, sampling=SamplingParams(), n=3, echoes=("ab", "c"))
     model = ServedModel(
         names=("m",), root=".", tokenizer=None, max_model_len=100, vocab_size=10
     )  # fmt: skip
-    answers = Answers("id", model, work, "text_completion")
-    form = CompletionFormat(body, answers)
+    form = CompletionFormat(body, model, request, "id")
     for index in (0, 3, 1, 4, 5, 2):
-        ids = prompts[index // 3].token_ids
+        ids = prompts[index // 3]
         found = [TokenLogprobs(token, -float(token), ((token, -1.0),)) for token in ids[1:]]
-        piece = Piece(
-            text="d", token_ids=[5], offsets=[0], logprobs=[TokenLogprobs(5, -float(index))],
-            prompt_logprobs=(None, *found),
+        delta = ChoiceDelta(
+            index=index, is_first=True, text="d", token_ids=[5], offsets=[0],
+            logprobs=[TokenLogprobs(5, -float(index))], prompt_logprobs=(None, *found),
         )  # fmt: skip
-        made = form.choice(index, piece, is_chunk=False)["logprobs"]
+        made = form.items(delta)[0]["logprobs"]
         assert made["tokens"] == [f"token_id:{token}" for token in (*ids, 5)]
         assert made["token_logprobs"] == [None, *(-float(one) for one in ids[1:]), -float(index)]
         assert all(len(values) == len(ids) + 1 for values in made.values())

@@ -13,11 +13,12 @@ from transformers import AutoTokenizer
 
 from llmpq.dist.io.export_tokenizer import export_tokenizer
 from llmpq.errors import SpecError
+from llmpq.server.apis.openai import encode_chat
 from llmpq.server.errors import ApiError
 from llmpq.server.protocol import ChatCompletionRequest
+from llmpq.server.service import ServedModel
 from llmpq.server.text.chat_template import ChatTemplate
 from llmpq.server.text.tokenizer import ChatEncoder, ServerTokenizer, load_server_tokenizer
-from llmpq.server.text.translate import ServedModel, encode_chat
 
 CHAT_ML = """{%- for message in messages %}
     {%- if loop.first and message['role'] != 'system' %}
