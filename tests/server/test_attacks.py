@@ -17,7 +17,7 @@ import pytest
 from helpers.clocks import PATIENCE_S
 from helpers.fake_engine import FakeEngine
 from helpers.served import CHAT_TEMPLATE, make_service, serving
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -435,6 +435,7 @@ def test_json_in_parts_is_the_same_json(value, long):
 
 @settings(max_examples=50)
 @given(items=st.lists(JSON, max_size=3 * PART_ITEMS), rests=st.lists(st.lists(JSON), max_size=3))
+@example(items=[None], rests=[[None] * (PART_ITEMS + 1)])
 def test_lists_that_begin_alike_are_the_same_json(items, rests):
     shared = SharedItems(items)
     for rest in rests:
