@@ -53,7 +53,13 @@ from llmpq.server.service import (
     default_sampling_of,
 )
 from llmpq.server.text.tokenizer import ServerTokenizer
-from llmpq.server.transport import EventStream, RequestGuard, bounded_protocol, until_disconnected
+from llmpq.server.transport import (
+    EventStream,
+    RequestGuard,
+    bounded_protocol,
+    until_disconnected,
+    with_origins,
+)
 
 OWNER = "llmpq"
 TOKENIZE_TOKENS = 1 << 17
@@ -96,6 +102,7 @@ def build_app(
     api_keys: Sequence[str] = (),
     *,
     checks_site: bool = True,
+    allowed_origins: Sequence[str] = (),
 ) -> ASGIApp:
     """Return the application of a server.
 
@@ -104,6 +111,7 @@ def build_app(
         limits: of connections.
         api_keys: accepted keys; without any, no key is asked for.
         checks_site: see ``RequestGuard``.
+        allowed_origins: sites whose pages may use the server.
     """
     app = FastAPI(
         title="llmpq",
@@ -124,13 +132,15 @@ def build_app(
     _add_models(app, service)
     _add_tokenizer(app, service)
     _add_state(app, service)
-    return RequestGuard(
+    guard = RequestGuard(
         app,
         limits or TransportLimits(),
         service.check_open,
         tuple(api_keys),
         checks_site=checks_site,
+        allowed_origins=allowed_origins,
     )
+    return with_origins(guard, allowed_origins)
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
@@ -341,7 +351,12 @@ def run_server(
     async def open_engine(life: Life) -> AsyncIterator[Served]:
         async with _loaded(life, options, start_engine, load_tokenizer) as service:
             yield Served(
-                app=build_app(service, options.transport, life.keys),
+                app=build_app(
+                    service,
+                    options.transport,
+                    life.keys,
+                    allowed_origins=options.allowed_origins,
+                ),
                 error=lambda: service.engine.error,
                 num_open=lambda: service.admission.num_choices,
                 begin_drain=service.begin_drain,

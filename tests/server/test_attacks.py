@@ -36,6 +36,7 @@ from llmpq.server.admission import (
     RequestAdmission,
 )
 from llmpq.server.apis.openai import MAX_LOGPROB_VALUES, MAX_SHARED_IDS, CompletionFormat
+from llmpq.server.app import build_app
 from llmpq.server.errors import ApiError
 from llmpq.server.json_output import PART_ITEMS, SharedItems, SharedList, dump_json, json_parts
 from llmpq.server.service import ChoiceDelta, PreparedRequest, ServedModel
@@ -287,6 +288,41 @@ def test_keys_replace_the_check_of_the_site():
         headers = {"authorization": f"Bearer {key}", "origin": "https://ours.example"}
         answer = client.post("/v1/completions", json={"prompt": "a"}, headers=headers)
         assert answer.status_code == 200
+
+
+PREFLIGHT = {
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization,content-type",
+}
+
+
+@pytest.mark.parametrize("keys", [(), ("a-key-of-16-bytes",)])
+@pytest.mark.parametrize(
+    ("allowed", "origin", "is_allowed"),
+    [
+        (("https://ours.example",), "https://ours.example", True),
+        (("https://ours.example",), "https://evil.example", False),
+        (("*",), "https://any.example", True),
+        ((), "https://ours.example", False),
+    ],
+)
+def test_pages_of_allowed_origins_alone_may_read_answers(keys, allowed, origin, is_allowed):
+    app = build_app(make_service(FakeEngine()), None, keys, allowed_origins=allowed)
+
+    async def ask() -> tuple[httpx.Response, httpx.Response]:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            client.headers["origin"] = origin
+            before = await client.options("/v1/completions", headers=PREFLIGHT)
+            body, headers = {"prompt": "a"}, {"authorization": f"Bearer {''.join(keys)}"}
+            return before, await client.post("/v1/completions", json=body, headers=headers)
+
+    for answer in asyncio.run(ask()):
+        shown = answer.headers.get("access-control-allow-origin")
+        assert shown == (("*" if "*" in allowed else origin) if is_allowed else None)
+        assert not is_allowed or answer.status_code == 200
+    if not is_allowed and not keys:
+        assert answer.status_code == 403
 
 
 @pytest.mark.parametrize(
