@@ -18,7 +18,7 @@ from llmpq.options.server import ListenOptions, TransportLimits
 def add_address_options(parser: argparse.ArgumentParser) -> None:
     """Add where to listen, who may connect, and TLS."""
     address = parser.add_argument_group("address")
-    names = ("host", "port", "api_key_file", "ssl_certfile", "ssl_keyfile")
+    names = ("host", "port", "api_key_file", "allowed_origins", "ssl_certfile", "ssl_keyfile")
     add_options(address, ListenOptions, *names)
 
 

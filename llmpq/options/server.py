@@ -57,6 +57,14 @@ class ListenOptions(DrainOptions):
             "600)",
         ),
     ] = None
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        Option(
+            metavar="ORIGIN",
+            help="sites whose pages may use this server from a browser (CORS), * for all (default: "
+            "pages of this host without a key, and none may read answers)",
+        ),
+    ] = ()
     ssl_certfile: Annotated[
         Path | None, Option(metavar="FILE.pem", help="certificate chain, for TLS")
     ] = None

@@ -28,6 +28,7 @@ from llmpq.dist.transport.endpoint import MIN_TOKEN_BYTES, is_loopback, read_tok
 from llmpq.errors import LlmpqError, SpecError, StageError, StoppedError
 from llmpq.options.server import ListenOptions, TransportLimits
 from llmpq.server.admission import AdmissionLimits, RequestAdmission
+from llmpq.server.apis.openai import encode_chat, prepare_chat, prepare_completion
 from llmpq.server.errors import (
     ApiError,
     as_api_error,
@@ -45,10 +46,22 @@ from llmpq.server.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from llmpq.server.service import Json, Service
+from llmpq.server.service import (
+    Body,
+    Json,
+    ServedModel,
+    Service,
+    Translate,
+    default_sampling_of,
+)
 from llmpq.server.text.tokenizer import ServerTokenizer
-from llmpq.server.text.translate import ServedModel, default_sampling_of, encode_chat
-from llmpq.server.transport import EventStream, RequestGuard, bounded_protocol, until_disconnected
+from llmpq.server.transport import (
+    EventStream,
+    RequestGuard,
+    bounded_protocol,
+    until_disconnected,
+    with_origins,
+)
 
 if sys.platform != "win32":
     import resource
@@ -95,6 +108,7 @@ def build_app(
     *,
     checks_site: bool = True,
     view: PlanView | None = None,
+    allowed_origins: Sequence[str] = (),
 ) -> ASGIApp:
     """Return the application of a server.
 
@@ -104,6 +118,7 @@ def build_app(
         api_keys: accepted keys; without any, no key is asked for.
         checks_site: see ``RequestGuard``.
         view: of the plan, for the page.
+        allowed_origins: sites whose pages may use the server.
     """
     app = FastAPI(
         title="llmpq",
@@ -125,35 +140,37 @@ def build_app(
     _add_tokenizer(app, service)
     _add_state(app, service)
     _add_page(app, service, view or PlanView())
-    return RequestGuard(
+    guard = RequestGuard(
         app,
         limits or TransportLimits(),
         service.check_open,
         tuple(api_keys),
         checks_site=checks_site,
+        allowed_origins=allowed_origins,
     )
+    return with_origins(guard, allowed_origins)
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Complete prompts."""
-        return await _generate(service, body, request)
+        return await _generate(service, prepare_completion, body, request)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         """Answer a conversation."""
-        return await _generate(service, body, request)
+        return await _generate(service, prepare_chat, body, request)
 
 
 async def _generate(
-    service: Service, body: CompletionRequest | ChatCompletionRequest, request: Request
+    service: Service, translate: Translate[Body], body: Body, request: Request
 ) -> Response:
-    generation = await service.prepare(body, request.state.request_id)
+    handler = await service.prepare(translate, body, request.state.request_id)
     if not body.stream:
-        whole = await until_disconnected(generation.body(), request.receive)
+        whole = await until_disconnected(handler.body(), request.receive)
         return parts_response(whole)
-    events = generation.events()
+    events = handler.events()
     await anext(events)  # a full server is answered with 503, not with a stream
     return EventStream(events)
 
@@ -358,7 +375,13 @@ def run_server(
     async def open_engine(life: Life) -> AsyncIterator[Served]:
         async with _loaded(life, options, start_engine, load_tokenizer) as service:
             yield Served(
-                app=build_app(service, options.transport, life.keys, view=options.view),
+                app=build_app(
+                    service,
+                    options.transport,
+                    life.keys,
+                    view=options.view,
+                    allowed_origins=options.allowed_origins,
+                ),
                 error=lambda: service.engine.error,
                 num_open=lambda: service.admission.num_choices,
                 begin_drain=service.begin_drain,

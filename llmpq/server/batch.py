@@ -20,14 +20,15 @@ from pydantic import ValidationError
 from llmpq.dist.io.prompts import lines_of, parse_line
 from llmpq.dist.io.results import LineWriter, finished_ids
 from llmpq.errors import SpecError, StageError
+from llmpq.server.apis.openai import prepare_chat, prepare_completion
 from llmpq.server.errors import ApiError, bad_request, validation_error
-from llmpq.server.protocol import ChatCompletionRequest, CompletionRequest
-from llmpq.server.service import Service
+from llmpq.server.protocol import ChatCompletionRequest, CompletionRequest, ModelBody
+from llmpq.server.service import Service, Translate
 from llmpq.spec.fields import Fields
 
-URLS: dict[str, type[CompletionRequest] | type[ChatCompletionRequest]] = {
-    "/v1/completions": CompletionRequest,
-    "/v1/chat/completions": ChatCompletionRequest,
+URLS: dict[str, tuple[type[ModelBody], Translate[Any]]] = {
+    "/v1/completions": (CompletionRequest, prepare_completion),
+    "/v1/chat/completions": (ChatCompletionRequest, prepare_chat),
 }
 MAX_UNDER_WAY = 256
 """Requests that the engine has at once; the others wait in the file."""
@@ -165,8 +166,9 @@ async def _answer(service: Service, line: BatchLine) -> dict[str, Any]:
     error: dict[str, Any] | None = None
     status = 200
     try:
-        generation = await service.prepare(_body_of(line), request_id)
-        body = await generation.result()
+        translate, request = _request_of(line)
+        handler = await service.prepare(translate, request, request_id)
+        body = await handler.result()
     except ApiError as failure:
         if isinstance(failure.__cause__, StageError):
             raise failure.__cause__ from None
@@ -180,14 +182,15 @@ async def _answer(service: Service, line: BatchLine) -> dict[str, Any]:
     }
 
 
-def _body_of(line: BatchLine) -> CompletionRequest | ChatCompletionRequest:
+def _request_of(line: BatchLine) -> tuple[Translate[Any], ModelBody]:
     if line.method != "POST" or line.url not in URLS:
         raise bad_request(f"expected method POST and as url one of {', '.join(URLS)}.", "url")
     try:
         # Through JSON, as over HTTP: the same types are accepted.
-        body = URLS[line.url].model_validate_json(json.dumps(line.body))
+        kind, translate = URLS[line.url]
+        body = kind.model_validate_json(json.dumps(line.body))
     except ValidationError as error:
         raise validation_error(error.errors()) from None
     if body.stream:
         raise bad_request("stream: expected false in a batch.", "stream")
-    return body
+    return translate, body

@@ -65,8 +65,9 @@ def json_parts(value: object) -> Iterator[bytes]:
     elif isinstance(value, SharedList) and value.shared.items:
         yield b"["
         yield from value.shared.parts()
-        for part in _item_parts(value[len(value.shared.items) :]):
-            yield b"," + part
+        rest = value[len(value.shared.items) :]
+        yield b"," * bool(rest)
+        yield from _item_parts(rest)
         yield b"]"
     elif isinstance(value, list) and len(value) > PART_ITEMS:
         yield b"["

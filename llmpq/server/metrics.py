@@ -17,7 +17,6 @@ from prometheus_client.registry import Collector
 
 from llmpq.dist.io.generation import EngineClient
 from llmpq.server.admission import RequestAdmission, Ticket
-from llmpq.server.text.translate import Work
 
 LATENCY_BUCKETS = (
     0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
@@ -112,15 +111,14 @@ class ServerMetrics:
         """Return all metrics in Prometheus's text format."""
         return generate_latest(self._registry)
 
-    def observe_request(self, work: Work) -> None:
-        """Count a request that was admitted."""
-        self.request_params_n.observe(work.n)
-        for prompt in work.prompts:
-            self.request_params_max_tokens.observe(prompt.sampling.max_tokens or 0)
+    def observe_request(self, n: int, max_tokens: Sequence[int]) -> None:
+        """Count a request that was admitted: its ``n``, and the longest answers of its prompts."""
+        self.request_params_n.observe(n)
+        for limit in max_tokens:
+            self.request_params_max_tokens.observe(limit)
 
-    def observers(self, work: Work, ticket: Ticket) -> Sequence[AnswerObserver]:
-        """Return an observer for each answer of a request."""
-        lengths = [len(prompt.token_ids) for prompt in work.prompts for _ in range(work.n)]
+    def observers(self, lengths: Sequence[int], ticket: Ticket) -> Sequence[AnswerObserver]:
+        """Return an observer for each answer of a request, whose prompts have these lengths."""
         ahead = accumulate(lengths)
         return [AnswerObserver(self, ticket, *pair) for pair in zip(lengths, ahead, strict=True)]
 

@@ -6,6 +6,7 @@ Unknown fields are accepted and logged once each. Ranges that every sampler shar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -152,6 +153,13 @@ class RequestBody(BaseModel):
         return self
 
 
+class ModelBody(RequestBody):
+    """The fields that all generation requests share."""
+
+    model: str | None = None
+    stream: bool | None = False
+
+
 class StreamOptions(RequestBody):
     """Whether a streamed answer ends with its numbers of tokens.
 
@@ -191,17 +199,15 @@ class ResponseFormat(RequestBody):
     json_schema: JsonSchemaFormat | None = None
 
 
-class GenerationBody(RequestBody):
+class GenerationBody(ModelBody):
     """The fields that completions and chat completions share."""
 
-    model: str | None = None
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = 0.0
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = 0.0
     logit_bias: Annotated[dict[str, Number] | None, Field(max_length=MAX_LOGIT_BIAS)] = None
     n: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = 1
     seed: Annotated[int | None, Field(ge=-_INT64, lt=_INT64)] = None
     stop: Text | list[Text] | None = None
-    stream: bool | None = False
     stream_options: StreamOptions | None = None
     temperature: Annotated[float | None, Field(ge=0, le=1e6)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
@@ -245,13 +251,7 @@ class GenerationBody(RequestBody):
     @field_validator("stop")
     @classmethod
     def _check_stop(cls, value: str | list[str] | None) -> str | list[str] | None:
-        words = [value] if isinstance(value, str) else value or []
-        if len(words) > MAX_STOP_STRINGS or any(
-            not 0 < len(word) <= MAX_STOP_LENGTH for word in words
-        ):
-            raise ValueError(
-                f"expected at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_LENGTH} characters"
-            )
+        check_stop_strings([value] if isinstance(value, str) else value or [])
         return value
 
     @model_validator(mode="after")
@@ -355,6 +355,18 @@ class DetokenizeRequest(RequestBody):
 
     model: str | None = None
     tokens: Annotated[list[TokenId], Field(max_length=MAX_DETOKENIZED)]
+
+
+def check_stop_strings(words: Sequence[str]) -> None:
+    """Check the number of stop strings and the length of each.
+
+    Raises:
+        ValueError: they are too many, or one is empty or too long.
+    """
+    if len(words) > MAX_STOP_STRINGS or any(not 0 < len(word) <= MAX_STOP_LENGTH for word in words):
+        raise ValueError(
+            f"expected at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_LENGTH} characters"
+        )
 
 
 def check_json_text(value: object, depth: int = 0) -> None:

@@ -1,9 +1,9 @@
-"""Answering a generation request, whole or as a stream.
+"""The way of a request: checked, answered by the engine, whole or as a stream.
 
-A task for each answer reads the engine and adds what is new to a buffer. A client that reads slowly
-finds several steps merged into one piece; the engine never waits for it. The buffer is bounded by
-the length of the answers. Bodies are those of completions and chat completions, whole and as chunks
-of a stream.
+Each API of ``llmpq.server.apis`` makes a :class:`PreparedRequest` of its body, and JSON of every
+:class:`ChoiceDelta`. A task for each answer reads the engine and adds what is new to a buffer. A
+client that reads slowly finds several steps merged into one delta; the engine never waits for it.
+The buffer is bounded by the length of the answers.
 """
 
 from __future__ import annotations
@@ -13,48 +13,186 @@ import contextlib
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-from llmpq.dist.io.detokenizer import Detokenizer, IncrementalDecoder
+from llmpq.dist.io.detokenizer import Detokenizer
 from llmpq.dist.io.generation import EngineClient, GenerationRequest, TokenOutput
-from llmpq.dist.io.sampling_params import MIN_LOGPROB, SamplingParams, TokenLogprobs
+from llmpq.dist.io.sampling_params import SamplingParams, TokenLogprobs
 from llmpq.errors import LlmpqError, SpecError, StageError
 from llmpq.logging import get_logger
 from llmpq.server.admission import RequestAdmission
 from llmpq.server.errors import ApiError, as_api_error, bad_request
-from llmpq.server.json_output import SharedItems, SharedList, dump_json, json_parts
+from llmpq.server.json_output import dump_json, json_parts
 from llmpq.server.metrics import ServerMetrics
-from llmpq.server.protocol import ChatCompletionRequest, CompletionRequest, StreamOptions
+from llmpq.server.protocol import ModelBody
 from llmpq.server.text.tokenizer import ServerTokenizer
-from llmpq.server.text.translate import (
-    EncodedPrompt,
-    ServedModel,
-    Work,
-    work_of_chat,
-    work_of_completion,
-)
+from llmpq.spec.fields import read_json
+from llmpq.spec.model_files.tokenizer import GENERATION_FILE, missing_tokenizer
+from llmpq.spec.model_files.weight_headers import find_gguf
+from llmpq.spec.runtime_constants import MAX_CHOICES
 
 MAX_SEED = 2**63 - 1
+DEFAULT_SAMPLING: Mapping[str, float] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""Where neither the request nor the model's generation_config.json has a value."""
+SHORT_PART = 1024
+"""Bytes of JSON that are made without letting others run."""
+
+Json = dict[str, Any]
 PromptLogprobs = Sequence[TokenLogprobs | None]
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """What requests are checked against: the model's name, its limits, its tokenizer.
+
+    Attributes:
+        names: by which requests name it; answers use the first.
+        root: its directory.
+        tokenizer: ``None`` for a model without one, which takes and gives tokens only.
+        max_model_len: most tokens of prompt and answer together.
+        vocab_size: tokens are below this number.
+        created_s: when it was loaded, by the clock of the host.
+        default_sampling: values for fields that a request leaves out.
+        max_choices: most answers of a request.
+    """
+
+    names: tuple[str, ...]
+    root: str
+    tokenizer: ServerTokenizer | None
+    max_model_len: int
+    vocab_size: int
+    created_s: int = 0
+    default_sampling: Mapping[str, float] = field(default_factory=lambda: DEFAULT_SAMPLING)
+    max_choices: int = MAX_CHOICES
+
+    @property
+    def name(self) -> str:
+        """The name in answers."""
+        return self.names[0]
+
+    def check_name(self, name: str | None) -> None:
+        """Check the model that a request names.
+
+        Raises:
+            ApiError: it is another one.
+        """
+        if name and name not in self.names:
+            raise ApiError(404, f"The model `{name:.200}` does not exist.", param="model")
+
+    def need_tokenizer(self, purpose: str) -> ServerTokenizer:
+        """Return the tokenizer.
+
+        Raises:
+            ApiError: there is none.
+        """
+        if self.tokenizer is None:
+            reason = missing_tokenizer(Path(self.root))
+            raise bad_request(f"{reason[0].upper()}{reason[1:]}: {purpose}.")
+        return self.tokenizer
+
+
+def default_sampling_of(model_dir: Path) -> Mapping[str, float]:
+    """Return the default sampling of a model: ``generation_config.json``, as vLLM reads it.
+
+    Raises:
+        SpecError: the file cannot be read, or a value in it is not a number.
+    """
+    gguf = find_gguf(model_dir)
+    path = (model_dir if gguf is None else gguf.parent) / GENERATION_FILE
+    found = read_json(path) if path.is_file() else {}
+    values = dict(DEFAULT_SAMPLING)
+    if not isinstance(found, dict) or found.get("do_sample") is False:
+        return values
+    for name in values:
+        value = found.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise SpecError(f"{path}: field '{name}': found {value!r}, expected a number")
+        values[name] = value
+    return values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedRequest:
+    """A checked request, whichever API it came by.
+
+    Attributes:
+        prompts: tokens of each prompt, at least one; each prompt gets ``n`` answers.
+        sampling: of all answers, without a seed.
+        n: answers to each prompt.
+        seed: of the first answer; the others use the numbers that follow. ``None`` for any.
+        echoes: text that stands before the answers to each prompt; none where it is empty.
+        is_continued: whether the text of an answer goes on where that of its prompt ends.
+        stop: stop strings.
+        include_stop: whether the text of an answer ends with its stop string or stop token.
+        skip_special_tokens: whether special tokens are left out of texts.
+        generates: false when an answer is the prompt alone (``max_tokens`` of 0).
+        priority: of the queue.
+        cache_salt: of the prefix cache.
+    """
+
+    prompts: tuple[tuple[int, ...], ...]
+    sampling: SamplingParams
+    n: int = 1
+    seed: int | None = None
+    echoes: tuple[str, ...] = ()
+    is_continued: bool = True
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    generates: bool = True
+    priority: int = 0
+    cache_salt: str = ""
+
+    @property
+    def num_choices(self) -> int:
+        """Answers in all."""
+        return len(self.prompts) * self.n
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompts, each counted once."""
+        return sum(map(len, self.prompts))
+
+    def prompt_of(self, index: int) -> tuple[int, ...]:
+        """Return the prompt of an answer."""
+        return self.prompts[index // self.n]
+
+    def echo_of(self, index: int) -> str | None:
+        """Return the text before an answer, ``None`` for none."""
+        return self.echoes[index // self.n] if self.echoes else None
 
 
 @dataclass(slots=True, kw_only=True)
-class Piece:
-    """New tokens and text of one answer.
+class ChoiceDelta:
+    """What one or more steps add to one answer of a request.
 
     Attributes:
+        index: of the answer.
         text: the new text.
         token_ids: the new tokens.
         offsets: where the text of each of them begins in the text of the answer.
         logprobs: of the new tokens, empty unless asked for.
-        prompt_logprobs: of the prompt, in the first piece.
-        finish_reason: in the last piece.
+        prompt_logprobs: of the prompt, in the first delta.
+        finish_reason: in the last delta.
         stop_reason: the stop string or token.
+        is_first: whether nothing of the answer came before.
+        num_tokens: of the answer so far.
         num_cached_tokens: prompt tokens found in the prefix cache.
     """
 
+    index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
@@ -62,19 +200,30 @@ class Piece:
     prompt_logprobs: PromptLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    is_first: bool = False
+    num_tokens: int = 0
     num_cached_tokens: int = 0
 
-    def extend(self, other: Piece) -> None:
-        """Add the piece that follows."""
+    def extend(self, other: ChoiceDelta) -> None:
+        """Add the delta that follows."""
         self.text += other.text
         self.token_ids += other.token_ids
         self.offsets += other.offsets
         self.logprobs += other.logprobs
         self.finish_reason = other.finish_reason
         self.stop_reason = other.stop_reason
-        self.num_cached_tokens = max(self.num_cached_tokens, other.num_cached_tokens)
+        self.num_tokens = other.num_tokens
+        self.num_cached_tokens = other.num_cached_tokens
         if self.prompt_logprobs is None:
             self.prompt_logprobs = other.prompt_logprobs
+
+
+class TokenUsage(NamedTuple):
+    """Numbers of tokens: of prompts, of those found in the prefix cache, and of answers."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    new_tokens: int
 
 
 class ChoiceObserver(Protocol):
@@ -89,12 +238,12 @@ class ChoiceObserver(Protocol):
         ...
 
 
-class ChoiceRun:
+class ChoiceStream:
     """The answers of one request while they are made; leaving the context aborts them.
 
     Args:
         engine: makes the tokens.
-        work: what to answer.
+        request: what to answer.
         tokenizer: ``None`` for answers without text.
         id: of the request; the engine's requests have it as a prefix.
         observers: one for each answer.
@@ -103,34 +252,35 @@ class ChoiceRun:
     def __init__(
         self,
         engine: EngineClient,
-        work: Work,
+        request: PreparedRequest,
         tokenizer: ServerTokenizer | None,
         id: str,
         observers: Sequence[ChoiceObserver],
     ) -> None:
         self._engine = engine
-        self._work = work
+        self._request = request
         self._tokenizer = tokenizer
         self._id = id
         self._observers = observers
-        self._pieces: dict[int, Piece] = {}
+        self._num_tokens = [0] * request.num_choices
+        self._num_cached = [0] * request.num_choices
+        self._deltas: dict[int, ChoiceDelta] = {}
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        self._unfinished = work.num_choices
+        self._unfinished = request.num_choices
         self._error: LlmpqError | None = None
         self._of_prompts: list[asyncio.Future[PromptLogprobs | None]] = []
 
-    async def __aenter__(self) -> ChoiceRun:
+    async def __aenter__(self) -> ChoiceStream:
         """Start the answers."""
-        loop = asyncio.get_running_loop()
-        self._of_prompts = [loop.create_future() for _ in self._work.prompts]
-        first = self._work.seed
+        loop, request = asyncio.get_running_loop(), self._request
+        self._of_prompts = [loop.create_future() for _ in request.prompts]
+        first = request.seed
         seed = secrets.randbits(62) if first is None else first
-        for index in range(self._work.num_choices):
-            prompt = self._work.prompts[index // self._work.n]
-            number = index if first is None else index % self._work.n
-            sampling = prompt.sampling.with_seed(_seed_after(seed, number))
-            self._tasks.append(asyncio.create_task(self._read(index, prompt, sampling)))
+        for index in range(request.num_choices):
+            number = index if first is None else index % request.n
+            sampling = request.sampling.with_seed(_seed_after(seed, number))
+            self._tasks.append(asyncio.create_task(self._read(index, sampling)))
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -144,8 +294,13 @@ class ChoiceRun:
         self._error = error
         self._changed.set()
 
-    async def pieces(self) -> AsyncGenerator[dict[int, Piece], None]:
-        """Yield the new pieces of all answers that have any, until all answers are finished.
+    def usage(self) -> TokenUsage:
+        """Return the numbers of tokens so far; prompts count once whatever ``n`` is."""
+        cached = sum(self._num_cached[:: self._request.n])
+        return TokenUsage(self._request.prompt_tokens, cached, sum(self._num_tokens))
+
+    async def deltas(self) -> AsyncGenerator[dict[int, ChoiceDelta], None]:
+        """Yield what is new of all answers that have any, until all answers are finished.
 
         Raises:
             LlmpqError: the engine failed.
@@ -153,25 +308,25 @@ class ChoiceRun:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            pieces, self._pieces = self._pieces, {}
-            if pieces:
-                yield pieces
+            deltas, self._deltas = self._deltas, {}
+            if deltas:
+                yield deltas
             if self._error is not None:
                 raise self._error
-            if self._unfinished == 0 and not self._pieces:
+            if self._unfinished == 0 and not self._deltas:
                 return
 
-    async def _read(self, index: int, prompt: EncodedPrompt, sampling: SamplingParams) -> None:
+    async def _read(self, index: int, sampling: SamplingParams) -> None:
         reason = "abort"
         observer = self._observers[index]
         try:
-            async for piece in self._answer(index, prompt, sampling):
-                if index in self._pieces:
-                    self._pieces[index].extend(piece)
+            async for delta in self._answer(index, sampling):
+                if index in self._deltas:
+                    self._deltas[index].extend(delta)
                 else:
-                    self._pieces[index] = piece
-                if piece.finish_reason is not None:
-                    reason = piece.finish_reason
+                    self._deltas[index] = delta
+                if delta.finish_reason is not None:
+                    reason = delta.finish_reason
                     self._unfinished -= 1
                 self._changed.set()
         except LlmpqError as error:
@@ -185,51 +340,71 @@ class ChoiceRun:
             observer.finished(reason)
             self._share(index, None)
 
-    async def _answer(
-        self, index: int, prompt: EncodedPrompt, sampling: SamplingParams
-    ) -> AsyncIterator[Piece]:
-        """Yield the pieces of one answer.
+    async def _answer(self, index: int, sampling: SamplingParams) -> AsyncIterator[ChoiceDelta]:
+        """Yield the deltas of one answer.
 
         The log probabilities of a prompt are computed once, with its first answer. The others start
         afterwards, so that they find the prompt in the prefix cache.
         """
+        work = self._request
         of_prompt: PromptLogprobs | None = None
-        if sampling.prompt_logprobs is not None and index % self._work.n:
-            of_prompt = await self._of_prompts[index // self._work.n]
+        if sampling.prompt_logprobs is not None and index % work.n:
+            of_prompt = await self._of_prompts[index // work.n]
             if of_prompt is None:
                 raise StageError("the first answer to the prompt ended too early")
             sampling = replace(sampling, prompt_logprobs=None)
         request = GenerationRequest(
             id=f"{self._id}-{index}",
-            prompt_token_ids=prompt.token_ids,
+            prompt_token_ids=work.prompt_of(index),
             sampling=sampling,
-            priority=self._work.priority,
-            cache_salt=self._work.cache_salt,
-            group=self._id if self._work.num_choices > 1 else None,
+            priority=work.priority,
+            cache_salt=work.cache_salt,
+            group=self._id if work.num_choices > 1 else None,
         )
-        text = self._detokenizer(prompt)
-        observer = self._observers[index]
+        text = self._detokenizer(request)
+        observer, is_first = self._observers[index], True
         async with contextlib.aclosing(self._engine.generate(request)) as outputs:
             async for output in outputs:
-                piece = _piece_of(output, text, include_stop=self._work.include_stop)
-                observer.tokens(len(piece.token_ids))
+                delta = _delta_of(output, text, index, include_stop=work.include_stop)
+                observer.tokens(len(delta.token_ids))
                 if of_prompt is not None:
-                    piece.prompt_logprobs, of_prompt = of_prompt, None
-                if piece.prompt_logprobs is not None:
-                    self._share(index, piece.prompt_logprobs)
-                yield piece
-                if piece.finish_reason is not None:
+                    delta.prompt_logprobs, of_prompt = of_prompt, None
+                if delta.prompt_logprobs is not None:
+                    self._share(index, delta.prompt_logprobs)
+                delta.is_first, is_first = is_first, False
+                yield self._counted(delta)
+                if delta.finish_reason is not None:
                     return
         raise StageError("the engine ended an answer without a reason")
 
+    def _counted(self, delta: ChoiceDelta) -> ChoiceDelta:
+        """Return a delta with the numbers of tokens so far.
+
+        The token of an answer that is the prompt alone, where ``max_tokens`` is 0, is left out.
+        """
+        index = delta.index
+        if not self._request.generates:
+            ended = delta.finish_reason in ("stop", "length")
+            delta = ChoiceDelta(
+                index=index,
+                prompt_logprobs=delta.prompt_logprobs,
+                finish_reason="length" if ended else delta.finish_reason,
+                is_first=delta.is_first,
+            )
+        self._num_tokens[index] += len(delta.token_ids)
+        self._num_cached[index] = max(self._num_cached[index], delta.num_cached_tokens)
+        delta.num_tokens = self._num_tokens[index]
+        delta.num_cached_tokens = self._num_cached[index]
+        return delta
+
     def _share(self, index: int, of_prompt: PromptLogprobs | None) -> None:
         """Give the other answers to a prompt what the first one found, or ``None`` at its end."""
-        shared = self._of_prompts[index // self._work.n]
-        if index % self._work.n == 0 and not shared.done():
+        shared = self._of_prompts[index // self._request.n]
+        if index % self._request.n == 0 and not shared.done():
             shared.set_result(of_prompt)
 
-    def _detokenizer(self, prompt: EncodedPrompt) -> Detokenizer:
-        work = self._work
+    def _detokenizer(self, request: GenerationRequest) -> Detokenizer:
+        work = self._request
         decode = (
             None
             if self._tokenizer is None
@@ -239,14 +414,17 @@ class ChoiceRun:
             decode,
             work.stop,
             include_stop=work.include_stop,
-            min_tokens=prompt.sampling.min_tokens,
-            context=prompt.token_ids if prompt.is_continued else (),
+            min_tokens=request.sampling.min_tokens,
+            context=request.prompt_token_ids if work.is_continued else (),
         )
 
 
-def _piece_of(output: TokenOutput, text: Detokenizer, *, include_stop: bool) -> Piece:
-    """Return the piece of an output, up to a stop string if there is one."""
-    piece = Piece(
+def _delta_of(
+    output: TokenOutput, text: Detokenizer, index: int, *, include_stop: bool
+) -> ChoiceDelta:
+    """Return the delta of an output, up to a stop string if there is one."""
+    delta = ChoiceDelta(
+        index=index,
         prompt_logprobs=output.prompt_logprobs,
         finish_reason=output.finish_reason,
         stop_reason=output.stop_reason,
@@ -256,20 +434,20 @@ def _piece_of(output: TokenOutput, text: Detokenizer, *, include_stop: bool) -> 
     has_stop_token = output.finish_reason == "stop" and not output.is_form_complete
     hidden = count - 1 if has_stop_token and not include_stop else count
     for place, token in enumerate(output.token_ids):
-        piece.token_ids.append(token)
-        piece.offsets.append(text.num_characters)
+        delta.token_ids.append(token)
+        delta.offsets.append(text.num_characters)
         if place != hidden:
-            piece.text += text.add(token)
+            delta.text += text.add(token)
         if text.stop_reason is not None:
-            piece.finish_reason, piece.stop_reason = "stop", text.stop_reason
+            delta.finish_reason, delta.stop_reason = "stop", text.stop_reason
             break
     if output.logprobs is not None:
-        piece.logprobs.extend(output.logprobs[: len(piece.token_ids)])
-    if piece.finish_reason is not None:
-        piece.text += text.finish()
+        delta.logprobs.extend(output.logprobs[: len(delta.token_ids)])
+    if delta.finish_reason is not None:
+        delta.text += text.finish()
     if text.stop_reason is not None:
-        piece.finish_reason, piece.stop_reason = "stop", text.stop_reason
-    return piece
+        delta.finish_reason, delta.stop_reason = "stop", text.stop_reason
+    return delta
 
 
 def _seed_after(seed: int, number: int) -> int:
@@ -277,306 +455,47 @@ def _seed_after(seed: int, number: int) -> int:
     return seed + number if seed + number <= MAX_SEED else seed - 2**63 + number
 
 
-Json = dict[str, Any]
-
-
-class TokenText:
-    """How tokens are named in log-probabilities.
-
-    Args:
-        tokenizer: ``None`` names tokens by number.
-        as_ids: whether to name them by number anyway.
-    """
-
-    def __init__(self, tokenizer: ServerTokenizer | None, *, as_ids: bool) -> None:
-        self._tokenizer = None if as_ids else tokenizer
-
-    def __call__(self, token_id: int) -> str:
-        """Return the name of a token."""
-        if self._tokenizer is None:
-            return f"token_id:{token_id}"
-        return self._tokenizer.token_text(token_id)
-
-    def bytes_of(self, token_id: int) -> list[int]:
-        """Return the bytes of a token, which may be a part of a character."""
-        if self._tokenizer is None:
-            return list(self(token_id).encode())
-        return list(self._tokenizer.token_bytes(token_id))
-
-
-@dataclass(slots=True, kw_only=True)
-class ChoiceState:
-    """What an answer has so far.
-
-    Attributes:
-        prompt: what it answers.
-        num_tokens: of the answer.
-        num_cached_tokens: prompt tokens found in the prefix cache.
-        has_begun: whether its first chunk was made.
-    """
-
-    prompt: EncodedPrompt
-    num_tokens: int = 0
-    num_cached_tokens: int = 0
-    has_begun: bool = False
-
-
 class AnswerFormat(Protocol):
-    """Makes the JSON objects of one request's answers."""
-
-    def opening(self, index: int, /) -> Json | None:
-        """Return the choice of a chunk that stands before the first piece, if there is one."""
-        ...
-
-    def choice(self, index: int, piece: Piece, *, is_chunk: bool) -> Json:
-        """Return a choice of a chunk, or of the whole answer when the piece is all of it."""
-        ...
-
-
-@dataclass(slots=True)
-class Answers:
-    """The state and the form of one request's answers.
+    """The answers to one request in the form of an API.
 
     Attributes:
-        id: of the request.
-        model: for its name.
-        work: the request.
-        states: one for each answer.
-        created_s: of the answer, by the clock of the host.
+        request: what is answered.
+        list_field: the field of a whole answer, or of a chunk, that lists its items.
+        end_of_stream: bytes after the last event of a stream.
     """
 
-    id: str
-    model: ServedModel
-    work: Work
-    kind: str
-    created_s: int = field(default_factory=lambda: int(time.time()))
-    states: list[ChoiceState] = field(default_factory=list)
+    request: PreparedRequest
+    list_field: str
+    end_of_stream: bytes
 
-    def __post_init__(self) -> None:
-        self.states = [
-            ChoiceState(prompt=prompt) for prompt in self.work.prompts for _ in range(self.work.n)
-        ]
+    def items(self, delta: ChoiceDelta) -> list[Json]:
+        """Return the items of a whole answer, whose delta is all of it."""
+        ...
 
-    def note(self, index: int, piece: Piece) -> None:
-        """Add a piece to the state of an answer."""
-        state = self.states[index]
-        state.num_tokens += len(piece.token_ids)
-        state.num_cached_tokens = max(state.num_cached_tokens, piece.num_cached_tokens)
+    def whole(self, usage: TokenUsage) -> Json:
+        """Return the object around the items, whose list is empty; called after ``items``."""
+        ...
 
-    def frame(self, choices: list[Json], *, is_chunk: bool, usage: Json | None = None) -> Json:
-        """Return the object around choices."""
-        kind = f"{self.kind}.chunk" if is_chunk and self.kind.startswith("chat") else self.kind
-        body = {
-            "id": self.id,
-            "object": kind,
-            "created": self.created_s,
-            "model": self.model.name,
-            "choices": choices,
-        }
-        if usage is not None or not is_chunk:
-            body["usage"] = usage
-        return body
+    def opening(self) -> list[Json]:
+        """Return the events before the first delta."""
+        ...
 
-    def usage(self, indices: Sequence[int] | None = None) -> Json:
-        """Return the numbers of tokens; prompts count once whatever ``n`` is."""
-        states = self.states if indices is None else [self.states[index] for index in indices]
-        if indices is None:
-            prompt_tokens = self.work.prompt_tokens
-            cached = sum(state.num_cached_tokens for state in states[:: self.work.n])
-        else:
-            prompt_tokens = sum(len(state.prompt.token_ids) for state in states)
-            cached = sum(state.num_cached_tokens for state in states)
-        new = sum(state.num_tokens for state in states)
-        return {
-            "prompt_tokens": prompt_tokens,
-            "total_tokens": prompt_tokens + new,
-            "completion_tokens": new,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }
+    def events(self, delta: ChoiceDelta) -> list[Json]:
+        """Return the events of a delta."""
+        ...
+
+    def closing(self, usage: TokenUsage) -> list[Json]:
+        """Return the events after the last delta."""
+        ...
+
+    def failure(self, error: ApiError) -> list[Json]:
+        """Return the events of an answer that cannot go on."""
+        ...
 
 
-class CompletionFormat:
-    """Choices of ``/v1/completions``."""
-
-    def __init__(self, body: CompletionRequest, answers: Answers) -> None:
-        self._body = body
-        self._answers = answers
-        tokenizer = answers.model.tokenizer
-        as_ids = bool(body.return_tokens_as_token_ids)
-        self._name = TokenText(tokenizer, as_ids=as_ids)
-        self._echoed: tuple[int, dict[str, SharedItems]] = (-1, {})  # of the last prompt
-
-    def opening(self, _index: int, /) -> Json | None:
-        """Return nothing: the first piece opens a completion."""
-        return None
-
-    def choice(self, index: int, piece: Piece, *, is_chunk: bool) -> Json:
-        """Return a choice; its first one begins with the echo of the prompt."""
-        state = self._answers.states[index]
-        echo = state.prompt.echo or ""
-        is_first = not state.has_begun
-        state.has_begun = True
-        is_echoed = is_first and state.prompt.echo is not None
-        choice: Json = {
-            "index": index,
-            "text": echo * is_echoed + piece.text,
-            "logprobs": None,
-            "finish_reason": piece.finish_reason,
-            "stop_reason": piece.stop_reason,
-        }
-        if self._body.logprobs is not None:
-            offsets = [len(echo) + offset for offset in piece.offsets]
-            own = self._logprobs(piece.token_ids, piece.logprobs, offsets)
-            if is_echoed:
-                echoed = self._logprobs_of(index // self._answers.work.n, state.prompt, piece)
-                own = {name: SharedList(echoed[name], values) for name, values in own.items()}
-            choice["logprobs"] = own
-        if is_first and not is_chunk and self._body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs_json(piece.prompt_logprobs, self._name)
-        if self._body.return_token_ids:
-            choice["token_ids"] = piece.token_ids
-            if is_first:
-                choice["prompt_token_ids"] = list(state.prompt.token_ids)
-        return choice
-
-    def _logprobs(
-        self,
-        token_ids: Sequence[int],
-        logprobs: Sequence[TokenLogprobs | None],
-        offsets: Sequence[int],
-    ) -> Json:
-        values, names, tops = [], [], []
-        for token_id, found in zip(token_ids, logprobs, strict=True):
-            names.append(self._name(token_id))
-            values.append(None if found is None else max(found.logprob, MIN_LOGPROB))
-            tops.append(None if found is None else self._tops(found))
-        return {
-            "text_offset": list(offsets),
-            "token_logprobs": values,
-            "tokens": names,
-            "top_logprobs": tops,
-        }
-
-    def _logprobs_of(
-        self, number: int, prompt: EncodedPrompt, piece: Piece
-    ) -> dict[str, SharedItems]:
-        """Return the log probabilities of a prompt, which are made once for all its answers."""
-        if self._echoed[0] != number:
-            found = self._logprobs(
-                prompt.token_ids, piece.prompt_logprobs or (), self._offsets_of(prompt)
-            )
-            self._echoed = number, {name: SharedItems(items) for name, items in found.items()}
-        return self._echoed[1]
-
-    def _offsets_of(self, prompt: EncodedPrompt) -> list[int]:
-        """Return where the text of each token begins in the echo of a prompt."""
-        tokenizer = self._answers.model.tokenizer
-        decode = None if tokenizer is None else tokenizer.decoder(skip_special_tokens=True)
-        decoder, echo = IncrementalDecoder(decode), prompt.echo or ""
-        offsets, pieces = [], []
-        for token in prompt.token_ids:
-            offsets.append(decoder.num_characters)
-            pieces.append(decoder.add(token))
-        text = "".join([*pieces, decoder.finish()])
-        # Some decoders drop the space before the first token.
-        dropped = len(echo) - len(text) if echo.endswith(text) else 0
-        return [dropped + offset for offset in offsets]
-
-    def _tops(self, found: TokenLogprobs) -> dict[str, float]:
-        """Return the best tokens and the chosen one, which may be one of them."""
-        wanted = found.top[: self._body.logprobs]
-        pairs = [(found.token_id, found.logprob), *wanted]
-        tops: dict[str, float] = {}
-        for token_id, value in pairs:
-            tops.setdefault(self._name(token_id), max(value, MIN_LOGPROB))
-        return tops
-
-
-class ChatFormat:
-    """Choices of ``/v1/chat/completions``."""
-
-    def __init__(self, body: ChatCompletionRequest, answers: Answers) -> None:
-        self._body = body
-        self._answers = answers
-        tokenizer = answers.model.tokenizer
-        as_ids = bool(body.return_tokens_as_token_ids)
-        self._name = TokenText(tokenizer, as_ids=as_ids)
-        generates = not body.continue_final_message and body.add_generation_prompt is not False
-        self._role = "assistant" if generates else str(body.messages[-1]["role"])
-
-    def opening(self, index: int, /) -> Json | None:
-        """Return the chunk with the role."""
-        echo = self._answers.states[index].prompt.echo or ""
-        return {
-            "index": index,
-            "delta": {"role": self._role, "content": echo},
-            "logprobs": None,
-            "finish_reason": None,
-        }
-
-    def choice(self, index: int, piece: Piece, *, is_chunk: bool) -> Json:
-        """Return a choice."""
-        state = self._answers.states[index]
-        is_first = not state.has_begun
-        state.has_begun = True
-        choice: Json = {
-            "index": index,
-            "logprobs": self._logprobs(piece) if self._body.logprobs else None,
-            "finish_reason": piece.finish_reason,
-            "stop_reason": piece.stop_reason,
-        }
-        if is_chunk:
-            choice["delta"] = {"content": piece.text}
-        else:
-            text = (state.prompt.echo or "") + piece.text
-            choice["message"] = {"role": self._role, "content": text, "refusal": None}
-        if self._body.return_token_ids:
-            choice["token_ids"] = piece.token_ids
-        if is_first and not is_chunk and self._body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs_json(piece.prompt_logprobs, self._name)
-        return choice
-
-    def _logprobs(self, piece: Piece) -> Json:
-        content = []
-        for found in piece.logprobs:
-            tops = found.top[: self._body.top_logprobs or 0]
-            entry = self._entry(found.token_id, found.logprob)
-            entry["top_logprobs"] = [self._entry(token, value) for token, value in tops]
-            content.append(entry)
-        return {"content": content, "refusal": None}
-
-    def _entry(self, token_id: int, logprob: float) -> Json:
-        return {
-            "token": self._name(token_id),
-            "logprob": max(logprob, MIN_LOGPROB),
-            "bytes": self._name.bytes_of(token_id),
-        }
-
-
-def prompt_logprobs_json(
-    found: Sequence[TokenLogprobs | None] | None, name: TokenText
-) -> list[Json | None]:
-    """Return vLLM's ``prompt_logprobs``: for each position the tokens with rank and text."""
-    return [None if item is None else _position_json(item, name) for item in found or ()]
-
-
-def _position_json(item: TokenLogprobs, name: TokenText) -> Json:
-    ranks = {token: rank for rank, (token, _) in enumerate(item.top, start=1)}
-    pairs = {item.token_id: item.logprob, **dict(item.top)}
-    return {
-        str(token): {
-            "logprob": max(value, MIN_LOGPROB),
-            "rank": ranks.get(token),
-            "decoded_token": name(token),
-        }
-        for token, value in pairs.items()
-    }
-
-
-logger = get_logger(__name__)
-DONE = b"data: [DONE]\n\n"
-SHORT_PART = 1024
-"""Bytes of JSON that are made without letting others run."""
+Body = TypeVar("Body", bound=ModelBody)
+Translate = Callable[[Body, ServedModel, str], Awaitable[AnswerFormat]]
+"""Checks a body and makes its prompts; the text is the id of the request."""
 
 
 @dataclass(slots=True)
@@ -588,14 +507,14 @@ class Service:
         model: of the engine.
         admission: limits and counts.
         metrics: of the server.
-        runs: requests that are being answered.
+        streams: answers that are being made.
     """
 
     engine: EngineClient
     model: ServedModel
     admission: RequestAdmission
     metrics: ServerMetrics
-    runs: set[ChoiceRun] = field(default_factory=set)
+    streams: set[ChoiceStream] = field(default_factory=set)
 
     @property
     def is_ready(self) -> bool:
@@ -628,8 +547,8 @@ class Service:
 
     def abort_all(self) -> None:
         """End all requests with an error, because the server ends."""
-        for run in self.runs:
-            run.fail(ApiError(503, "The server is shutting down."))
+        for stream in self.streams:
+            stream.fail(ApiError(503, "The server is shutting down."))
 
     def close(self) -> None:
         """End the child processes of the tokenizer; the engine ends by itself."""
@@ -647,8 +566,8 @@ class Service:
         self.admission.check_open()
 
     async def prepare(
-        self, body: CompletionRequest | ChatCompletionRequest, request_id: str
-    ) -> Generation:
+        self, translate: Translate[Body], body: Body, request_id: str
+    ) -> RequestHandler:
         """Check a request; what it returns has not begun.
 
         Raises:
@@ -656,45 +575,28 @@ class Service:
         """
         self.model.check_name(body.model)
         self.check_open()
-        if isinstance(body, ChatCompletionRequest):
-            work = await work_of_chat(body, self.model)
-            await self._check_form(work)
-            answers = Answers(f"chatcmpl-{request_id}", self.model, work, "chat.completion")
-            return Generation(self, body, answers, ChatFormat(body, answers))
-        work = await work_of_completion(body, self.model)
-        await self._check_form(work)
-        answers = Answers(f"cmpl-{request_id}", self.model, work, "text_completion")
-        return Generation(self, body, answers, CompletionFormat(body, answers))
-
-    async def _check_form(self, work: Work) -> None:
-        """Check the form of the answers, so that a bad one is refused at once."""
-        form = work.prompts[0].sampling.structured_outputs
-        if form is not None:
+        form = await translate(body, self.model, request_id)
+        outputs = form.request.sampling.structured_outputs
+        if outputs is not None:
             try:
-                await self.engine.check_form(form)
+                await self.engine.check_form(outputs)
             except SpecError as error:
                 raise bad_request(str(error), "structured_outputs") from None
+        return RequestHandler(self, form)
 
 
-_NO_CHOICES = dump_json({"choices": []})[1:-1]
+class RequestHandler:
+    """Answers one checked request, whole or as a stream.
 
+    Args:
+        service: of the engine.
+        form: of the answers.
+    """
 
-class Generation:
-    """One checked request."""
-
-    def __init__(
-        self,
-        service: Service,
-        body: CompletionRequest | ChatCompletionRequest,
-        answers: Answers,
-        form: AnswerFormat,
-    ) -> None:
+    def __init__(self, service: Service, form: AnswerFormat) -> None:
         self._service = service
-        self._own_run: ChoiceRun | None = None
-        self._body = body
-        self._answers = answers
         self._form = form
-        self._work: Work = answers.work
+        self._stream: ChoiceStream | None = None
 
     async def result(self) -> Json:
         """Return the whole answer.
@@ -702,122 +604,100 @@ class Generation:
         Raises:
             ApiError: the server is full, or the engine failed.
         """
-        choices = [choice async for choice in self._choices()]
-        return self._answers.frame(choices, is_chunk=False, usage=self._answers.usage())
+        items = [item async for item in self._items()]
+        return {**self._whole(), self._form.list_field: items}
 
     async def body(self) -> list[bytes]:
         """Return the whole answer as JSON, in parts; raises what ``result`` does."""
         # In parts: hundreds of choices with log probabilities take seconds.
-        choices: list[bytes] = []
-        async for choice in self._choices():
-            if choices:
-                choices.append(b",")
-            choices += await dump_in_parts(choice, self._pause)
-        frame = self._answers.frame([], is_chunk=False, usage=self._answers.usage())
-        return _around(frame, choices)
+        items = [await dump_in_parts(item, self._pause) async for item in self._items()]
+        return _around(self._whole(), self._form.list_field, items)
 
-    async def _choices(self) -> AsyncIterator[Json]:
-        """Yield the choices when all are whole, and let others run after each."""
-        whole: dict[int, Piece] = {}
+    def _whole(self) -> Json:
+        assert self._stream is not None
+        return self._form.whole(self._stream.usage())
+
+    async def _items(self) -> AsyncIterator[Json]:
+        """Yield the items when all answers are whole, and let others run after each."""
+        whole: dict[int, ChoiceDelta] = {}
         try:
-            async with self._run() as run:
-                async for pieces in run.pieces():
-                    for index, piece in pieces.items():
+            async with self._run() as stream:
+                async for deltas in stream.deltas():
+                    for index, delta in deltas.items():
                         if index in whole:
-                            whole[index].extend(piece)
+                            whole[index].extend(delta)
                         else:
-                            whole[index] = piece
+                            whole[index] = delta
         except LlmpqError as error:
             raise as_api_error(error) from error
-        if any(piece.finish_reason in ("abort", "error") for piece in whole.values()):
+        if any(delta.finish_reason in ("abort", "error") for delta in whole.values()):
             raise ApiError(500, "The engine ended the request.")
         for index in sorted(whole):
             start_s = time.monotonic()
-            piece = self._without_tokens(whole.pop(index))
-            self._answers.note(index, piece)
-            choice = self._form.choice(index, piece, is_chunk=False)
+            items = self._form.items(whole.pop(index))
             await self._pause(time.monotonic() - start_s)
-            yield choice
+            for item in items:
+                yield item
 
     async def _pause(self, spent_s: float) -> None:
         """Leave other requests as much of the event loop as a part of this answer took."""
-        has_others = any(run is not self._own_run for run in self._service.runs)
+        has_others = any(stream is not self._stream for stream in self._service.streams)
         await asyncio.sleep(spent_s if has_others else 0)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yield the events of a stream; an error of the engine is the last event but one.
+        """Yield the events of a stream; an error of the engine ends them.
 
         The first item is empty: the request is admitted.
 
         Raises:
             ApiError: the server is full; before the first event only.
         """
-        options = self._body.stream_options or StreamOptions()
-        async with self._run() as run:
+        form = self._form
+        async with self._run() as stream:
             yield b""
-            for index in range(self._work.num_choices):
-                opening = self._form.opening(index)
-                if opening is not None:
-                    yield _event_of(self._chunk(opening, index, options))
+            yield b"".join(map(_event_of, form.opening()))
             try:
-                async with contextlib.aclosing(run.pieces()) as batches:
-                    async for pieces in batches:
-                        events: list[bytes] = []
-                        for index, piece in pieces.items():
-                            events.append(await self._event(index, piece, options))
+                async with contextlib.aclosing(stream.deltas()) as batches:
+                    async for deltas in batches:
+                        events = [await self._events_of(delta) for delta in deltas.values()]
                         yield b"".join(events)
             except LlmpqError as error:
                 logger.error("a request failed: %s", type(error).__name__)
-                yield _event_of(as_api_error(error).to_json())
+                yield b"".join(map(_event_of, form.failure(as_api_error(error))))
             else:
-                if options.include_usage:
-                    usage = self._answers.usage()
-                    yield _event_of(self._answers.frame([], is_chunk=True, usage=usage))
-        yield DONE
+                yield b"".join(map(_event_of, form.closing(stream.usage())))
+        yield form.end_of_stream
 
     @contextlib.asynccontextmanager
-    async def _run(self) -> AsyncIterator[ChoiceRun]:
+    async def _run(self) -> AsyncIterator[ChoiceStream]:
         """Admit the request and start its answers."""
-        service = self._service
-        tokens = self._work.prompt_tokens * self._work.n
-        with service.admission.admit(self._work.num_choices, tokens) as ticket:
-            service.metrics.observe_request(self._work)
-            observers = service.metrics.observers(self._work, ticket)
-            tokenizer = service.model.tokenizer
-            engine_id = uuid.uuid4().hex
-            async with ChoiceRun(
-                service.engine, self._work, tokenizer, engine_id, observers
-            ) as run:
-                self._own_run = run
-                service.runs.add(run)
+        service, request = self._service, self._form.request
+        tokens = request.prompt_tokens * request.n
+        with service.admission.admit(request.num_choices, tokens) as ticket:
+            max_tokens = request.sampling.max_tokens or 0
+            service.metrics.observe_request(request.n, [max_tokens] * len(request.prompts))
+            lengths = [len(request.prompt_of(index)) for index in range(request.num_choices)]
+            observers = service.metrics.observers(lengths, ticket)
+            tokenizer, engine_id = service.model.tokenizer, uuid.uuid4().hex
+            async with ChoiceStream(
+                service.engine, request, tokenizer, engine_id, observers
+            ) as stream:
+                self._stream = stream
+                service.streams.add(stream)
                 try:
-                    yield run
+                    yield stream
                 finally:
-                    service.runs.discard(run)
+                    service.streams.discard(stream)
 
-    async def _event(self, index: int, piece: Piece, options: StreamOptions) -> bytes:
-        piece = self._without_tokens(piece)
-        self._answers.note(index, piece)
-        choice = self._form.choice(index, piece, is_chunk=True)
-        frame = self._chunk(choice, index, options)
-        if piece.prompt_logprobs is None:
-            return _event_of(frame)
-        whole = await dump_in_parts(choice, self._pause)  # long: in parts
-        return b"".join((b"data: ", *_around(frame | {"choices": []}, whole), b"\n\n"))
-
-    def _chunk(self, choice: Json, index: int, options: StreamOptions) -> Json:
-        frame = self._answers.frame([choice], is_chunk=True)
-        if options.continuous_usage_stats:
-            frame["usage"] = self._answers.usage([index])
-        elif options.include_usage:
-            frame["usage"] = None
-        return frame
-
-    def _without_tokens(self, piece: Piece) -> Piece:
-        """Return the piece of an answer that is the prompt alone, where ``max_tokens`` is 0."""
-        if self._work.generates:
-            return piece
-        return Piece(prompt_logprobs=piece.prompt_logprobs, finish_reason="length")
+    async def _events_of(self, delta: ChoiceDelta) -> bytes:
+        events = self._form.events(delta)
+        if delta.prompt_logprobs is None:
+            return b"".join(map(_event_of, events))
+        found, field = [], self._form.list_field
+        for event in events:  # long: in parts
+            items = [await dump_in_parts(item, self._pause) for item in event[field]]
+            found += [b"data: ", *_around({**event, field: []}, field, items), b"\n\n"]
+        return b"".join(found)
 
 
 async def dump_in_parts(value: Json, pause: Callable[[float], Awaitable[None]]) -> list[bytes]:
@@ -832,11 +712,15 @@ async def dump_in_parts(value: Json, pause: Callable[[float], Awaitable[None]]) 
     return parts
 
 
-def _around(frame: Json, choices: Sequence[bytes]) -> list[bytes]:
-    """Return the JSON of a frame without choices, with the parts of these."""
-    head, key, tail = dump_json(frame).partition(_NO_CHOICES)  # quotes in texts are escaped
-    return [head, key[:-1], *choices, key[-1:], tail]
+def _around(frame: Json, field: str, items: Sequence[Sequence[bytes]]) -> list[bytes]:
+    """Return the JSON of a frame whose list is empty, with the parts of its items."""
+    empty = dump_json({field: []})[1:-1]
+    head, key, tail = dump_json(frame).partition(empty)  # quotes in texts are escaped
+    parts = [part for item in items for part in (b",", *item)]
+    return [head, key[:-1], *parts[1:], key[-1:], tail]
 
 
-def _event_of(value: dict[str, Any]) -> bytes:
-    return b"data: " + dump_json(value) + b"\n\n"
+def _event_of(value: Json) -> bytes:
+    """Return a server-sent event; in the APIs whose events have types, the type is its name."""
+    name = f"event: {value['type']}\n".encode() if "type" in value else b""
+    return name + b"data: " + dump_json(value) + b"\n\n"

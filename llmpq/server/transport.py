@@ -10,11 +10,12 @@ import hmac
 import logging
 import re
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping, Sequence
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -55,6 +56,7 @@ class RequestGuard:
         check_open: raises ``ApiError`` while no answer can be made.
         api_keys: accepted keys; without any, no key is asked for.
         checks_site: whether pages of other sites are refused where no key is asked for.
+        allowed_origins: sites whose pages are not refused; ``*`` for all.
     """
 
     def __init__(
@@ -65,8 +67,10 @@ class RequestGuard:
         api_keys: tuple[str, ...] = (),
         *,
         checks_site: bool = True,
+        allowed_origins: Sequence[str] = (),
     ) -> None:
         self._app = app
+        self._allowed_origins = frozenset(allowed_origins)
         self._checks_site = checks_site and not api_keys
         self._limits = limits
         self._check_open = check_open
@@ -97,7 +101,7 @@ class RequestGuard:
 
     def _check(self, scope: Scope, headers: Headers) -> None:
         if self._checks_site:
-            _check_site(headers)
+            self._check_site(headers)
         if self._api_keys and scope["path"] not in OPEN_PATHS:
             self._check_key(headers.get("authorization", ""))
         if scope["method"] not in ("POST", "PUT", "PATCH"):
@@ -113,6 +117,30 @@ class RequestGuard:
         if scope["path"] in GENERATION_PATHS:
             self._check_open()
 
+    def _check_site(self, headers: Headers) -> None:
+        """Refuse what a browser sends for a page of another site, as no key is asked for.
+
+        Browsers name the site of a page in ``Origin``. A name of another site that leads to this
+        host is in ``Host``.
+        """
+        origin = headers.get("origin", "")
+        is_web = origin.startswith(("http:", "https:", "null"))
+        is_allowed = not self._allowed_origins.isdisjoint((origin, "*"))
+        if is_web and not is_allowed and not is_loopback_name(_host_of(origin)):
+            raise ApiError(
+                403,
+                f"Origin: found {origin:.200}, expected a page of this host; pages of other hosts "
+                "need --allowed_origins, or a server with --api_key_file.",
+            )
+        host = _host_of(f"//{headers.get('host', '')}")
+        is_foreign_name = "." in host.rstrip(".") and not _ADDRESS.fullmatch(host)
+        if is_foreign_name and not is_loopback_name(host):
+            raise ApiError(
+                403,
+                f"Host: found {host:.200}, expected localhost or an address of it; other names "
+                "need a server with --api_key_file.",
+            )
+
     def _check_key(self, given: str) -> None:
         scheme, _, key = given.partition(" ")
         found = key.strip().encode("utf-8", "replace")
@@ -124,28 +152,17 @@ class RequestGuard:
             )
 
 
-def _check_site(headers: Headers) -> None:
-    """Refuse what a browser sends for a page of another site, as no key is asked for.
-
-    Browsers name the site of a page in ``Origin``. A name of another site that leads to this host
-    is in ``Host``.
-    """
-    origin = headers.get("origin", "")
-    is_web = origin.startswith(("http:", "https:", "null"))
-    if is_web and not is_loopback_name(_host_of(origin)):
-        raise ApiError(
-            403,
-            f"Origin: found {origin:.200}, expected a page of this host; pages of other hosts need "
-            "a server with --api_key_file.",
-        )
-    host = _host_of(f"//{headers.get('host', '')}")
-    is_foreign_name = "." in host.rstrip(".") and not _ADDRESS.fullmatch(host)
-    if is_foreign_name and not is_loopback_name(host):
-        raise ApiError(
-            403,
-            f"Host: found {host:.200}, expected localhost or an address of it; other names need a "
-            "server with --api_key_file.",
-        )
+def with_origins(app: ASGIApp, allowed_origins: Sequence[str]) -> ASGIApp:
+    """Return an application whose answers pages of these sites may read; ``*`` for all."""
+    if not allowed_origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=allowed_origins,
+        allow_methods=("*",),
+        allow_headers=("*",),
+        expose_headers=("x-request-id", "retry-after"),
+    )
 
 
 def _host_of(address: str) -> str:

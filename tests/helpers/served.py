@@ -19,9 +19,8 @@ from llmpq.server.admission import AdmissionLimits, RequestAdmission
 from llmpq.server.app import build_app, listen
 from llmpq.server.metrics import ServerMetrics
 from llmpq.server.page.plan_view import PlanView
-from llmpq.server.service import Service
+from llmpq.server.service import ServedModel, Service
 from llmpq.server.text.tokenizer import ServerTokenizer
-from llmpq.server.text.translate import ServedModel
 from llmpq.server.transport import bounded_protocol
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,7 +17,7 @@ import pytest
 from helpers.clocks import PATIENCE_S
 from helpers.fake_engine import FakeEngine
 from helpers.served import CHAT_TEMPLATE, make_service, serving
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -35,18 +35,13 @@ from llmpq.server.admission import (
     AdmissionLimits,
     RequestAdmission,
 )
+from llmpq.server.apis.openai import MAX_LOGPROB_VALUES, MAX_SHARED_IDS, CompletionFormat
+from llmpq.server.app import build_app
 from llmpq.server.errors import ApiError
 from llmpq.server.json_output import PART_ITEMS, SharedItems, SharedList, dump_json, json_parts
-from llmpq.server.service import Answers, CompletionFormat, Piece
+from llmpq.server.service import ChoiceDelta, PreparedRequest, ServedModel
 from llmpq.server.text import text_process
 from llmpq.server.text.tokenizer import THREAD_CHARACTERS, ServerTokenizer
-from llmpq.server.text.translate import (
-    MAX_LOGPROB_VALUES,
-    MAX_SHARED_IDS,
-    EncodedPrompt,
-    ServedModel,
-    Work,
-)
 from llmpq.server.transport import LARGE_BODY_BYTES, RequestGuard
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -295,6 +290,41 @@ def test_keys_replace_the_check_of_the_site():
         assert answer.status_code == 200
 
 
+PREFLIGHT = {
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization,content-type",
+}
+
+
+@pytest.mark.parametrize("keys", [(), ("a-key-of-16-bytes",)])
+@pytest.mark.parametrize(
+    ("allowed", "origin", "is_allowed"),
+    [
+        (("https://ours.example",), "https://ours.example", True),
+        (("https://ours.example",), "https://evil.example", False),
+        (("*",), "https://any.example", True),
+        ((), "https://ours.example", False),
+    ],
+)
+def test_pages_of_allowed_origins_alone_may_read_answers(keys, allowed, origin, is_allowed):
+    app = build_app(make_service(FakeEngine()), None, keys, allowed_origins=allowed)
+
+    async def ask() -> tuple[httpx.Response, httpx.Response]:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            client.headers["origin"] = origin
+            before = await client.options("/v1/completions", headers=PREFLIGHT)
+            body, headers = {"prompt": "a"}, {"authorization": f"Bearer {''.join(keys)}"}
+            return before, await client.post("/v1/completions", json=body, headers=headers)
+
+    for answer in asyncio.run(ask()):
+        shown = answer.headers.get("access-control-allow-origin")
+        assert shown == (("*" if "*" in allowed else origin) if is_allowed else None)
+        assert not is_allowed or answer.status_code == 200
+    if not is_allowed and not keys:
+        assert answer.status_code == 403
+
+
 @pytest.mark.parametrize(
     "data", [b"nonsense\r\n\r\n", b"GET /health HTTP/9.9\r\n\r\n", b"\x16\x03\x01\x02\x00"]
 )
@@ -441,6 +471,7 @@ def test_json_in_parts_is_the_same_json(value, long):
 
 @settings(max_examples=50)
 @given(items=st.lists(JSON, max_size=3 * PART_ITEMS), rests=st.lists(st.lists(JSON), max_size=3))
+@example(items=[None], rests=[[None] * (PART_ITEMS + 1)])
 def test_lists_that_begin_alike_are_the_same_json(items, rests):
     shared = SharedItems(items)
     for rest in rests:
@@ -476,17 +507,19 @@ def test_others_run_between_the_parts_of_a_long_answer():
 
 
 @pytest.mark.parametrize(
-    ("runs", "pause_s"), [((), 0), (("own",), 0), (("other",), 0.25), (("own", "other"), 0.25)]
+    ("streams", "pause_s"), [((), 0), (("own",), 0), (("other",), 0.25), (("own", "other"), 0.25)]
 )
-def test_a_long_answer_pauses_as_long_as_its_parts_take_beside_others(monkeypatch, runs, pause_s):
-    """An answer that is written whole has no run any more."""
+def test_a_long_answer_pauses_as_long_as_its_parts_take_beside_others(
+    monkeypatch, streams, pause_s
+):
+    """An answer that is written whole has no stream any more."""
     slept = []
 
     async def sleep(seconds):
         slept.append(seconds)
 
-    answer = object.__new__(service.Generation)
-    answer._service, answer._own_run = SimpleNamespace(runs=set(runs)), "own"
+    answer = object.__new__(service.RequestHandler)
+    answer._service, answer._stream = SimpleNamespace(streams=set(streams)), "own"
     monkeypatch.setattr(service.asyncio, "sleep", sleep)
     asyncio.run(answer._pause(0.25))
     assert slept == [pause_s]
@@ -523,24 +556,20 @@ def test_logprobs_of_a_prompt_are_made_once_for_all_its_answers_but_are_those_of
     body = protocol.CompletionRequest(
         prompt=[[2, 3], [4]], n=3, max_tokens=1, echo=True, logprobs=2
     )
-    prompts = [
-        EncodedPrompt(token_ids=ids, sampling=SamplingParams(), echo=echo)
-        for ids, echo in (((2, 3), "ab"), ((4,), "c"))
-    ]
-    work = Work(prompts=tuple(prompts), n=3)
+    prompts = ((2, 3), (4,))
+    request = PreparedRequest(prompts=prompts, sampling=SamplingParams(), n=3, echoes=("ab", "c"))
     model = ServedModel(
         names=("m",), root=".", tokenizer=None, max_model_len=100, vocab_size=10
     )  # fmt: skip
-    answers = Answers("id", model, work, "text_completion")
-    form = CompletionFormat(body, answers)
+    form = CompletionFormat(body, model, request, "id")
     for index in (0, 3, 1, 4, 5, 2):
-        ids = prompts[index // 3].token_ids
+        ids = prompts[index // 3]
         found = [TokenLogprobs(token, -float(token), ((token, -1.0),)) for token in ids[1:]]
-        piece = Piece(
-            text="d", token_ids=[5], offsets=[0], logprobs=[TokenLogprobs(5, -float(index))],
-            prompt_logprobs=(None, *found),
+        delta = ChoiceDelta(
+            index=index, is_first=True, text="d", token_ids=[5], offsets=[0],
+            logprobs=[TokenLogprobs(5, -float(index))], prompt_logprobs=(None, *found),
         )  # fmt: skip
-        made = form.choice(index, piece, is_chunk=False)["logprobs"]
+        made = form.items(delta)[0]["logprobs"]
         assert made["tokens"] == [f"token_id:{token}" for token in (*ids, 5)]
         assert made["token_logprobs"] == [None, *(-float(one) for one in ids[1:]), -float(index)]
         assert all(len(values) == len(ids) + 1 for values in made.values())

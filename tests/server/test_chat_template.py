@@ -13,11 +13,12 @@ from transformers import AutoTokenizer
 
 from llmpq.dist.io.model_files import export_tokenizer
 from llmpq.errors import SpecError
+from llmpq.server.apis.openai import encode_chat
 from llmpq.server.errors import ApiError
 from llmpq.server.protocol import ChatCompletionRequest
-from llmpq.server.text.chat_template import ChatTemplate
+from llmpq.server.service import ServedModel
+from llmpq.server.text.chat_template import ChatTemplate, plain_message
 from llmpq.server.text.tokenizer import ChatEncoder, ServerTokenizer, load_server_tokenizer
-from llmpq.server.text.translate import ServedModel, encode_chat
 
 CHAT_ML = """{%- for message in messages %}
     {%- if loop.first and message['role'] != 'system' %}
@@ -106,6 +107,59 @@ def render_both(tokenizer, template, messages, **options) -> tuple[str, str]:
 def test_prompt_equals_that_of_transformers(tokenizer, template, messages, options):
     theirs, mine = render_both(tokenizer, template, messages, **options)
     assert mine == theirs
+
+
+IN_PARTS = """{%- for message in messages %}<{{ message.role }}>
+    {%- for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}
+    {%- endfor %}|{% endfor %}"""
+IN_EITHER = """{%- for message in messages %}<{{ message.role }}>
+    {%- if message.content is string %}{{ message.content }}
+    {%- else %}{% for part in message.content %}[{{ part.text }}]{% endfor %}{% endif %}|
+    {%- endfor %}"""
+
+
+@pytest.mark.parametrize("options", [{}, {"continue_final_message": True}])
+def test_a_template_that_loops_over_parts_gets_parts(tokenizer, options):
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
+    parts = [
+        {"role": one["role"], "content": [{"type": "text", "text": one["content"]}]}
+        for one in messages
+    ]
+    theirs, _ = render_both(tokenizer, IN_PARTS, parts, **options)
+    mine = ChatTemplate(IN_PARTS, tokenizer.special_tokens_map).render(messages, **options)
+    assert mine == theirs
+    assert "<user>Hi|<assistant>Yes?" in mine
+
+
+def test_a_template_that_takes_texts_gets_texts():
+    made = ChatTemplate(IN_EITHER, {}).render([{"role": "user", "content": "Hi"}])
+    assert made == "<user>Hi|"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"), [('{"x": 1}', {"x": 1}), ("", {}), ('{"x": ', '{"x": ')]
+)
+def test_malformed_arguments_of_a_call_stay_a_text(arguments, expected):
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    made = plain_message({"role": "assistant", "tool_calls": [call]})
+    assert made["tool_calls"][0]["function"] == {"name": "f", "arguments": expected}
+
+
+@pytest.mark.parametrize(
+    ("template", "role"), [("", "system"), ("{# knows the developer #}", "developer")]
+)
+def test_a_developer_is_a_system_unless_the_template_names_it(template, role):
+    template += "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    made = ChatTemplate(template, {}).render([{"role": "developer", "content": "Be brief"}])
+    assert made == f"<{role}>Be brief"
+
+
+def test_a_template_that_takes_the_first_part_gets_parts():
+    template = (
+        "{% for message in messages %}<{{ message.role }}>{{ message.content[0].text }}{% endfor %}"
+    )
+    made = ChatTemplate(template, {}).render([{"role": "user", "content": "what is it"}])
+    assert made == "<user>what is it"
 
 
 def test_templates_by_name_prefer_that_for_tools():

@@ -9,7 +9,7 @@ import pytest
 from helpers.gguf_headers import gguf_bytes
 
 from llmpq.errors import SpecError
-from llmpq.server.text.translate import DEFAULT_SAMPLING, default_sampling_of
+from llmpq.server.service import DEFAULT_SAMPLING, default_sampling_of
 
 STATED = {"temperature": 0.6, "top_k": 20, "top_p": None}
 

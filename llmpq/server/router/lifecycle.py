@@ -14,7 +14,7 @@ from llmpq.server.app import Life, Served, run_app
 from llmpq.server.router.backend import Backend
 from llmpq.server.router.metrics import RouterMetrics
 from llmpq.server.router.proxy import Router
-from llmpq.server.transport import RequestGuard
+from llmpq.server.transport import RequestGuard, with_origins
 from llmpq.spec.runtime_constants import FIRST_BYTE_S
 
 CONNECT_TIMEOUT_S = 2.0
@@ -60,8 +60,12 @@ def served(
     error: Callable[[], BaseException | None],
 ) -> Served:
     """Return the application of a router; ``error`` returns why it has ended for good."""
+    origins = options.allowed_origins
+    guard = RequestGuard(
+        router, options.transport, router.check_open, life.keys, allowed_origins=origins
+    )
     return Served(
-        app=RequestGuard(router, options.transport, router.check_open, life.keys),
+        app=with_origins(guard, origins),
         error=error,
         num_open=lambda: router.num_open,
         begin_drain=router.begin_drain,

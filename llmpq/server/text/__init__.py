@@ -1,1 +1,1 @@
-"""Prompts: bodies of requests to tokens, and templates and tokenizers in processes of their own."""
+"""Chat templates and tokenizers, where need be in processes of their own."""

@@ -5,6 +5,7 @@ The template runs in jinja2's sandbox and sees plain JSON values only.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -24,6 +25,10 @@ from llmpq.server.errors import bad_request
 
 Message = Mapping[str, Any]
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+DEVELOPER = "developer"
+_REJECTIONS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+_FAILURES = (ArithmeticError, MemoryError, RecursionError)
+_PROBE = "the content of a message"
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
@@ -40,6 +45,7 @@ class ChatTemplate:
     ) -> None:
         self._source = source
         self._special_tokens = dict(special_tokens)
+        self._parts: dict[str, bool] = {}  # by template, whether it takes content in parts only
 
     def render(
         self,
@@ -60,7 +66,11 @@ class ChatTemplate:
             _with_reasoning({key: value for key, value in message.items() if value is not None})
             for message in messages
         ]
+        if DEVELOPER not in source:
+            chat = [_without_developer(message) for message in chat]
         final = _tag_final_message(chat) if continue_final_message else None
+        if self._takes_parts(source):
+            chat = [_with_parts(message) for message in chat]
         try:
             text = _compile(source).render(
                 messages=chat,
@@ -69,11 +79,11 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **{**self._special_tokens, **(variables or {})},
             )
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        except _REJECTIONS as error:
             raise bad_request(
                 f"The chat template rejects the messages: {error}", "messages"
             ) from None
-        except (ArithmeticError, MemoryError, RecursionError) as error:
+        except _FAILURES as error:
             raise bad_request(
                 f"The chat template fails on the messages ({type(error).__name__})", "messages"
             ) from None
@@ -90,6 +100,27 @@ class ChatTemplate:
                 "chat_template.jinja; use /v1/completions."
             )
         return source
+
+    def _takes_parts(self, source: str) -> bool:
+        """Return whether a template shows content in parts and none that is a text."""
+        if source not in self._parts:
+            part = {"type": "text", "text": _PROBE}
+            self._parts[source] = not self._shows(source, _PROBE) and self._shows(source, [part])
+        return self._parts[source]
+
+    def _shows(self, source: str, content: object) -> bool:
+        messages = [{"role": "user", "content": content}]
+        try:
+            text = _compile(source).render(
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **self._special_tokens,
+            )
+        except (*_REJECTIONS, *_FAILURES):
+            return False
+        return _PROBE in text
 
 
 def content_text(content: object) -> str:
@@ -117,7 +148,7 @@ def content_text(content: object) -> str:
 
 
 def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message with text for content, and tool calls whose arguments are JSON values.
+    """Return a message with text for content, and tool calls with JSON values for arguments.
 
     Without content the text is empty: clients leave it out beside tool calls, and templates join
     it to other texts.
@@ -138,13 +169,23 @@ def _plain_call(call: object) -> object:
         raise bad_request("messages: expected tool_calls with a function.", "messages")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
+        # Malformed arguments stay a text: clients send back what a model wrote.
+        with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            raise bad_request(
-                "messages: expected JSON arguments in tool_calls.", "messages"
-            ) from None
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _without_developer(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose role, if it is OpenAI's later name of ``system``, is the old one."""
+    return {**message, "role": "system"} if message.get("role") == DEVELOPER else message
+
+
+def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose content is a list of parts."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}] if content else []}
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
