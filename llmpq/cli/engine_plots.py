@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.cli.plots import BATCH_COLOURS, new_figure
-from llmpq.sim.engine_report import PERCENTILES, EngineReport, summary
+from llmpq.sim.report import PERCENTILES, SimReport, summary
 
 TITLES = ("TTFT, s", "TTFT a prompt token, s", "TGT, s")
 
 
-def draw_engine(reports: Mapping[float, EngineReport], name: str, path: str | Path) -> None:
+def draw_engine(reports: Mapping[float, SimReport], name: str, path: str | Path) -> None:
     """Draw percentiles over the rate (above), and distributions at every rate (below).
 
     Args:
@@ -48,7 +48,7 @@ def _draw_distributions(axis: Any, title: str, values: Mapping[float, Sequence[f
     _name(axis, "share of requests", title, is_log="x")
 
 
-def values_of(report: EngineReport) -> tuple[Sequence[float], ...]:
+def values_of(report: SimReport) -> tuple[Sequence[float], ...]:
     """Return the values in the order of ``TITLES``."""
     return (
         report.time_to_first_token_s,

@@ -20,10 +20,9 @@ from llmpq.options.engine import EngineOptions
 from llmpq.options.limits import engine_limits, planned_speculation
 from llmpq.options.server import RoutingOptions
 from llmpq.routing import BALANCERS, load_balancer
-from llmpq.sim.engine_costs import PlanEngineCosts
-from llmpq.sim.engine_report import capacity
+from llmpq.sim.costs import PlanCosts, PlanEngineCosts
 from llmpq.sim.fleet import FleetReplica, FleetReport, simulate_fleet
-from llmpq.sim.plan_costs import PlanCosts
+from llmpq.sim.report import capacity
 from llmpq.spec.facts.length_scaling import LengthScaling, read_length_scaling
 from llmpq.spec.facts.model_fields import model_fields
 from llmpq.spec.huggingface.language import language_fields
@@ -228,7 +227,7 @@ def run_engine(
             {
                 "rate_scale": scale,
                 "requests_per_s": None if rate is None else scale * rate,
-                **report.total.to_json(),
+                **report.total.engine_json(),
                 "answer_tokens_per_s": answer_rate(report.total.requests),
                 "requests_of_replicas": [len(one.requests) for one in report.replicas],
             }
@@ -322,7 +321,7 @@ def _capacity(
         raise SpecError("--ttft_bound: found requests that all arrive at once, expected a rate")
 
     def ttft_p95_s(scale: float) -> float:
-        figures: dict[str, float] = play(scale).total.to_json()["time_to_first_token_s"]
+        figures: dict[str, float] = play(scale).total.engine_json()["time_to_first_token_s"]
         return figures["p95"]
 
     scale = capacity(ttft_p95_s, bound_s, start=first_scale)

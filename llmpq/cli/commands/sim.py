@@ -29,7 +29,7 @@ from llmpq.cli.options import (
 )
 from llmpq.errors import SpecError
 from llmpq.sim import SimReport, simulate
-from llmpq.sim.plan_costs import PlanCosts
+from llmpq.sim.costs import PlanCosts
 from llmpq.sim.report import chrome_trace
 from llmpq.spec import catalog
 from llmpq.spec.fields import write_text
