@@ -22,7 +22,7 @@ from llmpq.batching.length import Prediction, make_predictor
 from llmpq.batching.policies.multibin import quantile_boundaries
 from llmpq.costmodel import ClusterCosts, build_costs
 from llmpq.sim import SimReport, simulate
-from llmpq.sim.plan_costs import PlanCosts
+from llmpq.sim.costs import PlanCosts
 from llmpq.spec.catalog import resolve_model
 from llmpq.spec.plan import MicroBatching, Plan, Schedule, default_schedule, read_plan, write_plan
 from llmpq.spec.precision import Phase

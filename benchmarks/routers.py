@@ -50,9 +50,8 @@ from llmpq.options.engine import EngineOptions
 from llmpq.options.limits import engine_limits
 from llmpq.profiler.device import cpu_isas
 from llmpq.routing import BALANCERS, load_balancer
-from llmpq.sim.engine_costs import PlanEngineCosts
+from llmpq.sim.costs import PlanCosts, PlanEngineCosts
 from llmpq.sim.fleet import FleetReplica, simulate_fleet
-from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 from llmpq.spec.plan import read_plan

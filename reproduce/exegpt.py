@@ -31,7 +31,7 @@ from llmpq.batching import PipelineShape, make_policy, percentile
 from llmpq.costmodel import ClusterCosts
 from llmpq.errors import InfeasibleError
 from llmpq.sim import SimReport, simulate
-from llmpq.sim.plan_costs import PlanCosts
+from llmpq.sim.costs import PlanCosts
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster
 from llmpq.spec.fields import Fields, from_json

@@ -26,9 +26,8 @@ from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.queue_order import queue_order
 from llmpq.errors import InfeasibleError
 from llmpq.routing import load_balancer
-from llmpq.sim.engine_costs import PlanEngineCosts
+from llmpq.sim.costs import PlanCosts, PlanEngineCosts
 from llmpq.sim.fleet import FleetReplica, simulate_fleet
-from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec import catalog
 from llmpq.spec.cluster import cluster_of_types
 from llmpq.spec.plan import Plan
@@ -153,7 +152,7 @@ def simulated(request: PlanRequest, plans: Sequence[Plan], rate: float) -> Recor
     trace = draw_trace(
         REQUESTS, spread(work.prompt_tokens), spread(work.new_tokens), requests_per_s=rate
     )
-    times = simulate_fleet(replicas, load_balancer("sal_seconds"), trace).total.to_json()
+    times = simulate_fleet(replicas, load_balancer("sal_seconds"), trace).total.engine_json()
     return {"rate": rate, "ttft_s": times["time_to_first_token_s"]}
 
 

@@ -30,8 +30,8 @@ from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.queue_order import QueueOrder, queue_order
 from llmpq.costmodel.exact_bytes import layer_weight_bytes, master_bytes, token_kv_bytes
 from llmpq.costmodel.roofline import RooflineLatencyModel
+from llmpq.sim.costs import StageLaw, StepSize
 from llmpq.sim.engine import simulate_engine
-from llmpq.sim.engine_costs import StageLaw, StepSize
 from llmpq.spec import catalog
 from llmpq.spec.devices.figures import DeviceSpec, PrecisionCost
 from llmpq.spec.precision import Phase
@@ -223,7 +223,7 @@ class Case:
     def _simulate(self, order: QueueOrder, trace: Sequence[TraceRequest]) -> Figures:
         longest = self.longest if order.reserves_answer else None
         report = simulate_engine(self.server.costs, self.limits, order, trace, max_tokens=longest)
-        found = report.to_json()
+        found = report.engine_json()
         return {name: found[name] for name in KEPT}
 
     @cached_property

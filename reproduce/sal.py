@@ -155,7 +155,7 @@ class FleetCase:
 
 def figures(report: FleetReport) -> Figures:
     """Return what the tables need."""
-    found = report.total.to_json()
+    found = report.total.engine_json()
     return {name: found[name] for name in KEPT} | {
         "shares": [
             report.routed.count(number) / len(report.routed)

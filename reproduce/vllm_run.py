@@ -27,9 +27,9 @@ from typing import Any
 from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.queue_order import queue_order
 from llmpq.errors import LlmpqError, SpecError, bad_field
+from llmpq.sim.costs import StepSize
 from llmpq.sim.engine import simulate_engine
-from llmpq.sim.engine_costs import StepSize
-from llmpq.sim.engine_report import EngineReport
+from llmpq.sim.report import SimReport
 from llmpq.spec.workload import TraceRequest
 from llmpq.units import US
 from reproduce.output import Record, emit, table
@@ -298,7 +298,7 @@ def measured(bench: Path) -> dict[str, float]:
     }
 
 
-def simulated(made: EngineReport) -> dict[str, float]:
+def simulated(made: SimReport) -> dict[str, float]:
     """Return our means."""
     return {
         "first_token_s": fmean(one.first_token_s - one.arrival_s for one in made.requests),

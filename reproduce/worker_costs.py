@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from llmpq.sim.costs import Hop
-from llmpq.sim.engine_costs import StepSize
+from llmpq.sim.costs import Hop, StepSize, linear_layout
 
 
 class WorkerCosts:
@@ -15,12 +14,12 @@ class WorkerCosts:
         seconds: of a step.
     """
 
-    num_stages = 1
+    layout = linear_layout(1)
 
     def __init__(self, seconds: Callable[[StepSize], float]) -> None:
         self._seconds = seconds
 
-    def stage_s(self, stage: int, shape: StepSize) -> float:  # noqa: ARG002
+    def stage_s(self, rank: int, shape: StepSize) -> float:  # noqa: ARG002
         """Return the seconds of a step."""
         return self._seconds(shape)
 
@@ -28,6 +27,6 @@ class WorkerCosts:
         """Return 0: ``stage_s`` includes it."""
         return 0.0
 
-    def hop(self, stage: int, shape: StepSize) -> Hop:  # noqa: ARG002
+    def hop(self, rank: int, shape: StepSize) -> Hop:  # noqa: ARG002
         """Return no cost: there is one stage."""
         return Hop(0.0, 0.0)

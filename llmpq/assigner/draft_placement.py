@@ -21,7 +21,7 @@ from llmpq.batching.speculation import MAX_STEP_TOKENS
 from llmpq.costmodel import ClusterCosts
 from llmpq.errors import SpecError
 from llmpq.sim import BatchShape
-from llmpq.sim.plan_costs import PlanCosts
+from llmpq.sim.costs import PlanCosts
 from llmpq.spec.cluster import Device
 from llmpq.spec.plan import Plan, PlannedDraft
 from llmpq.spec.precision import Phase

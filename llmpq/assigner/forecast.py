@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from llmpq.batching import BatchingPolicy, PipelineShape, make_policy
 from llmpq.batching.length import ORACLE, Prediction, make_predictor
 from llmpq.costmodel import ClusterCosts, LatencySource, build_costs
 from llmpq.sim import BatchShape, simulate
-from llmpq.sim.plan_costs import PlanCosts
+from llmpq.sim.costs import PlanCosts
 from llmpq.spec.cluster import Device
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import (
@@ -229,7 +229,7 @@ def micro_batches_of(plan: Plan) -> tuple[tuple[Phase, int, float], ...]:
 
 
 def _stage(
-    plan: Plan, costs: _ThinnedCosts, rank: int, work_s: dict[Phase, float]
+    plan: Plan, costs: _ThinnedCosts, rank: int, work_s: Mapping[Phase | None, float]
 ) -> StageForecast:
     """Return a stage's seconds of one full micro-batch and of all of them."""
     seconds = _full_steps_s(plan, costs, rank)

@@ -19,10 +19,9 @@ from llmpq.options.engine import EngineOptions
 from llmpq.options.limits import engine_limits, planned_speculation
 from llmpq.options.simulate import EngineSimulation
 from llmpq.routing import load_balancer
-from llmpq.sim.engine_costs import PlanEngineCosts
-from llmpq.sim.engine_report import capacity
+from llmpq.sim.costs import PlanCosts, PlanEngineCosts
 from llmpq.sim.fleet import FleetReplica, FleetReport, simulate_fleet
-from llmpq.sim.plan_costs import PlanCosts
+from llmpq.sim.report import capacity
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.model_files.config import (
     LengthScaling,
@@ -116,7 +115,7 @@ def run_engine(
             {
                 "rate_scale": scale,
                 "requests_per_s": None if rate is None else scale * rate,
-                **report.total.to_json(),
+                **report.total.engine_json(),
                 "answer_tokens_per_s": answer_rate(report.total.requests),
                 "requests_of_replicas": [len(one.requests) for one in report.replicas],
             }
@@ -210,7 +209,7 @@ def _capacity(
         raise SpecError("--ttft_bound: found requests that all arrive at once, expected a rate")
 
     def ttft_p95_s(scale: float) -> float:
-        figures: dict[str, float] = play(scale).total.to_json()["time_to_first_token_s"]
+        figures: dict[str, float] = play(scale).total.engine_json()["time_to_first_token_s"]
         return figures["p95"]
 
     scale = capacity(ttft_p95_s, bound_s, start=first_scale)

@@ -24,7 +24,7 @@ from llmpq.cli.render import (
     rate_text,
 )
 from llmpq.errors import SpecError
-from llmpq.sim.engine_report import PERCENTILES, EngineReport, summary
+from llmpq.sim.report import PERCENTILES, SimReport, summary
 from llmpq.spec.plan import Fleet, Plan
 from llmpq.spec.precision import BITS, Phase
 from llmpq.units import MS
@@ -371,7 +371,7 @@ def run_groups(report: dict[str, Any]) -> list[tuple[str, dict[str, float | None
     return groups
 
 
-def draw_engine(reports: Mapping[float, EngineReport], name: str, path: str | Path) -> None:
+def draw_engine(reports: Mapping[float, SimReport], name: str, path: str | Path) -> None:
     """Draw percentiles over the rate (above), and distributions at every rate (below).
 
     Args:
@@ -407,7 +407,7 @@ def _draw_distributions(axis: Any, title: str, values: Mapping[float, Sequence[f
     _name_axis(axis, "share of requests", title, is_log="x")
 
 
-def _engine_values(report: EngineReport) -> tuple[Sequence[float], ...]:
+def _engine_values(report: SimReport) -> tuple[Sequence[float], ...]:
     """Return the values in the order of ``ENGINE_TITLES``."""
     return (
         report.time_to_first_token_s,

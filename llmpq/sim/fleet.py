@@ -16,9 +16,9 @@ from llmpq.routing import (
     RoutedRequest,
     WorkloadMeans,
 )
+from llmpq.sim.costs import EngineCosts, StepSize
 from llmpq.sim.engine import SimulatedEngine, random_acceptance, relative_draft_s
-from llmpq.sim.engine_costs import EngineCosts, StepSize
-from llmpq.sim.engine_report import EngineReport, merged
+from llmpq.sim.report import SimReport, merged
 from llmpq.spec.runtime_constants import POLL_S
 from llmpq.spec.workload import TraceRequest
 
@@ -48,13 +48,13 @@ class FleetReport:
     """Results of a simulation.
 
     Attributes:
-        total: over all replicas; ``busy_s`` has the stages of the first replica, then of the next.
+        total: over all replicas; ``work_s`` has the stages of the first replica, then of the next.
         replicas: one report for each.
         routed: the replica of each request, in order of arrival.
     """
 
-    total: EngineReport
-    replicas: tuple[EngineReport, ...]
+    total: SimReport
+    replicas: tuple[SimReport, ...]
     routed: tuple[int, ...]
 
 
@@ -138,8 +138,9 @@ def replica_capacity(
 
 def _pass_s(costs: EngineCosts, shape: StepSize) -> tuple[float, float]:
     """Return the seconds of the slowest stage of a step, and of all of them with their hops."""
-    stages = [costs.stage_s(stage, shape) for stage in range(costs.num_stages)]
-    hops = [costs.hop(stage, shape) for stage in range(costs.num_stages)]
+    ranks = range(costs.layout.num_ranks)
+    stages = [costs.stage_s(rank, shape) for rank in ranks]
+    hops = [costs.hop(rank, shape) for rank in ranks]
     stages[0] += costs.project_s(shape)
     slowest_s = max(seconds + hop.end_s for seconds, hop in zip(stages, hops, strict=True))
     return slowest_s, sum(stages) + sum(2 * hop.end_s + hop.delay_s for hop in hops)

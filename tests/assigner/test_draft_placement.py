@@ -25,9 +25,8 @@ from llmpq.batching.queue_order import queue_order
 from llmpq.costmodel import build_costs
 from llmpq.errors import SpecError
 from llmpq.sim import BatchShape
+from llmpq.sim.costs import PlanCosts, PlanEngineCosts
 from llmpq.sim.engine import SimulatedEngine, random_acceptance, relative_draft_s
-from llmpq.sim.engine_costs import PlanEngineCosts
-from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, DeviceGroup, LinkSpec, Node
 from llmpq.spec.fields import Fields, from_json, to_json

@@ -14,8 +14,7 @@ from llmpq.assigner import make_plan
 from llmpq.assigner.forecast import forecast, forecast_run
 from llmpq.assigner.request import costs_of
 from llmpq.costmodel.tables.profiles import StageOverhead
-from llmpq.sim.engine_costs import PlanEngineCosts, StepSize
-from llmpq.sim.plan_costs import PlanCosts
+from llmpq.sim.costs import PlanCosts, PlanEngineCosts, StepSize
 from llmpq.spec.cluster import LinkSpec
 from llmpq.spec.fields import Fields, from_json, to_json
 from llmpq.spec.plan import MicroBatching, Plan, Schedule, StageAssignment

@@ -27,9 +27,8 @@ from llmpq.multillm.requests import Item
 from llmpq.multillm.workload import ModelLengths, build_workload
 from llmpq.options.engine import EngineOptions
 from llmpq.options.limits import engine_limits
+from llmpq.sim.costs import PlanCosts, PlanEngineCosts
 from llmpq.sim.engine import simulate_engine
-from llmpq.sim.engine_costs import PlanEngineCosts
-from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec import catalog
 from llmpq.spec.precision import Phase
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE

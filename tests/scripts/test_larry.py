@@ -7,7 +7,7 @@ from helpers.builders import uniform
 
 from llmpq.batching.engine_step import ScheduledChunk
 from llmpq.batching.queue_order import queue_order
-from llmpq.sim.engine_costs import step_size
+from llmpq.sim.costs import step_size
 from llmpq.spec.workload import draw_trace
 from reproduce import larry
 from reproduce.larry import a100_server, draw_requests, h100_server

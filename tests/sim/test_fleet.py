@@ -9,7 +9,7 @@ import pytest
 from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.queue_order import queue_order
 from llmpq.routing import BALANCERS, WorkloadMeans, load_balancer
-from llmpq.sim.costs import Hop
+from llmpq.sim.costs import Hop, linear_layout
 from llmpq.sim.engine import SimulatedEngine, simulate_engine
 from llmpq.sim.fleet import FleetReplica, engine_stats, replica_capacity, simulate_fleet
 from llmpq.spec.workload import TraceRequest, draw_arrivals
@@ -77,7 +77,7 @@ def test_sal_in_seconds_gives_a_faster_replica_more_work_and_is_faster():
     assert seconds.routed.count(1) > steps.routed.count(1)
 
     def mean(report):
-        return report.total.to_json()["time_to_first_token_s"]["mean"]
+        return report.total.engine_json()["time_to_first_token_s"]["mean"]
 
     assert mean(seconds) < mean(steps)
 
@@ -89,7 +89,7 @@ def test_old_statistics_are_worse_than_new_ones():
     for poll_s in (0.1, 2.0):
         fleet = [replica(), replica(), replica(4.0)]
         found = simulate_fleet(fleet, load_balancer("sal_seconds"), trace, poll_s=poll_s)
-        mean_s[poll_s] = found.total.to_json()["time_to_first_token_s"]["mean"]
+        mean_s[poll_s] = found.total.engine_json()["time_to_first_token_s"]["mean"]
     assert mean_s[0.1] < 0.8 * mean_s[2.0]
 
 
@@ -104,7 +104,7 @@ def test_capacity_of_one_stage_is_its_step():
 class TwoStages:
     """The first stage takes 10 ms, the second 30 ms, the master 5 ms, a message 1 + 2 + 1 ms."""
 
-    num_stages = 2
+    layout = linear_layout(2)
 
     def stage_s(self, stage, _):
         return (0.01, 0.03)[stage]

@@ -66,23 +66,22 @@ class Costs:
         )
 
     def stage_s(self, stage: int, shape: BatchShape) -> float:
+        return self.layers_s(stage, shape) + (TICK_S * self.embed * shape.rows if stage == 0 else 0)
+
+    def layers_s(self, stage: int, shape: BatchShape) -> float:
         if self.decoding is not None and (stage < self.decoding) is (shape.phase is Phase.PREFILL):
             return 0.0
         if shape.phase is Phase.PREFILL:
             return TICK_S * self.prefill[stage] * shape.rows * shape.longest
         return TICK_S * (self.decode[stage] * 4 + shape.rows + shape.longest // 8)
 
-    def embed_s(self, shape: BatchShape) -> float:
-        return TICK_S * self.embed * shape.rows
-
     def project_s(self, shape: BatchShape) -> float:
         return TICK_S * self.project * shape.rows
 
     def hop(self, stage: int, shape: BatchShape) -> Hop:
-        return Hop(0.0, TICK_S * self.link * (1 + stage) * shape.rows)
-
-    def handover_s(self, shape: BatchShape) -> float:
-        return TICK_S * self.handover * shape.rows
+        is_last = shape.phase is Phase.PREFILL and stage == self.layout.prefill_path[-1]
+        ticks = self.link * (1 + stage) + (self.handover if is_last else 0)
+        return Hop(0.0, TICK_S * ticks * shape.rows)
 
 
 @dataclass
@@ -148,8 +147,6 @@ class TimedRing:
                 self.free_s[stage] = at_s
             following = path[(place + 1) % len(path)]
             delay_s = costs.hop(stage, shape).delay_s
-            if following == 0 and shape.phase is Phase.PREFILL:
-                delay_s += costs.handover_s(shape)
             at_s = self._deliver(stage, following, at_s + delay_s)
         self.clock.back[frame.kind].append((at_s, frame))
 
@@ -192,7 +189,7 @@ class TimedEnds:
     def run(self, hidden, rows):
         kind = FrameKind.PREFILL if rows[0].first == 0 else FrameKind.DECODE
         shape = shape_of(kind, rows)
-        self.clock.now_s += self.costs.embed_s(shape) + self.costs.stage_s(0, shape)
+        self.clock.now_s += self.costs.stage_s(0, shape)
         return hidden[:, : len(rows)]
 
     def acquire(self, rows):

@@ -10,11 +10,16 @@ from sim.test_sim_plan_costs import _plan
 from llmpq.batching.engine_step import DraftLimits, DraftWork, EngineLimits, ScheduledChunk
 from llmpq.batching.queue_order import queue_order
 from llmpq.errors import CapacityError
-from llmpq.sim.costs import Hop
+from llmpq.sim.costs import (
+    Hop,
+    PlanCosts,
+    PlanEngineCosts,
+    StageLaw,
+    linear_layout,
+    step_size,
+)
 from llmpq.sim.engine import SimulatedEngine, relative_draft_s, simulate_engine
-from llmpq.sim.engine_costs import PlanEngineCosts, StageLaw, step_size
-from llmpq.sim.engine_report import capacity
-from llmpq.sim.plan_costs import PlanCosts
+from llmpq.sim.report import capacity
 from llmpq.spec.precision import Phase
 from llmpq.spec.workload import TraceRequest
 from reproduce.worker_costs import WorkerCosts
@@ -36,7 +41,7 @@ def _shape(*chunks):
 class Pipeline:
     """Two stages of 1 s and 2 s, half a second of head, and sends of 0.25 s at each end."""
 
-    num_stages = 2
+    layout = linear_layout(2)
 
     def stage_s(self, stage, shape):  # noqa: ARG002
         return 1.0 + stage
@@ -53,7 +58,7 @@ def test_single_request_takes_its_chunks_and_steps():
     (record,) = report.requests
     assert (record.start_s, record.first_token_s, record.end_s) == (2.0, 5.0, 9.0)
     assert (report.steps, report.makespan_s, report.busy_s) == (7, 7.0, (7.0,))
-    assert report.to_json()["tokens_per_step"] == 14 / 7
+    assert report.engine_json()["tokens_per_step"] == 14 / 7
 
 
 def test_draft_tokens_are_rows_of_a_decode_step():
@@ -316,5 +321,5 @@ def test_ttft_grows_with_the_rate():
     for rate in (0.2, 1.0, 5.0):
         trace = [_request(number / rate, *item) for number, item in enumerate(lengths)]
         report = simulate_engine(WorkerCosts(lambda s: 0.01 * s.tokens), LIMITS, FCFS, trace)
-        found.append(report.to_json()["time_to_first_token_s"]["p95"])
+        found.append(report.engine_json()["time_to_first_token_s"]["p95"])
     assert all(low < high for low, high in pairwise(found))

@@ -39,19 +39,14 @@ class FlatCosts:
         return linear_layout(len(self.prefill_s))
 
     def stage_s(self, stage: int, shape: BatchShape) -> float:
-        return (self.prefill_s if shape.phase is Phase.PREFILL else self.decode_s)[stage]
-
-    def embed_s(self, _: BatchShape) -> float:
-        return self.embed
+        seconds = self.prefill_s if shape.phase is Phase.PREFILL else self.decode_s
+        return seconds[stage] + (self.embed if stage == 0 else 0.0)
 
     def project_s(self, _: BatchShape) -> float:
         return self.project
 
     def hop(self, _: int, __: BatchShape) -> Hop:
         return Hop(0.0, self.link_s)
-
-    def handover_s(self, _: BatchShape) -> float:
-        return 0.0
 
 
 def _batch(count: int, new_tokens: int) -> list[TraceRequest]:
@@ -159,8 +154,8 @@ class SplitCosts(FlatCosts):
     def layout(self) -> PipelineLayout:
         return replace(linear_layout(3), prefill_path=(0, 1), decode_path=(0, 2))
 
-    def handover_s(self, _: BatchShape) -> float:
-        return self.handover
+    def hop(self, stage: int, _: BatchShape) -> Hop:
+        return Hop(0.0, self.handover if stage == 1 else 0.0)
 
 
 @pytest.mark.parametrize("handover", [0.0, 0.5])

@@ -11,9 +11,7 @@ from llmpq.assigner import PlanRequest, make_plan
 from llmpq.assigner.request import costs_of
 from llmpq.batching.engine_step import ScheduledChunk
 from llmpq.sim import BatchShape
-from llmpq.sim.costs import batch_shape
-from llmpq.sim.engine_costs import StageLaw, step_size
-from llmpq.sim.plan_costs import PlanCosts
+from llmpq.sim.costs import PlanCosts, StageLaw, batch_shape, step_size
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster
 from llmpq.spec.fields import Fields, from_json

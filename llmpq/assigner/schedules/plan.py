@@ -32,7 +32,7 @@ from llmpq.costmodel import ClusterCosts
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.options.plan import Sla
 from llmpq.sim import simulate
-from llmpq.sim.plan_costs import PlanCosts
+from llmpq.sim.costs import PlanCosts
 from llmpq.sim.report import SimReport
 from llmpq.spec.cluster import with_tensor_parallel
 from llmpq.spec.plan import MicroBatching, Plan, PolicyName, StageAssignment, default_schedule

@@ -42,7 +42,7 @@ class FlowShop:
         """Process a micro-batch that is ready at ``ready_s``; return when its tokens are known."""
         costs, free_s = self._costs, self._free_s
         start_s = max(ready_s, free_s[0])
-        now_s = start_s + (costs.embed_s(shape) + costs.stage_s(0, shape))
+        now_s = start_s + costs.stage_s(0, shape)
         self.spans = [(start_s, now_s)]
         # The projection comes when the micro-batch is back; the master's time is spent either way.
         project_s = costs.project_s(shape)
@@ -121,10 +121,8 @@ class _EstimateCosts:
         is_prefill = shape.phase is Phase.PREFILL
         return Hop(0.0, stage.send_prefill_s if is_prefill else stage.send_decode_s)
 
-    def embed_s(self, _: BatchShape) -> float:
+    def project_s(self, _: BatchShape) -> float:
         return 0.0
-
-    project_s = handover_s = embed_s
 
 
 @dataclass(frozen=True, kw_only=True)

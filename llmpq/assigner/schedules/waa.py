@@ -57,8 +57,8 @@ class _PathTime:
 def _path_time(costs: MicroBatchCosts, shape: BatchShape) -> _PathTime:
     path = costs.layout.path(shape.phase)
     busy = dict.fromkeys((0, *path), 0.0)
-    busy[0] += costs.embed_s(shape) + costs.project_s(shape)
-    delay_s = costs.handover_s(shape) if shape.phase is Phase.PREFILL else 0.0
+    busy[0] += costs.project_s(shape)
+    delay_s = 0.0
     for place, rank in enumerate(path):
         hop = costs.hop(rank, shape) if len(path) > 1 else Hop(0.0, 0.0)
         busy[rank] += costs.stage_s(rank, shape) + hop.end_s

@@ -32,7 +32,7 @@ from llmpq.options.plan import DeviceOptions, WorkloadOptions
 from llmpq.options.run import DriftOptions
 from llmpq.options.simulate import PlayOptions
 from llmpq.sim import SimReport, simulate
-from llmpq.sim.plan_costs import PlanCosts
+from llmpq.sim.costs import PlanCosts
 from llmpq.sim.report import chrome_trace
 from llmpq.spec import catalog
 from llmpq.spec.fields import write_text

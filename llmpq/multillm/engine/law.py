@@ -35,8 +35,7 @@ from llmpq.errors import SpecError, bad_field
 from llmpq.multillm.engine.native import Array, EngineModel
 from llmpq.options.engine import EngineOptions
 from llmpq.options.limits import engine_limits
-from llmpq.sim.costs import BatchShape
-from llmpq.sim.plan_costs import PlanCosts
+from llmpq.sim.costs import BatchShape, PlanCosts
 from llmpq.spec.cluster import Device
 from llmpq.spec.fields import decode_text
 from llmpq.spec.model import ModelSpec

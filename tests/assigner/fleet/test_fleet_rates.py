@@ -26,9 +26,8 @@ from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.queue_order import queue_order
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.routing import load_balancer
-from llmpq.sim.engine_costs import PlanEngineCosts
+from llmpq.sim.costs import PlanCosts, PlanEngineCosts
 from llmpq.sim.fleet import FleetReplica, simulate_fleet
-from llmpq.sim.plan_costs import PlanCosts
 from llmpq.spec.precision import Phase
 from llmpq.spec.workload import Workload, draw_trace
 
@@ -231,5 +230,5 @@ def test_the_forecast_is_near_the_simulated_engine(devices, use, most):
         ),
         order=queue_order("fcfs"),
     )
-    report = simulate_fleet([engine], load_balancer("round_robin"), trace).total.to_json()
+    report = simulate_fleet([engine], load_balancer("round_robin"), trace).total.engine_json()
     assert 0.8 <= speed.ttft_s(rate) / report["time_to_first_token_s"]["mean"] <= most

@@ -24,7 +24,7 @@ from llmpq.assigner.schedules.plan import (
 )
 from llmpq.assigner.schedules.steady_state import SteadyBatch, rra_performance
 from llmpq.batching import percentile
-from llmpq.sim.plan_costs import PlanCosts
+from llmpq.sim.costs import PlanCosts
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 from llmpq.spec.plan import MicroBatching, Schedule
 from llmpq.spec.workload import Workload, truncated_normal

@@ -38,24 +38,21 @@ class Costs:
     def layout(self) -> PipelineLayout:
         return linear_layout(self.stages)
 
-    def stage_s(self, _: int, shape: BatchShape) -> float:
+    def stage_s(self, rank: int, shape: BatchShape) -> float:
+        return self.layers_s(shape) + (1e-4 if rank == 0 else 0.0)
+
+    def layers_s(self, shape: BatchShape) -> float:
         if shape.phase is Phase.PREFILL:
             packed = shape.total * (0.8 + 0.2 * shape.spread)
             tokens = shape.rows * shape.longest if self.pads else packed
             return max(self.floor_s, self.token_s * tokens)
         return max(self.floor_s, self.row_s * shape.rows * (1 + shape.mean / 500))
 
-    def embed_s(self, _: BatchShape) -> float:
-        return 1e-4
-
     def project_s(self, shape: BatchShape) -> float:
         return 3e-4 + 2e-6 * shape.rows
 
     def hop(self, _: int, shape: BatchShape) -> Hop:
         return Hop(1e-5, 5e-5 + 1e-7 * shape.rows)
-
-    def handover_s(self, _: BatchShape) -> float:
-        return 0.0
 
 
 def _task(

@@ -46,6 +46,9 @@ class Costs:
         )
 
     def stage_s(self, rank: int, shape: BatchShape) -> float:
+        return self.layers_s(rank, shape) + (1e-4 if rank == 0 else 0.0)
+
+    def layers_s(self, rank: int, shape: BatchShape) -> float:
         if (rank < self.decoding) is (shape.phase is Phase.PREFILL):
             return 0.0
         if shape.phase is Phase.PREFILL:
@@ -54,17 +57,12 @@ class Costs:
             return max(self.floor_s, self.token_s * tokens) / self.prefilling
         return max(self.floor_s, self.row_s * shape.rows * (1 + shape.mean / 500)) / self.decoding
 
-    def embed_s(self, _: BatchShape) -> float:
-        return 1e-4
-
     def project_s(self, shape: BatchShape) -> float:
         return 3e-4 + 2e-6 * shape.rows
 
-    def hop(self, _: int, shape: BatchShape) -> Hop:
-        return Hop(1e-5, 5e-5 + 1e-7 * shape.rows)
-
-    def handover_s(self, _: BatchShape) -> float:
-        return self.handover
+    def hop(self, rank: int, shape: BatchShape) -> Hop:
+        is_last = shape.phase is Phase.PREFILL and rank == self.layout.prefill_path[-1]
+        return Hop(1e-5, 5e-5 + 1e-7 * shape.rows + (self.handover if is_last else 0.0))
 
 
 def _task(

@@ -52,7 +52,7 @@ def test_without_devices_this_host_is_looked_at(capsys, monkeypatch, tmp_path) -
     def host():
         return host_cluster(free)
 
-    monkeypatch.setattr("llmpq.cli.fit.host_cluster", host)
+    monkeypatch.setattr("llmpq.cli.planning.fit.host_cluster", host)
     assert main(["--model", "facebook/opt-125m", *ARGV, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["cluster"] == "this host"

@@ -32,9 +32,8 @@ from llmpq.dist.transport.frames import Row
 from llmpq.models import load_config
 from llmpq.options.engine import EngineOptions
 from llmpq.options.limits import engine_limits
-from llmpq.sim.costs import Hop
+from llmpq.sim.costs import Hop, StepSize, linear_layout
 from llmpq.sim.engine import SimulatedEngine
-from llmpq.sim.engine_costs import StepSize
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.runtime_constants import PROMPT_CHUNK_TOKENS, kept_blocks
 from llmpq.spec.workload import TraceRequest
@@ -85,6 +84,7 @@ class Costs:
 
     def __init__(self, num_stages: int) -> None:
         self.num_stages = num_stages
+        self.layout = linear_layout(num_stages)
 
     def stage_s(self, stage: int, shape: StepSize) -> float:
         return 2.0 + stage + 0.5 * shape.tokens
