@@ -64,10 +64,6 @@ class PlanView:
             share = min(1.0, max(0.0, busy / elapsed)) if elapsed > 0 else 0.0
             self._reports[event.rank] = _Report(event.done, event.total, share, self._clock())
 
-    def close(self) -> None:
-        """End what receives the events too."""
-        self._then.close()
-
     def busy(self, rank: int) -> float | None:
         """Return the share of a stage, 0 to 1; ``None`` for one that has never reported.
 
