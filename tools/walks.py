@@ -29,6 +29,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from types import CodeType, FrameType
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -43,6 +44,7 @@ from helpers.tiny_models import save_tiny_model
 from torch import Tensor
 
 from llmpq.cli.commands.algo import main as algo
+from llmpq.dist.engine import batch_run, online_run
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.models import Master
@@ -56,6 +58,8 @@ CREATED = "<string>"
 STEPS = 6
 """Tokens of an answer: the walk is that of one in the middle."""
 PROMPT = (5, 6, 7, 8)
+RARELY_S = 3600.0
+"""Time between reports of progress and counters, so that none falls into a step by chance."""
 
 
 class Walk:
@@ -121,7 +125,11 @@ def between_steps(walk: Walk) -> Iterator[None]:
 
     Master.embed = counted  # type: ignore[method-assign]
     try:
-        with walk.opened():
+        with (
+            mock.patch.object(batch_run, "REPORT_S", RARELY_S),
+            mock.patch.object(online_run, "STATS_PERIOD_S", RARELY_S),
+            walk.opened(),
+        ):
             walk.is_open = False
             yield
     finally:

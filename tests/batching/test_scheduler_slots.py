@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from helpers.policies import POLICIES
 from helpers.slots import complete, request_of, slots_of
@@ -188,6 +190,24 @@ def test_a_long_prompt_takes_several_slots_and_several_steps():
     assert step.chunks[0].blocks == (1, 2)
     complete(scheduler, step, {1})
     assert scheduler.view(0.0).free_slots == 2
+
+
+def test_prompts_with_scores_take_parts_of_as_many_tokens_as_a_step_has_rows():
+    policy = Scripted(holds_finished=False)
+    scheduler = slots_of(policy, 4, part_tokens=50, scored_tokens=4)
+    scheduler.add(replace(request_of(0, 5, 3), scores_prompt=True))
+    scheduler.add(request_of(1, 10, 3))
+    policy.decision = Prefill(requests=(0, 1))
+    steps = [scheduler.schedule(0.0) for _ in range(3)]
+    found = [
+        [(one.request, one.first, one.count, one.makes_token) for one in step.chunks]
+        for step in steps
+    ]
+    assert found == [
+        [(0, 0, 1, False)],
+        [(0, 1, 2, False)],
+        [(0, 3, 2, True), (1, 0, 10, True)],
+    ]
 
 
 @pytest.mark.parametrize("name", POLICIES)

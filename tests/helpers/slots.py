@@ -16,6 +16,7 @@ def slots_of(
     drafts: int = 0,
     part_tokens: int | None = None,
     tokens: int = TOKENS,
+    scored_tokens: int = 1,
 ) -> PolicyScheduler:
     """Return a scheduler of so many slots; any number of micro-batches may be in flight.
 
@@ -30,7 +31,9 @@ def slots_of(
         num_speculative_tokens=drafts,
         row_cost=0.0,
     )
-    return PolicyScheduler(policy, limits, MANY, part_tokens=part_tokens)
+    return PolicyScheduler(
+        policy, limits, MANY, part_tokens=part_tokens, scored_tokens=scored_tokens
+    )
 
 
 def request_of(

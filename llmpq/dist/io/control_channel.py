@@ -184,8 +184,8 @@ def output_from_json(item: Sequence[Any]) -> tuple[str, TokenOutput]:
     id, token_ids, logprobs, prompt_logprobs, finish_reason, stop_reason, cached, complete = item
     return id, TokenOutput(
         token_ids=tuple(token_ids),
-        logprobs=cast("tuple[TokenLogprobs, ...] | None", logprobs_from_json(logprobs)),
-        prompt_logprobs=logprobs_from_json(prompt_logprobs),
+        logprobs=logprobs and cast("tuple[TokenLogprobs, ...]", logprobs_from_json(logprobs)),
+        prompt_logprobs=prompt_logprobs and logprobs_from_json(prompt_logprobs),
         finish_reason=finish_reason,
         stop_reason=stop_reason,
         num_cached_tokens=cached,
