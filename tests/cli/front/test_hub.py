@@ -118,6 +118,20 @@ def test_only_what_is_needed_is_downloaded_and_then_used_without_a_request(serve
     assert repository.requests == []
 
 
+def test_the_configuration_is_checked_before_weights_are_downloaded(serve, cache):
+    repository, folders = serve(files()), []
+
+    def check(folder):
+        folders.append((folder / "config.json").read_bytes())
+        raise SpecError("too large")
+
+    with pytest.raises(SpecError, match="too large"):
+        hub_model(hub_name(REPO), check)
+    assert folders == [CONFIG]
+    assert repository.ranges("model.safetensors") == []
+    assert get().downloaded_bytes == len(WEIGHTS)
+
+
 def test_files_of_other_programs_in_the_cache_are_used(serve, cache):
     from huggingface_hub import hf_hub_download, snapshot_download  # noqa: PLC0415
 
