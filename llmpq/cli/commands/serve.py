@@ -223,9 +223,11 @@ def _check_files(options: argparse.Namespace) -> None:
     if options.nnodes != 1 and options.strat_file_name is None:
         raise SpecError("--nnodes: found without --strat_file_name, expected both")
     if has_plan and given is None:
-        if options.bits or options.replan or options.max_num_seqs != SEQUENCES:
+        is_asked = options.bits or options.replan or options.no_measure
+        if is_asked or options.max_num_seqs != SEQUENCES:
             raise SpecError(
-                "--bits, --max_num_seqs, --replan: found with a plan, expected with MODEL alone"
+                "--bits, --max_num_seqs, --no_measure, --replan: found with a plan, expected with "
+                "MODEL alone"
             )
         return
     if has_plan:

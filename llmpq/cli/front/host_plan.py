@@ -10,7 +10,7 @@ import argparse
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -29,7 +29,7 @@ from llmpq.cli.front.host_devices import (
 from llmpq.cli.front.hub import HubModel, HubName, hub_model, hub_name
 from llmpq.cli.render import aligned, compact_bits
 from llmpq.costmodel import build_costs
-from llmpq.errors import LlmpqError, SpecError
+from llmpq.errors import InfeasibleError, LlmpqError, SpecError
 from llmpq.profiler.device import host_cluster
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster
@@ -136,8 +136,9 @@ def host_plan(model: str, options: argparse.Namespace) -> HostPlan:
     """
     if options.max_num_seqs < 1:
         raise SpecError(f"--max_num_seqs: found {options.max_num_seqs}, expected at least 1")
-    found = find_model(model)
     cluster = with_kept_figures(host_cluster())
+    least_bits = min(options.bits or BITS)
+    found = find_model(model, lambda spec: _check_room(spec, cluster, least_bits))
     asked = {name: getattr(options, name) for name in ("max_model_len", "max_num_seqs", "bits")}
     file = _file(found, cluster, asked)
     plan = None if options.replan else _kept(file, cluster)
@@ -179,8 +180,12 @@ def _make_plan(found: FoundModel, cluster: Cluster, options: argparse.Namespace)
     return plan_longest_context(request, options.max_model_len, command=options.command)
 
 
-def find_model(name: str) -> FoundModel:
+def find_model(name: str, check: Callable[[ModelSpec], None] = lambda _: None) -> FoundModel:
     """Return a model that is on this host, or download it from the hub.
+
+    Args:
+        name: folder, GGUF file, or name of the hub or the catalogue.
+        check: called with a model before its weights are downloaded.
 
     Raises:
         SpecError: there is none, or it cannot be downloaded.
@@ -192,9 +197,23 @@ def find_model(name: str) -> FoundModel:
     wanted = hub_name(name)
     if wanted is None:  # a name of the catalogue without its owner, or an error that offers some
         wanted = HubName(repo=catalog.resolve_model(name)[0].name, part=None)
-    hub = hub_model(wanted)
-    spec = replace(catalog.resolve_model(hub.path)[0], name=wanted.repo)
-    return FoundModel(spec=spec, path=hub.path, hub=hub)
+
+    def read(path: Path) -> ModelSpec:
+        return replace(catalog.resolve_model(path)[0], name=wanted.repo)
+
+    hub = hub_model(wanted, lambda folder: check(read(folder)))
+    return FoundModel(spec=read(hub.path), path=hub.path, hub=hub)
+
+
+def _check_room(spec: ModelSpec, cluster: Cluster, bits: int) -> None:
+    """Check that the layers of a model can fit into what is free, before they are downloaded."""
+    needed = sum(layer.parameters for layer in spec.layers) * bits // 8
+    free = sum(device.memory_bytes or 0 for device in cluster.devices)
+    if needed > free:
+        raise InfeasibleError(
+            f"{spec.name}: found {format_bytes(free)} of free memory on this host, expected at "
+            f"least {format_bytes(needed)} for its layers at {bits} bits; it was not downloaded"
+        )
 
 
 def _file(model: FoundModel, cluster: Cluster, asked: dict[str, Any]) -> Path:

@@ -95,10 +95,14 @@ def hub_name(text: str) -> HubName | None:
     return None if found is None else HubName(repo=found["repo"], part=found["part"])
 
 
-def hub_model(name: HubName) -> HubModel:
+def hub_model(name: HubName, check: Callable[[Path], None] = lambda _: None) -> HubModel:
     """Return a model from the cache, or download it.
 
     A model that is whole in the cache is used as it lies there, without a request for a newer one.
+
+    Args:
+        name: of the model.
+        check: called with the folder of the configuration before weights are downloaded.
 
     Raises:
         SpecError: there is no such model, it cannot be downloaded, or it has no weights that can
@@ -108,7 +112,7 @@ def hub_model(name: HubName) -> HubModel:
     if found is not None:
         return found
     with _clear_errors(name):
-        return _Download(name).run()
+        return _Download(name).run(check)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -294,7 +298,7 @@ class _Download:
         self._stop = threading.Event()
         self._counting = threading.Lock()
 
-    def run(self) -> HubModel:
+    def run(self, check: Callable[[Path], None]) -> HubModel:
         """Download what is missing and return the model."""
         revision, commit, files, chosen = self._listing()
         weights: Sequence[str] = chosen.weights
@@ -302,7 +306,9 @@ class _Download:
             if chosen.settings:
                 settings = [files[one] for one in chosen.settings]
                 self._fetch(settings, commit)
-                weights = _listed(self._name, self._link(settings, revision), weights)
+                folder = self._link(settings, revision)
+                check(folder)
+                weights = _listed(self._name, folder, weights)
             self._fetch([files[one] for one in weights], commit)
             folder = self._link([files[one] for one in weights], revision)
         return HubModel(

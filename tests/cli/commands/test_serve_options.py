@@ -78,6 +78,7 @@ def test_defaults_listen_on_this_host_without_limits(served, capsys):
 def test_a_model_alone_is_planned_for_this_host(served, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     words = ["--max_num_seqs", "2", "--max_model_len", "300", "--bits", "8"]
+    words.append("--no_measure")
     assert serve.main([str(DEMO), *words]) == 0
     assert served["options"].model_dir == DEMO
     (file,) = (tmp_path / "llmpq" / "plans").iterdir()
@@ -87,6 +88,10 @@ def test_a_model_alone_is_planned_for_this_host(served, capsys, monkeypatch, tmp
     shown = capsys.readouterr()
     assert "300 tokens each, 2 answers at the same time" in shown.err
     assert shown.out == "ready http://127.0.0.1:8000\n"
+    assert serve.main([str(DEMO), *words, "--json"]) == 0
+    decisions = json.loads(capsys.readouterr().out)["decisions"]
+    assert (decisions["context"], decisions["sequences"]) == (300, 2)
+    assert (decisions["plan"], decisions["is_new_plan"]) == (str(file), False)
 
 
 def test_a_request_longer_than_the_plan_needs_free_memory():

@@ -18,6 +18,7 @@ from llmpq.cli.front.host_plan import (
 )
 from llmpq.cli.front.hub import HubModel
 from llmpq.errors import InfeasibleError, SpecError
+from llmpq.spec import catalog
 from llmpq.spec.catalog import with_device_types
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 from llmpq.spec.devices.figures import DeviceEntry
@@ -175,11 +176,27 @@ def test_what_cannot_be_planned_is_an_error(memory):
         found()
 
 
+def test_a_model_that_cannot_fit_is_not_downloaded(memory, monkeypatch):
+    def hub_model(name, check):
+        check(DEMO)
+        raise AssertionError("the weights would be downloaded now")
+
+    monkeypatch.setattr(module, "hub_model", hub_model)
+    layers = 12 * catalog.resolve_model(DEMO)[0].layers[0].parameters
+    memory.append((layers / 2 - 1) / GIB)
+    with pytest.raises(InfeasibleError, match=r"own/name: found .* at 4 bits; it was not"):
+        found("--bits", "8", "4", model="own/name")
+    memory.append((layers / 2 + 1) / GIB)
+    with pytest.raises(AssertionError, match="would be downloaded"):
+        found("--bits", "8", "4", model="own/name")
+
+
 def test_a_short_name_of_the_catalogue_means_the_model_of_the_hub(monkeypatch):
     asked = []
 
-    def hub_model(name):
+    def hub_model(name, check):
         asked.append(str(name))
+        check(DEMO)
         return HubModel(path=DEMO, commit="abc", downloaded_bytes=7)
 
     monkeypatch.setattr(module, "hub_model", hub_model)

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,20 @@ def test_only_what_is_needed_is_downloaded_and_then_used_without_a_request(serve
     assert repository.requests == []
 
 
+def test_the_configuration_is_checked_before_weights_are_downloaded(serve, cache):
+    repository, folders = serve(files()), []
+
+    def check(folder):
+        folders.append((folder / "config.json").read_bytes())
+        raise SpecError("too large")
+
+    with pytest.raises(SpecError, match="too large"):
+        hub_model(hub_name(REPO), check)
+    assert folders == [CONFIG]
+    assert repository.ranges("model.safetensors") == []
+    assert get().downloaded_bytes == len(WEIGHTS)
+
+
 def test_files_of_other_programs_in_the_cache_are_used(serve, cache):
     from huggingface_hub import hf_hub_download, snapshot_download  # noqa: PLC0415
 
@@ -157,6 +172,28 @@ def test_busy_answers_are_asked_again(serve):
     repository = serve(files(), statuses=[429, 503])
     assert (get().path / "model.safetensors").read_bytes() == WEIGHTS
     assert len(repository.ranges("model.safetensors")) == 3
+
+
+def test_a_hub_that_stays_busy_is_one_error(serve):
+    serve(files(), statuses=[503] * (hub.RETRIES + 1))
+    assert "answered 503: it is busy" in problem_of()
+
+
+def test_two_programs_do_not_download_the_same_model_at_once(serve, cache, capsys):
+    from filelock import FileLock  # noqa: PLC0415
+
+    repository = serve(files())
+    lock = FileLock(cache / ".locks" / "models--own--tiny" / "llmpq.lock")
+    Path(lock.lock_file).parent.mkdir(parents=True)
+    found, said = [], []
+    with lock:
+        second = threading.Thread(target=lambda: found.append(get()))
+        second.start()
+        wait_for(lambda: said.append(capsys.readouterr().err) or "".join(said), bool)
+        assert "waiting for another program" in "".join(said)
+        assert repository.ranges("model.safetensors") == []
+    second.join()
+    assert found[0].downloaded_bytes > len(WEIGHTS)
 
 
 def test_damaged_bytes_are_deleted_and_an_error(serve, cache):
