@@ -75,7 +75,7 @@ class TestHost:
             except BaseException as error:  # it is raised in the caller's thread
                 failed.append(error)
 
-        thread = threading.Thread(target=run)
+        thread = threading.Thread(target=run, daemon=True)
         thread.start()
         thread.join()
         if failed:

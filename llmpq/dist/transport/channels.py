@@ -129,7 +129,8 @@ class RingCommunicator:
     """One rank's part of a ring of ``ranks``, by default of all; the same over every transport.
 
     The calling thread writes and reads; one helper thread, asleep otherwise, writes the rest of
-    large frames and the heartbeats. Silence counts only during a wait.
+    large frames and the heartbeats. Silence counts only during a wait, and between calls of
+    ``has_frame`` that follow each other closely, as those of an idle master do.
 
     Args:
         writer: sending end of the link to the next rank.
@@ -157,6 +158,7 @@ class RingCommunicator:
         self._reader = reader
         self._arrived: Frame | None = None
         self._failure: StageError | None = None
+        self._first_look_s = self._last_look_s = -math.inf  # calls of ``has_frame`` without a gap
         self._writer = writer
         self._lock = threading.Lock()  # of the writer and the five below
         self._has_backlog = False
@@ -181,7 +183,13 @@ class RingCommunicator:
 
     def has_frame(self) -> bool:
         """Return whether ``recv`` would return or raise at once."""
-        return self.poll(is_waiting=False)
+        if self.poll(is_waiting=False):
+            return True
+        now_s = time.monotonic()
+        if now_s - self._last_look_s > max(self._timeout_s / BEATS_PER_TIMEOUT, 2 * PAUSE_S):
+            self._first_look_s = now_s  # this process did something else, or was stopped
+        self._last_look_s = now_s
+        return self.remaining_s(self._first_look_s) <= 0
 
     def await_frame(self, longest_s: float) -> bool:
         """Wait until ``recv`` would return or raise at once; return whether it would."""

@@ -96,13 +96,18 @@ async def _run_replicas(commands: Sequence[ReplicaCommand], end_timeout_s: float
     for number in SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with _started(commands, end_timeout_s) as processes:
-        ends = asyncio.gather(*(process.wait() for process in processes.values()))
+        ends = asyncio.create_task(_wait_for_all(processes))
         stopped = asyncio.create_task(stop.wait())
         await asyncio.wait((ends, stopped), return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
-        if not stop.is_set() and any(await ends):
-            raise _ended(processes)
         ends.cancel()
+        stopped.cancel()
+        if not stop.is_set() and any(process.returncode for process in processes.values()):
+            raise _ended(processes)
+
+
+async def _wait_for_all(processes: Mapping[int, Process]) -> None:
+    for process in processes.values():
+        await process.wait()
 
 
 @contextlib.asynccontextmanager

@@ -13,6 +13,7 @@ from helpers.clocks import PATIENCE_S
 from helpers.frames import LARGE, decode, large_prefill
 from helpers.links import TRANSPORTS, open_links
 
+from llmpq.dist.transport import channels, socket_links, torch_links
 from llmpq.dist.transport.channels import make_rank_channels
 from llmpq.dist.transport.communicator import Communicator
 from llmpq.dist.transport.errors import PeerLostError
@@ -104,6 +105,42 @@ def test_a_silent_peer_is_named_in_time(ends):
             second.recv()
     assert caught.value.rank == 0
     assert time.monotonic() - start >= 0.2
+
+
+class FastClock:
+    """The monotonic clock, ``ahead_s`` in advance."""
+
+    ahead_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+def test_a_peer_that_is_silent_while_the_master_is_idle_is_lost(ends, monkeypatch):
+    second, clock = ends.rank(1), FastClock()  # nothing runs on rank 0
+    monkeypatch.setattr(channels, "time", clock)
+    for _ in range(2):  # silence does not count where it was not looked for
+        assert not second.has_frame()
+        clock.ahead_s += 2 * PATIENCE_S
+    assert not second.has_frame()
+    for _ in range(5):
+        clock.ahead_s += PATIENCE_S / 6
+        assert not second.has_frame()
+    clock.ahead_s += PATIENCE_S / 6
+    assert second.has_frame()
+    with pytest.raises(PeerLostError, match=r"rank 0.*no sign of life"):
+        second.recv()
+
+
+def test_what_arrives_ends_the_silence_of_an_idle_wait(ends, monkeypatch):
+    first, second, clock = ends.rank(0), ends.rank(1), FastClock()
+    for module in (channels, socket_links, torch_links):
+        monkeypatch.setattr(module, "time", clock)
+    for number in range(8):
+        assert not second.has_frame()
+        clock.ahead_s += PATIENCE_S / 6
+        first.send(decode(number))
+        assert second.recv().micro_batch == number
 
 
 def test_what_was_sent_before_the_end_still_arrives(ends):

@@ -158,7 +158,7 @@ def test_a_host_without_the_router_ends_its_replicas_with_sigterm(tmp_path):
         finally:
             process.kill()
     assert process.returncode == 0
-    assert "replica 1: ended one" in errors.splitlines()
+    assert errors.splitlines() == ["replica 1: ended one"]
 
 
 @pytest.mark.parametrize(("status", "expected"), [(0, 0), (3, 1)])
