@@ -19,7 +19,7 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
     modules = {
         name: target.partition(":")[0] for name, target in project["project"]["scripts"].items()
     }
-    modules["llmpq-dist doctor"] = "llmpq.cli.commands.dist_doctor"
+    modules["llmpq-dist doctor"] = "llmpq.cli.running.doctor"
     modules |= {f"llmpq {verb}": f"llmpq.cli.front.{verb}" for verb in ("chat", "run")}
     return {
         name: importlib.import_module(module)._parser() for name, module in sorted(modules.items())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TOO_WIDE = {
-    "llmpq/cli/commands": 11,
+    "llmpq/cli/commands": 10,
 }
 """Rooms that still hold more modules than nine. A number may only fall, and a room only leave."""
 LISTS = {"llmpq/spec/families"}

@@ -56,7 +56,7 @@ def test_one_that_does_not_pay_is_not(tmp_path, capsys):
     ("options", "message"),
     [
         (["--speculative_bits", "4"], "--speculative_bits: found without --speculative_model"),
-        (["--acceptance_rate", "1.5"], "--acceptance_rate: found 1.5, expected 0 to 1"),
+        (["--acceptance_rate", "1.5"], "--acceptance_rate: found 1.5, expected at most 1"),
         (["--num_speculative_tokens", "0"], "--num_speculative_tokens: found 0"),
         (["--method", "all"], "--speculative_model: found with --method all"),
         (["--pareto", "3"], "--speculative_model: found with --pareto"),

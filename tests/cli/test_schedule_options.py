@@ -143,7 +143,7 @@ def test_what_cannot_be_kept_is_infeasible(tmp_path, lengths, capsys):
         (["--latency_bound", "3"], "expected together with --policy rra, waa or auto"),
         (
             ["--policy", "rra", "--lengths", "LENGTHS", "--latency_bound", "0"],
-            "more than 0 seconds",
+            "--latency_bound: found 0, expected more than 0",
         ),
         (["--policy", "rra", "--lengths", "missing.json"], "no such file"),
     ],

@@ -81,7 +81,7 @@ def module_and_arguments(words: Sequence[str]) -> tuple[str, list[str]] | None:
     """Return the module whose parser reads a command, and the arguments; ``None`` for others."""
     words = list(words)
     if words[:2] == ["llmpq-dist", "doctor"]:
-        return "llmpq.cli.commands.dist_doctor", words[2:]
+        return "llmpq.cli.running.doctor", words[2:]
     if words[0] in scripts():
         return scripts()[words[0]], words[1:]
     if words[0] == "torchrun":

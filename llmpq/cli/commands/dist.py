@@ -18,7 +18,6 @@ from pathlib import Path
 
 from llmpq.batching.drift import Drift
 from llmpq.cli import run_options
-from llmpq.cli.commands import dist_doctor
 from llmpq.cli.common import command_start_s, make_parser, print_json, require, run_command
 from llmpq.cli.options import (
     add_drift_options,
@@ -26,6 +25,7 @@ from llmpq.cli.options import (
     prediction_of,
     schedule_of,
 )
+from llmpq.cli.running import doctor
 from llmpq.dist import check_job, model_dir_of, run_job
 from llmpq.dist.io.job import Job, checked_speculation
 from llmpq.dist.io.prompts import sort_prompts
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     start_s = command_start_s(argv)
     words = sys.argv[1:] if argv is None else argv
     if words[:1] == ["doctor"]:
-        return dist_doctor.main(words[1:])
+        return doctor.main(words[1:])
     return run_command(_parser(), lambda options: _run(options, start_s), argv)
 
 
@@ -89,7 +89,7 @@ def _run(options: argparse.Namespace, start_s: float) -> int:
     if options.nnodes == 1 and not options.no_auto and started_task(os.environ) is None:
         _warn_of_nodes(plan, options.strat_file_name)
     if options.format == "openai_batch":
-        from llmpq.cli import openai_batch
+        from llmpq.cli.running import openai_batch
 
         return openai_batch.answer_batch(options, plan)
     require("torch", "transformers")

@@ -13,9 +13,9 @@ from helpers.fake_engine import FakeEngine
 from helpers.ranks import make_plan
 
 from llmpq.batching.speculation import SpeculativeConfig, as_speculative_config
-from llmpq.cli import openai_batch
 from llmpq.cli.commands import dist, serve
 from llmpq.cli.engine_options import check_context_memory
+from llmpq.cli.running import openai_batch
 from llmpq.costmodel.memory import context_bytes
 from llmpq.errors import SpecError
 from llmpq.server.admission import prefill_tokens_per_s, queued_tokens_for, token_budget_for

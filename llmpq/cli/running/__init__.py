@@ -1,0 +1,1 @@
+"""What ``llmpq-dist`` does beside answering prompts of its own format."""
