@@ -164,7 +164,7 @@ class PlanRequest:
     @property
     def program_solver(self) -> SolverName:
         """The solver of integer programs, where the exact search does not apply."""
-        return "highs" if self.solver == "exact" else self.solver
+        return "gurobi" if self.solver == "gurobi" else "highs"
 
     @property
     def head_choices(self) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ PLAN_SIDE = (
     "llmpq.cli.commands.serve",
     "llmpq.server.app",
 )
-HEAVY = ("torch", "transformers", "matplotlib", "pulp", "scipy", "pandas")
+HEAVY = ("torch", "transformers", "matplotlib", "scipy", "pandas")
 
 
 def modules_after(statement: str) -> set[str]:

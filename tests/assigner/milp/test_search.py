@@ -81,3 +81,7 @@ def test_search_without_time_for_programs_has_a_valid_gap(
     assert found.status == "feasible"
     assert found.bound_s is not None
     assert found.bound_s == pytest.approx(uneven_task.bounds(uneven_task.theta_s).min())
+
+
+def test_the_old_name_cbc_means_highs(uneven_task: PlanningTask) -> None:
+    assert replace(uneven_task.request, solver="cbc").program_solver == "highs"
