@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from llmpq.assigner.problem import FloatArray, IntArray, PairCosts, SearchSpace
+from llmpq.assigner.objective import FloatArray, IntArray, PairCosts, SearchSpace
 from llmpq.costmodel import ClusterCosts
 from llmpq.errors import SpecError
 from llmpq.spec.cluster import Cluster, Device

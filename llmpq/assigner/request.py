@@ -30,10 +30,10 @@ from llmpq.assigner.enumeration import (
     micro_batch_pairs,
 )
 from llmpq.assigner.milp.solvers import SOLVERS, SolverName
-from llmpq.assigner.objective import Evaluation
-from llmpq.assigner.problem import (
+from llmpq.assigner.objective import (
     Assignment,
     AssignmentProblem,
+    Evaluation,
     FloatArray,
     IntArray,
     PairCosts,

@@ -15,7 +15,7 @@ PLAN_SIDE = (
     "llmpq.batching",
     "llmpq.costmodel",
     "llmpq.assigner",
-    "llmpq.multillm.requests",
+    "llmpq.multillm.workload",
     "llmpq.api",
     "llmpq.cli.commands.algo",
     "llmpq.cli.commands.serve",

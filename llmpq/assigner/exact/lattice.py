@@ -22,7 +22,7 @@ from llmpq.assigner.enumeration import (
 )
 from llmpq.assigner.exact import native
 from llmpq.assigner.exact.native import NotCoveredError
-from llmpq.assigner.problem import SearchSpace
+from llmpq.assigner.objective import SearchSpace
 from llmpq.spec.plan import OrderSet
 
 Orders = OrderMode | tuple[int, ...]

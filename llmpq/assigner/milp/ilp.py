@@ -24,8 +24,14 @@ from llmpq.assigner.milp.solvers import (
     Terms,
     solve,
 )
-from llmpq.assigner.objective import Evaluation, assignment_of_counts, evaluate, is_feasible
-from llmpq.assigner.problem import Assignment, AssignmentProblem
+from llmpq.assigner.objective import (
+    Assignment,
+    AssignmentProblem,
+    Evaluation,
+    assignment_of_counts,
+    evaluate,
+    is_feasible,
+)
 from llmpq.errors import SolverError
 
 SCALE = 100.0

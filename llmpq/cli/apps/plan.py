@@ -20,8 +20,8 @@ from llmpq.multillm.planner.application import (
     workload_of,
 )
 from llmpq.multillm.planner.search import TIME_LIMIT_S
-from llmpq.multillm.requests import load_items
 from llmpq.multillm.schedule import ApplicationSchedule, load_schedule, write_schedule
+from llmpq.multillm.workload import load_items
 from llmpq.spec.cluster import Cluster, load_cluster
 
 SCHEDULE_FILE, PICTURE_FILE = "schedule.json", "schedule.png"

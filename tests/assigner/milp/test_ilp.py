@@ -9,7 +9,7 @@ from helpers.builders import pair_costs, random_problem
 
 from llmpq.assigner.milp import ilp
 from llmpq.assigner.milp.ilp import IlpOptions, solve_ilp
-from llmpq.assigner.problem import AssignmentProblem
+from llmpq.assigner.objective import AssignmentProblem
 from llmpq.errors import SolverError
 
 

@@ -10,7 +10,7 @@ from llmpq.assigner.heuristics.transfer import find_transfer
 from llmpq.assigner.milp import search
 from llmpq.assigner.milp.ilp import IlpOptions, IlpResult, solve_ilp
 from llmpq.assigner.milp.search import find_plan
-from llmpq.assigner.problem import AssignmentProblem
+from llmpq.assigner.objective import AssignmentProblem
 from llmpq.assigner.request import PlanningTask, PlanRequest, build_task, silent
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node

@@ -11,7 +11,7 @@ from helpers.tiny_models import Pipeline, Sequences, load_reference
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmpq.costmodel.exact_bytes import layer_kv_bytes
+from llmpq.costmodel.memory import layer_kv_bytes
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.kv.blocks import blocks_of
 from llmpq.dist.kv.cache import KVCache
