@@ -311,7 +311,7 @@ def _no_dtype(folder: Path) -> str:
 
 @probe("50-windows-keep-all-keys")
 def _keys_outside_windows(folder: Path) -> str:
-    from llmpq.costmodel.exact_bytes import layer_kv_bytes  # noqa: PLC0415
+    from llmpq.costmodel.memory import layer_kv_bytes  # noqa: PLC0415
     from llmpq.spec.huggingface.families import load_model_dir  # noqa: PLC0415
 
     text = {

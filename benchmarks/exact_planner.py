@@ -25,7 +25,7 @@ import numpy as np
 from llmpq import __version__
 from llmpq.assigner.exact.lattice import Orders
 from llmpq.assigner.exact.search import solve_exact
-from llmpq.assigner.problem import FloatArray, PairCosts, SearchSpace
+from llmpq.assigner.objective import FloatArray, PairCosts, SearchSpace
 from llmpq.assigner.request import PlanRequest, build_task
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node, load_cluster

@@ -41,7 +41,7 @@ from workbench import (
 )
 
 from llmpq.cli.plots import new_figure
-from llmpq.costmodel.exact_bytes import head_bytes, layer_weight_bytes
+from llmpq.costmodel.memory import head_bytes, layer_weight_bytes
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.model import ModelSpec
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from llmpq.assigner import PlanRequest, make_plan
 from llmpq.assigner.fleet import FleetPlan, plan_fleet
 from llmpq.assigner.fleet.partition import DeviceCounts, DevicePools
-from llmpq.assigner.fleet.pricing import batches
+from llmpq.assigner.fleet.search import batches
 from llmpq.assigner.request import costs_of
 from llmpq.batching import uniform_depth
 from llmpq.batching.engine_step import EngineLimits

@@ -28,7 +28,7 @@ from typing import Any
 
 from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.queue_order import QueueOrder, queue_order
-from llmpq.costmodel.exact_bytes import layer_weight_bytes, master_bytes, token_kv_bytes
+from llmpq.costmodel.memory import layer_weight_bytes, master_bytes, token_kv_bytes
 from llmpq.costmodel.roofline import RooflineLatencyModel
 from llmpq.sim.costs import StageLaw, StepSize
 from llmpq.sim.engine import simulate_engine

@@ -44,7 +44,6 @@ def collect() -> Record:
         "llmpq": __version__,
         "python": platform.python_version(),
         "highspy": version("highspy"),
-        "pulp": version("pulp"),
         "machine": platform.machine(),
         "cores": str(os.cpu_count()),
     }

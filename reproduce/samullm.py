@@ -38,7 +38,7 @@ from llmpq.multillm.planner.application import (
     replay,
     workload_of,
 )
-from llmpq.multillm.requests import load_items
+from llmpq.multillm.workload import load_items
 from llmpq.spec.cluster import load_cluster
 from llmpq.spec.fields import dump_json, write_text
 from reproduce.output import Record, emit, say, table

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from llmpq.assigner.exact import native as core
 from llmpq.kernels.cpu import native
-from llmpq.multillm.engine import native as engine
+from llmpq.multillm.engine import law as engine
 from llmpq.native_build import NotCompiledError, library_path
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from llmpq.assigner.problem import FloatArray, IntArray, PairCosts, SearchSpace
+from llmpq.assigner.objective import FloatArray, IntArray, PairCosts, SearchSpace
 from llmpq.costmodel import ClusterCosts
 from llmpq.errors import SpecError
 from llmpq.options.plan import OrderMode

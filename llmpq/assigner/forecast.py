@@ -23,8 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from llmpq.assigner.enumeration import build_pairs
-from llmpq.assigner.objective import Evaluation, evaluate
-from llmpq.assigner.problem import Assignment, AssignmentProblem, FloatArray
+from llmpq.assigner.objective import Assignment, AssignmentProblem, Evaluation, FloatArray, evaluate
 from llmpq.batching import BatchingPolicy, PipelineShape, make_policy
 from llmpq.batching.length import ORACLE, Prediction, make_predictor
 from llmpq.costmodel import ClusterCosts, LatencySource, build_costs

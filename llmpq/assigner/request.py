@@ -27,10 +27,10 @@ from llmpq.assigner.enumeration import (
     lower_bounds,
     micro_batch_pairs,
 )
-from llmpq.assigner.objective import Evaluation
-from llmpq.assigner.problem import (
+from llmpq.assigner.objective import (
     Assignment,
     AssignmentProblem,
+    Evaluation,
     FloatArray,
     IntArray,
     PairCosts,
@@ -114,7 +114,7 @@ class PlanRequest(SearchOptions):
     @property
     def program_solver(self) -> SolverName:
         """The solver of integer programs, where the exact search does not apply."""
-        return "highs" if self.solver == "exact" else self.solver
+        return "gurobi" if self.solver == "gurobi" else "highs"
 
     @property
     def head_choices(self) -> tuple[int, ...]:

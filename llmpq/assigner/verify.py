@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from llmpq.assigner.forecast import costs_of_plan, evaluate_plan
-from llmpq.assigner.problem import FloatArray
+from llmpq.assigner.objective import FloatArray
 from llmpq.assigner.request import DEFAULT_OMEGA, default_omega, head_loss_at
 from llmpq.costmodel import ClusterCosts
 from llmpq.errors import SpecError, bad_field

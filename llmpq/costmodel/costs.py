@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from llmpq.costmodel import exact_bytes, memory
+from llmpq.costmodel import memory
 from llmpq.costmodel.base import CommModel, Estimate, LatencyModel, chunked_s
 from llmpq.costmodel.importers.import_table import public_source, public_table
 from llmpq.costmodel.roofline import RooflineLatencyModel
@@ -201,7 +201,7 @@ class ClusterCosts:
         """
         if bits not in self.specs[device.group].bits:
             return self.capacity_bytes(device) + 1
-        return exact_bytes.layer_weight_bytes(self.model, kind, bits, self.format_of(device))
+        return memory.layer_weight_bytes(self.model, kind, bits, self.format_of(device))
 
     def layer_kv_bytes(
         self,
@@ -212,11 +212,9 @@ class ClusterCosts:
         *,
         keeps_all: bool = False,
     ) -> int:
-        """Return the bytes of one layer's blocks for ``slots`` sequences; see ``exact_bytes``."""
+        """Return the bytes of one layer's blocks for ``slots`` sequences; see ``memory``."""
         bits = self.kv_bits_of(device)
-        return exact_bytes.layer_kv_bytes(
-            self.model, kind, slots, max_tokens, bits, keeps_all=keeps_all
-        )
+        return memory.layer_kv_bytes(self.model, kind, slots, max_tokens, bits, keeps_all=keeps_all)
 
     def copied_kv_bytes(
         self,
@@ -239,7 +237,7 @@ class ClusterCosts:
 
     def token_kv_bytes(self, kind: int, tokens: int) -> int:
         """Return the bytes of one layer's keys and values of so many tokens."""
-        return exact_bytes.token_kv_bytes(self.model, kind, tokens, self.kv_bits)
+        return memory.token_kv_bytes(self.model, kind, tokens, self.kv_bits)
 
     def temporary_bytes(
         self,
@@ -275,7 +273,7 @@ class ClusterCosts:
             return self.capacity_bytes(device) + 1
         on_cpu = device is not None and self.specs[device.group].kind == "cpu"
         number = self.format_of(device)
-        return exact_bytes.master_bytes(self.model, number, self.head_bits, on_cpu=on_cpu)
+        return memory.master_bytes(self.model, number, self.head_bits, on_cpu=on_cpu)
 
     def latency_source(self, device: Device) -> str:
         """Return where the seconds of a device come from: ``roofline`` or ``table <file>``."""

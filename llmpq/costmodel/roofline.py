@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmpq.costmodel.base import Estimate
-from llmpq.costmodel.exact_bytes import kv_scale_bytes
+from llmpq.costmodel.memory import kv_scale_bytes
 from llmpq.spec.devices.figures import DeviceSpec, PrecisionCost
 from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
 from llmpq.spec.precision import (

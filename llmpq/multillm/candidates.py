@@ -19,6 +19,7 @@ from llmpq.assigner.request import PlanRequest
 from llmpq.costmodel import ClusterCosts, build_costs
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.multillm.engine.law import (
+    EngineModel,
     FlopCount,
     IterationModel,
     measured_law,
@@ -26,7 +27,6 @@ from llmpq.multillm.engine.law import (
     read_iterations,
     team_law,
 )
-from llmpq.multillm.engine.native import EngineModel
 from llmpq.multillm.graph import Application, AppModel, ModelTable
 from llmpq.multillm.workload import AppWorkload, ModelLengths
 from llmpq.spec import catalog

@@ -17,7 +17,7 @@ import numpy as np
 
 from llmpq.errors import SolverError
 from llmpq.multillm.candidates import Candidate
-from llmpq.multillm.engine.native import Array, EngineRun, Ints, play
+from llmpq.multillm.engine.law import Array, EngineRun, Ints, play
 from llmpq.multillm.workload import AppWorkload
 
 Stage = Mapping[int, Candidate]

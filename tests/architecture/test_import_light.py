@@ -15,13 +15,13 @@ PLAN_SIDE = (
     "llmpq.batching",
     "llmpq.costmodel",
     "llmpq.assigner",
-    "llmpq.multillm.requests",
+    "llmpq.multillm.workload",
     "llmpq.api",
     "llmpq.cli.commands.algo",
     "llmpq.cli.commands.serve",
     "llmpq.server.app",
 )
-HEAVY = ("torch", "transformers", "matplotlib", "pulp", "scipy", "pandas")
+HEAVY = ("torch", "transformers", "matplotlib", "scipy", "pandas")
 
 
 def modules_after(statement: str) -> set[str]:

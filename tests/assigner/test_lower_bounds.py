@@ -6,7 +6,7 @@ from helpers.brute_force import brute_force
 from helpers.builders import plan_request, random_problem
 
 from llmpq.assigner.enumeration import lower_bounds
-from llmpq.assigner.problem import SearchSpace
+from llmpq.assigner.objective import SearchSpace
 from llmpq.assigner.request import build_task
 
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from helpers.builders import pair_costs
 
-from llmpq.assigner.objective import evaluate, is_feasible
-from llmpq.assigner.problem import Assignment, AssignmentProblem
+from llmpq.assigner.objective import Assignment, AssignmentProblem, evaluate, is_feasible
 
 
 def two_stages(formula: str, **overrides) -> AssignmentProblem:

@@ -10,8 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from llmpq.multillm.graph import load_application
-from llmpq.multillm.requests import load_items
-from llmpq.multillm.workload import ModelLengths, build_workload, estimated_tokens
+from llmpq.multillm.workload import ModelLengths, build_workload, estimated_tokens, load_items
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 

@@ -16,7 +16,7 @@ from llmpq.assigner.constraints.fixed_bits import with_stored_bits
 from llmpq.assigner.constraints.resolve import Overrides
 from llmpq.calibration import LayerWalk, synthetic_calibration
 from llmpq.calibration.quantize import QuantizeJob, quantize_checkpoint
-from llmpq.costmodel.exact_bytes import master_bytes
+from llmpq.costmodel.memory import master_bytes
 from llmpq.errors import SpecError
 from llmpq.models import Checkpoint
 from llmpq.quant.checkpoint.reader import GptqCheckpoint

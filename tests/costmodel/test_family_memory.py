@@ -10,8 +10,13 @@ from helpers.live_tensors import LiveTensors
 from helpers.tiny_configs import SIZES, TESTED, stored_fields, tiny_config
 
 from llmpq.batching.blocks import slot_blocks
-from llmpq.costmodel.exact_bytes import layer_kv_bytes, token_kv_bytes
-from llmpq.costmodel.memory import ForwardShape, live_bytes, temporary_bytes
+from llmpq.costmodel.memory import (
+    ForwardShape,
+    layer_kv_bytes,
+    live_bytes,
+    temporary_bytes,
+    token_kv_bytes,
+)
 from llmpq.dist.kv.cache import KVCache
 from llmpq.models import DecoderStage, PackedBatch, build_layer, kv_shapes, load_config
 from llmpq.quant.modules.layer import fuse_norms_, quantize_layer_

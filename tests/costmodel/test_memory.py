@@ -5,13 +5,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmpq.costmodel.exact_bytes import (
+from llmpq.costmodel.memory import (
     layer_kv_bytes,
     layer_weight_bytes,
     master_bytes,
+    temporary_bytes,
     token_kv_bytes,
 )
-from llmpq.costmodel.memory import temporary_bytes
 from llmpq.dist.kv.cache import KVCache
 from llmpq.models import build_layer, kv_shapes, load_config
 from llmpq.quant.modules.layer import QuantLinear, quantize_layer_, stored_bytes

@@ -6,8 +6,13 @@ from collections.abc import Iterator
 from itertools import combinations_with_replacement, product
 
 from llmpq.assigner.constraints.resolve import obeys
-from llmpq.assigner.objective import Evaluation, evaluate, is_feasible
-from llmpq.assigner.problem import Assignment, AssignmentProblem
+from llmpq.assigner.objective import (
+    Assignment,
+    AssignmentProblem,
+    Evaluation,
+    evaluate,
+    is_feasible,
+)
 from llmpq.assigner.schedules.monotone import Evaluate, GridOptimum, Point
 
 

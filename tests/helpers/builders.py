@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from llmpq.assigner import PlanRequest
-from llmpq.assigner.problem import AssignmentProblem, PairCosts
+from llmpq.assigner.objective import AssignmentProblem, PairCosts
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, DeviceGroup, LinkSpec, Node
 from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec

@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from llmpq.multillm.candidates import Candidate
-from llmpq.multillm.engine.native import EngineModel
+from llmpq.multillm.engine.law import EngineModel
 from llmpq.multillm.estimate import Simulator
 from llmpq.multillm.graph import Application, AppModel, AppNode, Edge
-from llmpq.multillm.planner.problem import AppProblem
-from llmpq.multillm.requests import Item
-from llmpq.multillm.workload import ModelLengths, build_workload
+from llmpq.multillm.planner.search import AppProblem
+from llmpq.multillm.workload import Item, ModelLengths, build_workload
 from llmpq.spec.workload import empirical
 
 

@@ -15,7 +15,7 @@ from helpers.tiny_models import (
     make_tiny_model_script,
 )
 
-from llmpq.costmodel.exact_bytes import layer_kv_bytes
+from llmpq.costmodel.memory import layer_kv_bytes
 from llmpq.models.adapter import kv_sources
 from llmpq.models.master import layout_of
 from llmpq.quant.loading.loader import load_stage

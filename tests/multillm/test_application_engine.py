@@ -9,7 +9,7 @@ import pytest
 from helpers.engine_oracle import Oracle
 
 from llmpq.errors import CapacityError
-from llmpq.multillm.engine.native import EngineModel, play
+from llmpq.multillm.engine.law import EngineModel, play
 
 
 def law(mixed, chance, *, num_blocks=60, max_sequences=8):

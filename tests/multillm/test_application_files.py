@@ -16,7 +16,7 @@ from llmpq.multillm.graph import (
     load_application,
     template_fields,
 )
-from llmpq.multillm.requests import load_items, read_items
+from llmpq.multillm.workload import load_items, read_items
 from llmpq.spec.fields import Fields, from_json, to_json
 
 

@@ -12,11 +12,15 @@ from helpers.random_apps import candidates, problem
 from llmpq.errors import SpecError
 from llmpq.multillm.estimate import Simulator
 from llmpq.multillm.graph import Application, AppModel, AppNode, Edge
-from llmpq.multillm.planner.problem import AppProblem, complete, lower_bound
-from llmpq.multillm.planner.rules import critical_stage, greedy_stage
-from llmpq.multillm.planner.search import find
-from llmpq.multillm.requests import Item
-from llmpq.multillm.workload import ModelLengths, build_workload
+from llmpq.multillm.planner.search import (
+    AppProblem,
+    complete,
+    critical_stage,
+    find,
+    greedy_stage,
+    lower_bound,
+)
+from llmpq.multillm.workload import Item, ModelLengths, build_workload
 
 
 def brute_force(own, progress=None, best=math.inf):

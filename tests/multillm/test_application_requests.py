@@ -7,8 +7,7 @@ import pytest
 
 from llmpq.errors import SpecError
 from llmpq.multillm.graph import Application, AppModel, AppNode, Edge
-from llmpq.multillm.requests import Item
-from llmpq.multillm.workload import ModelLengths, build_workload
+from llmpq.multillm.workload import Item, ModelLengths, build_workload
 from llmpq.spec.workload import constant, empirical
 
 

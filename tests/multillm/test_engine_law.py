@@ -20,11 +20,10 @@ from llmpq.multillm.engine.law import (
     IterationTable,
     measured_law,
     plan_law,
+    play,
 )
-from llmpq.multillm.engine.native import play
 from llmpq.multillm.graph import Application, AppModel, AppNode
-from llmpq.multillm.requests import Item
-from llmpq.multillm.workload import ModelLengths, build_workload
+from llmpq.multillm.workload import Item, ModelLengths, build_workload
 from llmpq.options.engine import EngineOptions
 from llmpq.options.limits import engine_limits
 from llmpq.sim.costs import PlanCosts, PlanEngineCosts

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from helpers.random_apps import problem
 
-from llmpq.multillm.engine.native import play
+from llmpq.multillm.engine.law import play
 from llmpq.multillm.estimate import Simulator
-from llmpq.multillm.planner.problem import complete
+from llmpq.multillm.planner.search import complete
 
 
 def chance_of(seed, own):

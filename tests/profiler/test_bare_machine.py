@@ -69,7 +69,7 @@ def run_without(modules: list[str], code: str) -> subprocess.CompletedProcess[st
 
 def test_the_packages_of_a_planner_and_of_a_server_are_among_the_missing_ones():
     found = missing_modules()
-    assert {"pulp", "highspy", "fastapi", "uvicorn", "httptools", "starlette"} <= set(found)
+    assert {"highspy", "fastapi", "uvicorn", "httptools", "starlette"} <= set(found)
     assert not {"torch", "transformers", "triton", "numpy", "safetensors", "tqdm"} & set(found)
 
 

@@ -9,7 +9,7 @@ import torch
 from helpers.ranks import make_plan, run_threads
 from helpers.tiny_models import generate_alone, load_reference
 
-from llmpq.costmodel.exact_bytes import master_bytes
+from llmpq.costmodel.memory import master_bytes
 from llmpq.dist.io.prompts import Request
 from llmpq.errors import SpecError
 from llmpq.kernels.cpu.native import library

@@ -10,7 +10,7 @@ import pytest
 from llmpq.multillm.candidates import resolve_models
 from llmpq.multillm.graph import load_application
 from llmpq.multillm.planner.application import workload_of
-from llmpq.multillm.requests import load_items
+from llmpq.multillm.workload import load_items
 from llmpq.spec.cluster import load_cluster
 from reproduce import samullm
 from reproduce.samullm import Cases, report

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from llmpq.assigner.heuristics.additive import AdditiveProblem, least_cost
-from llmpq.assigner.problem import FloatArray
+from llmpq.assigner.objective import FloatArray
 from llmpq.assigner.request import PlanRequest, omega_of
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec.model import ModelSpec

@@ -21,7 +21,7 @@ from llmpq.assigner.enumeration import (
 )
 from llmpq.assigner.exact import native
 from llmpq.assigner.exact.native import NotCoveredError
-from llmpq.assigner.problem import SearchSpace
+from llmpq.assigner.objective import SearchSpace
 from llmpq.options.plan import OrderMode
 from llmpq.spec.plan import OrderSet
 

@@ -36,13 +36,17 @@ from llmpq.assigner.heuristics.proportional import find_proportional
 from llmpq.assigner.milp.search import find_plan
 from llmpq.assigner.objective import (
     QUALITY_SLACK,
+    Assignment,
+    AssignmentProblem,
     Evaluation,
+    FloatArray,
+    PairCosts,
+    SearchSpace,
     assignment_of_counts,
     evaluate,
     is_feasible,
     relative_gap,
 )
-from llmpq.assigner.problem import Assignment, AssignmentProblem, FloatArray, PairCosts, SearchSpace
 from llmpq.assigner.request import (
     DEFAULT_GAP,
     GAP_ROUNDING,

@@ -23,7 +23,7 @@ from llmpq.assigner.enumeration import (
     num_orders,
 )
 from llmpq.assigner.milp.ilp import IlpOptions, solve_ilp
-from llmpq.assigner.problem import IntArray, PairCosts
+from llmpq.assigner.objective import IntArray, PairCosts
 from llmpq.assigner.request import PlanningTask, PlanRequest, costs_of
 from llmpq.costmodel import ClusterCosts
 from llmpq.errors import InfeasibleError

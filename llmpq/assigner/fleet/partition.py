@@ -13,7 +13,7 @@ from math import prod
 
 import numpy as np
 
-from llmpq.assigner.problem import FloatArray
+from llmpq.assigner.objective import FloatArray
 from llmpq.spec.cluster import Cluster
 from llmpq.spec.fields import digest_of, to_json
 

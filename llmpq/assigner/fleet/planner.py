@@ -10,8 +10,8 @@ from llmpq.assigner.constraints.resolve import Overrides
 from llmpq.assigner.exact.lattice import has_few_orders
 from llmpq.assigner.fleet.rate_search import RateSearch
 from llmpq.assigner.fleet.search import FleetLimits, FleetPlan, FleetSearch
+from llmpq.assigner.objective import FloatArray
 from llmpq.assigner.planner import make_plan
-from llmpq.assigner.problem import FloatArray
 from llmpq.assigner.request import (
     OutOfTimeError,
     PlanRequest,

@@ -21,13 +21,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from llmpq.assigner.fleet.partition import DeviceCounts
 from llmpq.assigner.fleet.search import TYPES_UNTIL, FleetPlan, FleetSearch
-from llmpq.assigner.milp.solvers import solve
+from llmpq.assigner.milp.solvers import MixedProgram, solve
 from llmpq.assigner.objective import relative_gap
 from llmpq.assigner.request import GAP_ROUNDING, PlanRequest, Progress
 from llmpq.batching import uniform_depth
@@ -133,9 +132,6 @@ def mean_ttft_s(speeds: Sequence[ReplicaSpeed], rates: Sequence[float]) -> float
     total_s = sum(one * speed.ttft_s(one) for speed, one in zip(speeds, rates, strict=True))
     return total_s / sum(rates)
 
-
-if TYPE_CHECKING:
-    import pulp
 
 USES = (0.0, 0.3, 0.6, 0.8, 0.9, 0.95, 1.0)
 """Tangents of the first program, as shares of the most arrivals."""
@@ -276,56 +272,47 @@ class RateSearch(FleetSearch):
 
         A column that is taken several times has equal replicas, which have equal shares.
         """
-        import pulp
-
-        program = pulp.LpProblem("fleet")
-        taken = {
-            place: program.add_variable(f"y{place}", 0, self._most(place), cat="Integer")
-            for place in places
-        }
-        rates = {place: program.add_variable(f"x{place}", 0) for place in places}
-        waits = {place: program.add_variable(f"t{place}", 0) for place in places}
-        program += pulp.lpSum(waits.values())
-        program += pulp.lpSum(rates.values()) == self._arrivals
+        program = MixedProgram()
+        taken = {place: program.variable(0, self._most(place), is_whole=True) for place in places}
+        rates = {place: program.variable(0) for place in places}
+        waits = {place: program.variable(0) for place in places}
+        program.minimise((wait, 1.0) for wait in waits.values())
+        program.constrain(((rate, 1.0) for rate in rates.values()), "==", self._arrivals)
         for place in places:
-            program += rates[place] <= self._speed(place).most_requests_per_s * taken[place]
+            most = self._speed(place).most_requests_per_s
+            program.constrain([(rates[place], 1.0), (taken[place], -most)], "<=", 0.0)
         for place, rate in tangents:
             speed = self._speed(place)
             slope = speed.marginal_s(rate)
             rest = rate * (speed.ttft_s(rate) - slope)
-            program += waits[place] >= slope * rates[place] + rest * taken[place]
+            terms = [(waits[place], 1.0), (rates[place], -slope), (taken[place], -rest)]
+            program.constrain(terms, ">=", 0.0)
         self._limit(program, taken, has_number=parts is None)
         found = solve(program, "highs", gap=0.0, time_limit_s=None)
-        counts = {place: round(found.values.get(f"y{place}", 0.0)) for place in places}
+        if not found.values:
+            return (), [], found.bound / self._arrivals
+        counts = {place: round(found.values[taken[place]]) for place in places}
         chosen = tuple(place for place in places for _ in range(counts[place]))
         asked = [
-            (place, min(most, max(0.0, found.values[f"x{place}"] / counts[place])))
+            (place, min(most, max(0.0, found.values[rates[place]] / counts[place])))
             for place in dict.fromkeys(chosen)
             for most in (self._speed(place).most_requests_per_s,)
         ]
         return chosen, asked, found.bound / self._arrivals
 
-    def _limit(
-        self, program: pulp.LpProblem, taken: Mapping[int, pulp.LpVariable], *, has_number: bool
-    ) -> None:
+    def _limit(self, program: MixedProgram, taken: Mapping[int, int], *, has_number: bool) -> None:
         """Limit how often columns are taken: by devices, cores, sequences and the number wanted."""
-        import pulp
-
         for shares in self._core_shares.T:
-            own = [float(shares[place]) * one for place, one in taken.items() if shares[place]]
+            own = [(one, float(shares[place])) for place, one in taken.items() if shares[place]]
             if own:
-                program += pulp.lpSum(own) <= 1.0
+                program.constrain(own, "<=", 1.0)
         for pool, count in enumerate(self._pools.counts):
-            program += (
-                pulp.lpSum(int(self._counts[place, pool]) * one for place, one in taken.items())
-                <= count
-            )
-        program += (
-            pulp.lpSum(self._columns[place][1] * one for place, one in taken.items())
-            <= self._batches[0]
-        )
+            used = [(one, float(self._counts[place, pool])) for place, one in taken.items()]
+            program.constrain(used, "<=", count)
+        sequences = [(one, float(self._columns[place][1])) for place, one in taken.items()]
+        program.constrain(sequences, "<=", self._batches[0])
         if self._number is not None and has_number:
-            program += pulp.lpSum(taken.values()) == self._number
+            program.constrain(((one, 1.0) for one in taken.values()), "==", self._number)
 
     def _most(self, place: int) -> int:
         part, size = self._columns[place]

@@ -19,8 +19,7 @@ from llmpq.assigner.heuristics.pair_table import (
     solution_of,
 )
 from llmpq.assigner.heuristics.proportional import proportional_split
-from llmpq.assigner.objective import evaluate
-from llmpq.assigner.problem import Assignment, AssignmentProblem
+from llmpq.assigner.objective import Assignment, AssignmentProblem, evaluate
 from llmpq.assigner.request import PlanningTask, Progress, Solution
 from llmpq.errors import InfeasibleError
 

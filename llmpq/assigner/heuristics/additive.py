@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmpq.assigner.problem import Assignment, AssignmentProblem, FloatArray, IntArray
+from llmpq.assigner.objective import Assignment, AssignmentProblem, FloatArray, IntArray
 
 MULTIPLIER_STEPS = 60
 FIRST_WINDOW = 1e-3

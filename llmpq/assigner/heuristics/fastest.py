@@ -9,7 +9,7 @@ from __future__ import annotations
 from llmpq.assigner.heuristics.additive import additive_problem, least_cost
 from llmpq.assigner.heuristics.pair_table import Choice, better, budget_text, choice_of, solution_of
 from llmpq.assigner.milp.ilp import IlpOptions, solve_ilp
-from llmpq.assigner.problem import Assignment, AssignmentProblem, FloatArray
+from llmpq.assigner.objective import Assignment, AssignmentProblem, FloatArray
 from llmpq.assigner.request import PlanningTask, Progress, Solution
 from llmpq.errors import InfeasibleError
 

@@ -12,8 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmpq.assigner.enumeration import device_orders, leading_orders, num_orders
-from llmpq.assigner.objective import evaluate, is_feasible, within_budget
-from llmpq.assigner.problem import Assignment, FloatArray, IntArray
+from llmpq.assigner.objective import (
+    Assignment,
+    FloatArray,
+    IntArray,
+    evaluate,
+    is_feasible,
+    within_budget,
+)
 from llmpq.assigner.request import PlanningTask, Solution
 
 MAX_FULL_ORDERS = 24

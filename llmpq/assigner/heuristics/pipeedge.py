@@ -17,7 +17,7 @@ from llmpq.assigner.heuristics.pair_table import (
     budget_text,
     solution_of,
 )
-from llmpq.assigner.problem import Assignment, AssignmentProblem, FloatArray
+from llmpq.assigner.objective import Assignment, AssignmentProblem, FloatArray
 from llmpq.assigner.request import PlanningTask, Progress, Solution
 from llmpq.errors import InfeasibleError
 

@@ -19,7 +19,7 @@ from llmpq.assigner.heuristics.pair_table import (
     file_order,
     solution_of,
 )
-from llmpq.assigner.problem import Assignment, FloatArray
+from llmpq.assigner.objective import Assignment, FloatArray
 from llmpq.assigner.request import PlanningTask, Progress, Solution, silent
 from llmpq.errors import InfeasibleError
 

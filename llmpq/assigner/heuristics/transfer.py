@@ -36,8 +36,14 @@ from llmpq.assigner.heuristics.pair_table import (
     choice_of,
     solution_of,
 )
-from llmpq.assigner.objective import assignment_of_counts, evaluate
-from llmpq.assigner.problem import Assignment, AssignmentProblem, FloatArray, IntArray
+from llmpq.assigner.objective import (
+    Assignment,
+    AssignmentProblem,
+    FloatArray,
+    IntArray,
+    assignment_of_counts,
+    evaluate,
+)
 from llmpq.assigner.request import PlanningTask, Progress, Solution
 from llmpq.errors import InfeasibleError
 

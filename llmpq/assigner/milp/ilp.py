@@ -12,19 +12,27 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from llmpq.assigner.constraints.resolve import obeys
-from llmpq.assigner.milp.solvers import SolverResult, SolverStatus, solve
-from llmpq.assigner.objective import Evaluation, assignment_of_counts, evaluate, is_feasible
-from llmpq.assigner.problem import Assignment, AssignmentProblem
+from llmpq.assigner.milp.solvers import (
+    MixedProgram,
+    SolverResult,
+    SolverStatus,
+    Terms,
+    solve,
+)
+from llmpq.assigner.objective import (
+    Assignment,
+    AssignmentProblem,
+    Evaluation,
+    assignment_of_counts,
+    evaluate,
+    is_feasible,
+)
 from llmpq.errors import SolverError
 from llmpq.options.plan import SolverName
-
-if TYPE_CHECKING:
-    import pulp
 
 SCALE = 100.0
 """The objective is scaled to about this, so that solver tolerances always mean the same."""
@@ -35,11 +43,7 @@ VALUE_TOLERANCE = 1e-6
 MARGIN = 2e-6
 """Relative tightening of memory and budget after a solver used its own tolerance."""
 
-_WHOLE = "Integer"
-"""PuLP's category of whole variables."""
-
-Terms = list[tuple["pulp.LpVariable", float]]
-_Link = tuple["pulp.LpVariable", float, float]
+_Link = tuple[int, float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,18 +114,16 @@ def _solve(problem: AssignmentProblem, options: IlpOptions, margin: float) -> Il
 
 
 class Program:
-    """The PuLP model of one problem, in units of ``unit_s`` seconds.
+    """The mixed-integer program of one problem, in units of ``unit_s`` seconds.
 
     ``margin`` is a relative tightening of memory and budget.
     """
 
     def __init__(self, problem: AssignmentProblem, *, margin: float, cutoff_s: float) -> None:
-        import pulp
-
         self.problem = problem
         self.margin = margin
         self.unit_s = _time_unit(problem)
-        self.lp = pulp.LpProblem("plan", pulp.LpMinimize)
+        self.lp = MixedProgram()
         self.objective: Terms = []
         self.constant = 0.0
         self.decode_pass: Terms = []  # one micro-batch through stages and links, per round
@@ -133,8 +135,8 @@ class Program:
         self.prefill_weight = (costs.prefill_batches - 1) / self.unit_s
         self.decode_weight = rounds * batches / self.unit_s
         self.pass_weight = (1.0 if paper else rounds) / self.unit_s
-        self.prefill_max = self.lp.add_variable("prefill_max", 0)
-        self.decode_max = self.lp.add_variable("decode_max", 0)
+        self.prefill_max = self.lp.variable(0)
+        self.decode_max = self.lp.variable(0)
         self.objective += [(self.prefill_max, 1.0), (self.decode_max, 1.0)]
         self._add_counts()
         self._add_limits()
@@ -142,22 +144,22 @@ class Program:
         self._add_stages()
         self._add_links()
         self._add_decode_pass()
-        self.lp += pulp.LpAffineExpression(_merged(self.objective), self.constant)
+        self.lp.minimise(self.objective, self.constant)
         if math.isfinite(cutoff_s):
-            self._row(self.objective, "<=", cutoff_s / self.unit_s - self.constant)
+            self.lp.constrain(self.objective, "<=", cutoff_s / self.unit_s - self.constant)
 
     def counts_of(self, found: SolverResult) -> list[np.ndarray]:
         """Return the ``[K, B]`` counts of every position in a solution."""
         shape = self.problem.costs.kv_bytes.size, len(self.problem.bits)
         tables = [np.zeros(shape) for _ in self.problem.order]
         for (position, kind, width), variable in self.counts.items():
-            tables[position][kind, width] = found.values[variable.name]
+            tables[position][kind, width] = found.values[variable]
         return tables
 
     def _add_counts(self) -> None:
         """``n[j, k, b]``: whole, and no more than memory holds."""
         problem = self.problem
-        self.counts: dict[tuple[int, int, int], pulp.LpVariable] = {}
+        self.counts: dict[tuple[int, int, int], int] = {}
         kinds = np.unique(problem.kinds).tolist()
         for position, group in enumerate(problem.order):
             capacity = max(0, problem.capacity_bytes(position))
@@ -166,12 +168,8 @@ class Program:
                 numbers = allowed[problem.kinds == kind].sum(axis=0).tolist()
                 for width, number in enumerate(numbers):
                     size = max(1, int(problem.costs.layer_bytes[group, kind, width]))
-                    self.counts[position, kind, width] = self.lp.add_variable(
-                        f"n_{position}_{kind}_{width}",
-                        0,
-                        min(number, capacity // size),
-                        _WHOLE,
-                    )
+                    most = min(number, capacity // size)
+                    self.counts[position, kind, width] = self.lp.variable(0, most, is_whole=True)
 
     def _add_limits(self) -> None:
         """Manual limits of whole stages: exactly these layers, or at least one."""
@@ -186,16 +184,16 @@ class Program:
                 for terms, span in ((before, slice(first)), (here, slice(first, end))):
                     held = float((problem.kinds[span] == kind).sum())
                     if terms:
-                        self._row(((item, 1.0) for item in terms), "==", held)
+                        self.lp.constrain(((item, 1.0) for item in terms), "==", held)
                     elif held:
                         self._add_contradiction()  # no position before the first
         for group in problem.limits.used:
             position = problem.order.index(group)
             held_here = [(v, 1.0) for (j, _, _), v in self.counts.items() if j == position]
-            self._row(held_here, ">=", 1.0)
+            self.lp.constrain(held_here, ">=", 1.0)
 
     def _add_contradiction(self) -> None:
-        self._row([(self.prefill_max, 0.0)], ">=", 1.0)
+        self.lp.constrain([(self.prefill_max, 0.0)], ">=", 1.0)
 
     def _add_layers(self) -> None:
         """Place every layer once; add its degradation to the objective and the budget."""
@@ -205,7 +203,9 @@ class Program:
                 (variable, float(problem.omega[0, width]))
                 for (_, _, width), variable in self.counts.items()
             ]
-            self._row(((item, 1.0) for item in self.counts.values()), "==", problem.num_layers)
+            self.lp.constrain(
+                ((item, 1.0) for item in self.counts.values()), "==", problem.num_layers
+            )
         else:
             quality = self._add_steps()
         self.objective += [
@@ -214,7 +214,9 @@ class Program:
         if problem.quality_budget is not None:
             limit = problem.quality_budget * (1 - self.margin)
             scale = 1.0 / limit if limit > 0 else 1.0
-            self._row(((item, value * scale) for item, value in quality), "<=", limit * scale)
+            self.lp.constrain(
+                ((item, value * scale) for item, value in quality), "<=", limit * scale
+            )
 
     def _add_steps(self) -> Terms:
         """Add ``v`` and ``z`` and tie them to the counts; return the degradation's terms."""
@@ -223,27 +225,24 @@ class Program:
             key: [(count, -1.0)] for key, count in self.counts.items()
         }
         quality: Terms = []
-        previous: list[pulp.LpVariable] = []
+        previous: list[int] = []
         tops = [problem.allowed(position).astype(int) for position in range(last + 1)]
         for layer, kind in enumerate(problem.kinds.tolist()):
-            steps = [self.lp.add_variable(f"v_{layer}_{j}", 0, 1, _WHOLE) for j in range(last)]
+            steps = [self.lp.variable(0, 1, is_whole=True) for _ in range(last)]
             for position in range(last + 1):
-                cells = [
-                    self.lp.add_variable(f"z_{layer}_{position}_{b}", 0, int(top))
-                    for b, top in enumerate(tops[position][layer])
-                ]
+                cells = [self.lp.variable(0, int(top)) for top in tops[position][layer]]
                 for width, cell in enumerate(cells):
                     sums[position, kind, width].append((cell, 1.0))
                     quality.append((cell, float(problem.omega[layer, width])))
                 row: Terms = [(cell, 1.0) for cell in cells]
                 row += [(steps[position], -1.0)] if position < last else []
                 row += [(steps[position - 1], 1.0)] if position > 0 else []
-                self._row(row, "==", 0.0 if position < last else 1.0)
+                self.lp.constrain(row, "==", 0.0 if position < last else 1.0)
             for before, after in zip(previous, steps, strict=bool(previous)):
-                self._row([(before, 1.0), (after, -1.0)], ">=", 0.0)
+                self.lp.constrain([(before, 1.0), (after, -1.0)], ">=", 0.0)
             previous = steps
         for terms in sums.values():
-            self._row(terms, "==", 0.0)
+            self.lp.constrain(terms, "==", 0.0)
         return quality
 
     def _add_stages(self) -> None:
@@ -267,43 +266,43 @@ class Program:
             # Bytes are whole: half a byte of room absorbs a solver's tolerance at an exact fit.
             scale = 1.0 / (max(0, capacity) * (1 - self.margin) + 0.5)
             sizes = [(item, scale * int(costs.layer_bytes[group, k, b])) for (k, b), item in cells]
-            self._row(sizes, "<=", 1.0)
+            self.lp.constrain(sizes, "<=", 1.0)
 
     def _add_links(self) -> None:
         """Links between consecutive used positions, and back to the master."""
         problem = self.problem
-        used: list[pulp.LpVariable] = []
+        used: list[int] = []
         for position in range(1, problem.num_positions):
             layers = [item for key, item in self.counts.items() if key[0] == position]
-            flag = self.lp.add_variable(f"used_{position}", 0, 1, _WHOLE)
+            flag = self.lp.variable(0, 1, is_whole=True)
             used.append(flag)
-            most = min(problem.num_layers, sum(item.upBound for item in layers))
+            most = min(problem.num_layers, sum(self.lp.upper[item] for item in layers))
             ones: Terms = [(item, 1.0) for item in layers]
-            self._row([*ones, (flag, -float(most))], "<=", 0.0)
-            self._row([*ones, (flag, -1.0)], ">=", 0.0)
+            self.lp.constrain([*ones, (flag, -float(most))], "<=", 0.0)
+            self.lp.constrain([*ones, (flag, -1.0)], ">=", 0.0)
         for flag, prefill_s, decode_s in self._links(used):
             self._bound_maxima([(flag, prefill_s)], 0.0, [(flag, decode_s)], 0.0)
             if problem.formula == "steady":
                 self.objective.append((flag, prefill_s / self.unit_s))
                 self.decode_pass.append((flag, decode_s))
 
-    def _links(self, used: list[pulp.LpVariable]) -> Iterable[_Link]:
+    def _links(self, used: list[int]) -> Iterable[_Link]:
         """A pair is linked when both ends are used and nothing between them is."""
         costs, order = self.problem.costs, self.problem.order
         for target in range(1, len(order)):
             for source in range(target):
                 link = order[source], order[target]
-                flag = self.lp.add_variable(f"link_{source}_{target}", 0, 1)
+                flag = self.lp.variable(0, 1)
                 ends: Terms = [(used[target - 1], -1.0)]
                 ends += [(used[source - 1], -1.0)] if source else []
                 between: Terms = [(used[j - 1], 1.0) for j in range(source + 1, target)]
-                self._row([(flag, 1.0), *ends, *between], ">=", -1.0 if source else 0.0)
+                self.lp.constrain([(flag, 1.0), *ends, *between], ">=", -1.0 if source else 0.0)
                 yield flag, float(costs.send_prefill_s[link]), float(costs.send_decode_s[link])
         for last in range(1, len(order)):
             link = order[last], order[0]
-            flag = self.lp.add_variable(f"return_{last}", 0, 1)
+            flag = self.lp.variable(0, 1)
             later: Terms = [(item, 1.0) for item in used[last:]]
-            self._row([(flag, 1.0), (used[last - 1], -1.0), *later], ">=", 0.0)
+            self.lp.constrain([(flag, 1.0), (used[last - 1], -1.0), *later], ">=", 0.0)
             yield flag, float(costs.return_prefill_s[link]), float(costs.return_decode_s[link])
 
     def _add_decode_pass(self) -> None:
@@ -325,26 +324,8 @@ class Program:
         ):
             self._bound(top, [(item, value * weight) for item, value in terms], constant * weight)
 
-    def _bound(self, top: pulp.LpVariable, terms: Terms, constant: float) -> None:
-        self._row([(top, 1.0), *((item, -value) for item, value in terms)], ">=", constant)
-
-    def _row(self, terms: Iterable[tuple[pulp.LpVariable, float]], sense: str, rhs: float) -> None:
-        import pulp
-
-        expression = pulp.LpAffineExpression(_merged(terms))
-        senses = {
-            "<=": pulp.LpConstraintLE,
-            "==": pulp.LpConstraintEQ,
-            ">=": pulp.LpConstraintGE,
-        }
-        self.lp.addConstraint(pulp.LpConstraint(expression, senses[sense], rhs=rhs))
-
-
-def _merged(terms: Iterable[tuple[pulp.LpVariable, float]]) -> Terms:
-    sums: dict[pulp.LpVariable, float] = {}
-    for variable, value in terms:
-        sums[variable] = sums.get(variable, 0.0) + value
-    return list(sums.items())
+    def _bound(self, top: int, terms: Terms, constant: float) -> None:
+        self.lp.constrain([(top, 1.0), *((item, -value) for item, value in terms)], ">=", constant)
 
 
 def layers_equal(problem: AssignmentProblem) -> bool:

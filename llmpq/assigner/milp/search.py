@@ -15,8 +15,13 @@ from llmpq.assigner.explain.infeasible import explain_budget, memory_error
 from llmpq.assigner.heuristics.proportional import find_proportional
 from llmpq.assigner.heuristics.transfer import find_transfer
 from llmpq.assigner.milp.ilp import IlpOptions, layers_equal, solve_ilp
-from llmpq.assigner.objective import Evaluation, relative_gap
-from llmpq.assigner.problem import Assignment, AssignmentProblem, PairCosts
+from llmpq.assigner.objective import (
+    Assignment,
+    AssignmentProblem,
+    Evaluation,
+    PairCosts,
+    relative_gap,
+)
 from llmpq.assigner.request import (
     GAP_ROUNDING,
     OutOfTimeError,

@@ -1,28 +1,70 @@
-"""PuLP models solved by HiGHS (embedded), CBC or Gurobi, behind one function.
+"""Mixed-integer programs, solved by HiGHS or Gurobi behind one function.
 
-PuLP and the solvers are imported when a program is made or solved: machines that only run or
-profile a plan may lack them.
-Each runs on one thread, so that a plan does not depend on the machine's load. At the time limit the
-incumbent is returned with its proven bound.
+The solvers are imported when a program is solved: machines that only run or profile a plan may lack
+them. Each runs on one thread, so that a plan does not depend on the machine's load. At the time
+limit the incumbent is returned with its proven bound.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import math
-import tempfile
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from llmpq.errors import SolverError, SpecError
 from llmpq.options.plan import SolverName
 
 if TYPE_CHECKING:
-    import pulp
+    import highspy
 
 SolverStatus = Literal["optimal", "feasible", "infeasible", "unknown"]
+Sense = Literal["<=", "==", ">="]
+Terms = list[tuple[int, float]]
+"""Variables with their coefficients."""
+
+
+class MixedProgram:
+    """A minimisation over bounded variables, some of them whole, with linear constraints.
+
+    A variable is a number: its place in ``lower``, ``upper`` and ``is_whole``.
+    """
+
+    def __init__(self) -> None:
+        self.lower: list[float] = []
+        self.upper: list[float] = []
+        self.is_whole: list[bool] = []
+        self.objective: dict[int, float] = {}
+        self.constant = 0.0
+        self.rows: list[tuple[dict[int, float], Sense, float]] = []
+
+    def variable(self, lower: float, upper: float = math.inf, *, is_whole: bool = False) -> int:
+        """Add a variable and return its number."""
+        self.lower.append(lower)
+        self.upper.append(upper)
+        self.is_whole.append(is_whole)
+        return len(self.lower) - 1
+
+    def minimise(self, terms: Iterable[tuple[int, float]], constant: float = 0.0) -> None:
+        """Set the objective; terms of one variable are added."""
+        self.objective, self.constant = _merged(terms), constant
+
+    def constrain(self, terms: Iterable[tuple[int, float]], sense: Sense, value: float) -> None:
+        """Add a constraint; terms of one variable are added."""
+        self.rows.append((_merged(terms), sense, value))
+
+    @property
+    def costs(self) -> list[float]:
+        """The objective's coefficient of every variable."""
+        return [self.objective.get(place, 0.0) for place in range(len(self.lower))]
+
+
+def _merged(terms: Iterable[tuple[int, float]]) -> dict[int, float]:
+    sums: dict[int, float] = {}
+    for variable, value in terms:
+        sums[variable] = sums.get(variable, 0.0) + value
+    return {variable: value for variable, value in sums.items() if value}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,140 +73,140 @@ class SolverResult:
 
     The status is ``optimal`` within the requested gap, ``feasible`` with an incumbent at the time
     limit, ``infeasible`` when proven, and ``unknown`` without solution or proof. Without a solution
-    ``values`` (by variable name) is empty and ``objective`` infinite; without a proven bound
-    ``bound`` is minus infinity.
+    ``values`` (by variable) is empty and ``objective`` infinite; without a proven bound ``bound``
+    is minus infinity.
     """
 
     status: SolverStatus
-    values: Mapping[str, float]
+    values: Sequence[float]
     objective: float
     bound: float
 
 
 def solve(
-    program: pulp.LpProblem, solver: SolverName, *, gap: float, time_limit_s: float | None
+    program: MixedProgram, solver: SolverName, *, gap: float, time_limit_s: float | None
 ) -> SolverResult:
-    """Minimise ``program``, whose variables have unique names, to a relative optimality gap.
+    """Minimise a program to a relative optimality gap.
 
     Raises:
         SpecError: the solver is not installed or not licensed.
         SolverError: the solver failed.
     """
-    import pulp
-
-    try:
-        status, bound = SOLVERS[solver](program, gap, time_limit_s)
-    except pulp.PulpSolverError as error:
-        raise SolverError(f"solver '{solver}' failed: {error}") from error
+    status, bound, values = SOLVERS[solver](program, gap, time_limit_s)
     if status == "infeasible":
-        return SolverResult(status=status, values={}, objective=math.inf, bound=math.inf)
-    bound += program.objective.constant
+        return SolverResult(status=status, values=(), objective=math.inf, bound=math.inf)
+    bound += program.constant
     if status == "unknown":
-        return SolverResult(status=status, values={}, objective=math.inf, bound=bound)
-    objective = float(pulp.value(program.objective))
+        return SolverResult(status=status, values=(), objective=math.inf, bound=bound)
+    objective = program.constant + sum(
+        cost * values[place] for place, cost in program.objective.items()
+    )
+    # Rounding inside a solver may leave its bound slightly above its own solution.
     return SolverResult(
-        status=status,
-        values={item.name: float(item.varValue) for item in program.variables()},
-        objective=objective,
-        # Rounding inside a solver may leave its bound slightly above its own solution.
-        bound=min(bound, objective),
+        status=status, values=values, objective=objective, bound=min(bound, objective)
     )
 
 
-_Outcome = tuple[SolverStatus, float]
-"""Status, and the bound without the objective's constant; variables hold the solution."""
+_Outcome = tuple[SolverStatus, float, Sequence[float]]
+"""Status, the bound without the objective's constant, and the solution."""
 
 
-def _highs(program: pulp.LpProblem, gap: float, time_limit_s: float | None) -> _Outcome:
+def _highs(program: MixedProgram, gap: float, time_limit_s: float | None) -> _Outcome:
     import highspy
-    import pulp
 
-    solver = pulp.HiGHS(msg=False, gapRel=gap, gapAbs=0.0, timeLimit=time_limit_s, threads=1)
-    # Not ``program.solve``: PuLP fails without a solution, and drops the bound.
-    solver.createAndConfigureSolver(program)
-    solver.buildSolverModel(program)
-    solver.callSolver(program)
-    model, states = program.solverModel, highspy.HighsModelStatus
+    model = highspy.Highs()  # type: ignore[no-untyped-call]
+    settings: dict[str, float | str] = {
+        "output_flag": False,
+        "mip_rel_gap": gap,
+        "mip_abs_gap": 0.0,
+        "threads": 1,
+    }
+    # With presolve, HiGHS 1.14 and 1.15 return some plans as optimal that are not (its issues 3043,
+    # 3073 and 3094); without it, our programs take as long.
+    settings["presolve"] = "off"
+    if time_limit_s is not None:
+        settings["time_limit"] = float(time_limit_s)
+    for name, value in settings.items():
+        model.setOptionValue(name, value)
+    model.passModel(_highs_model(program))
+    model.run()
+    states = highspy.HighsModelStatus
     outcome, info = model.getModelStatus(), model.getInfo()
     if outcome in (states.kInfeasible, states.kUnboundedOrInfeasible):
-        return "infeasible", math.inf
+        return "infeasible", math.inf, ()
     limits = (states.kTimeLimit, states.kIterationLimit, states.kInterrupt)
     if outcome != states.kOptimal and outcome not in limits:
         raise SolverError(f"solver 'highs' stopped with '{model.modelStatusToString(outcome)}'")
+    bound = float(info.mip_dual_bound)
     if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
-        return "unknown", float(info.mip_dual_bound)
-    columns = model.getSolution().col_value
-    program.assignVarsVals({item.name: columns[item.index] for item in program.variables()})
-    return ("optimal" if outcome == states.kOptimal else "feasible"), float(info.mip_dual_bound)
+        return "unknown", bound, ()
+    values = list(model.getSolution().col_value)
+    return ("optimal" if outcome == states.kOptimal else "feasible"), bound, values
 
 
-def _cbc(program: pulp.LpProblem, gap: float, time_limit_s: float | None) -> _Outcome:
-    import pulp
+def _highs_model(program: MixedProgram) -> highspy.HighsLp:
+    import highspy
 
-    solver = _cbc_program(msg=False, gapRel=gap, timeLimit=time_limit_s, threads=1)
-    with tempfile.TemporaryDirectory(prefix="llmpq-cbc-") as folder:
-        solver.tmpDir = folder
-        program.solve(solver)
-    if program.status in (pulp.LpStatusInfeasible, pulp.LpStatusUndefined):
-        return "infeasible", math.inf
-    if program.sol_status == pulp.LpSolutionOptimal:
-        # PuLP does not report CBC's bound; an optimal solution is within the gap of it.
-        value = float(pulp.value(program.objective)) - program.objective.constant
-        return "optimal", value - gap * abs(value)
-    feasible = program.sol_status == pulp.LpSolutionIntegerFeasible
-    return ("feasible" if feasible else "unknown"), -math.inf
-
-
-def _cbc_program(**options: Any) -> Any:
-    """Return the CBC on the path, or else the one that PuLP 3 includes."""
-    import pulp
-
-    solver = pulp.COIN_CMD(**options)
-    if not solver.available() and hasattr(pulp, "PULP_CBC_CMD"):
-        with warnings.catch_warnings():
-            # PuLP 3.3 announces its removal in 4.0.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            solver = pulp.PULP_CBC_CMD(**options)
-    if not solver.available():
-        raise SpecError(
-            "solver 'cbc': found no CBC program for this machine; install it, or use highs"
-        )
-    return solver
+    found = highspy.HighsLp()
+    found.num_col_, found.num_row_ = len(program.lower), len(program.rows)
+    found.col_cost_ = program.costs
+    found.col_lower_ = program.lower
+    found.col_upper_ = program.upper
+    kinds = highspy.HighsVarType
+    found.integrality_ = [kinds.kInteger if one else kinds.kContinuous for one in program.is_whole]
+    senses = [(sense, value) for _, sense, value in program.rows]
+    found.row_lower_ = [-math.inf if sense == "<=" else value for sense, value in senses]
+    found.row_upper_ = [math.inf if sense == ">=" else value for sense, value in senses]
+    starts = [0]
+    for terms, _, _ in program.rows:
+        starts.append(starts[-1] + len(terms))
+    found.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    found.a_matrix_.start_ = starts
+    found.a_matrix_.index_ = [variable for terms, _, _ in program.rows for variable in terms]
+    found.a_matrix_.value_ = [value for terms, _, _ in program.rows for value in terms.values()]
+    return found
 
 
-def _gurobi(program: pulp.LpProblem, gap: float, time_limit_s: float | None) -> _Outcome:
+def _gurobi(program: MixedProgram, gap: float, time_limit_s: float | None) -> _Outcome:
     if importlib.util.find_spec("gurobipy") is None:
         raise SpecError(
             "solver 'gurobi': the package gurobipy is not installed; "
             "install llmpq[gurobi], or use highs"
         )
     import gurobipy
-    import pulp
 
     codes = gurobipy.GRB
+    settings = {"OutputFlag": 0, "Threads": 1, "MIPGap": gap}
+    if time_limit_s is not None:
+        settings["TimeLimit"] = time_limit_s
     try:
-        solver = pulp.GUROBI(
-            msg=False, gapRel=gap, timeLimit=time_limit_s, manageEnv=True, Threads=1
-        )
-        try:
-            program.solve(solver)
-            model = program.solverModel
+        with gurobipy.Env(params=settings) as env, gurobipy.Model(env=env) as model:
+            columns = [
+                model.addVar(lower, upper, cost, codes.INTEGER if is_whole else codes.CONTINUOUS)
+                for lower, upper, cost, is_whole in zip(
+                    program.lower, program.upper, program.costs, program.is_whole, strict=True
+                )
+            ]
+            for terms, sense, value in program.rows:
+                own = [columns[variable] for variable in terms]
+                row = gurobipy.LinExpr(list(terms.values()), own)
+                model.addLConstr(row, sense[0], value)
+            model.optimize()
             if model.Status in (codes.INFEASIBLE, codes.INF_OR_UNBD):
-                return "infeasible", math.inf
+                return "infeasible", math.inf, ()
             if model.SolCount == 0:
-                return "unknown", float(model.ObjBound)
+                return "unknown", float(model.ObjBound), ()
             done = model.Status == codes.OPTIMAL
-            return ("optimal" if done else "feasible"), float(model.ObjBound)
-        finally:
-            solver.close()
+            values = [float(column.X) for column in columns]
+            return ("optimal" if done else "feasible"), float(model.ObjBound), values
     except gurobipy.GurobiError as error:
         # The free licence allows 2000 variables and 2000 constraints.
         raise SpecError(f"solver 'gurobi': {error}; use highs") from None
 
 
-SOLVERS: Mapping[str, Callable[[pulp.LpProblem, float, float | None], _Outcome]] = {
+SOLVERS: Mapping[str, Callable[[MixedProgram, float, float | None], _Outcome]] = {
     "highs": _highs,
-    "cbc": _cbc,
+    "cbc": _highs,  # an old name
     "gurobi": _gurobi,
 }
 """The solvers by name."""

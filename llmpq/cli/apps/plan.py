@@ -18,8 +18,8 @@ from llmpq.multillm.planner.application import (
     replay,
     workload_of,
 )
-from llmpq.multillm.requests import load_items
 from llmpq.multillm.schedule import ApplicationSchedule, load_schedule, write_schedule
+from llmpq.multillm.workload import load_items
 from llmpq.options.declare import add_options, read_options, values_of
 from llmpq.options.plan import (
     PICTURE_FILE,

@@ -26,7 +26,6 @@ from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.errors import SpecError
 from llmpq.multillm.dynamic import DynamicScheduler
 from llmpq.multillm.graph import Application, load_application
-from llmpq.multillm.requests import load_items
 from llmpq.multillm.running.coordinator import Coordinator
 from llmpq.multillm.running.dataflow import Dataflow
 from llmpq.multillm.running.engines import LocalEngines, StartEngine
@@ -34,6 +33,7 @@ from llmpq.multillm.running.journal import AnswerJournal, identity_of, write_bat
 from llmpq.multillm.running.prepare import check_prompts, prepare_models
 from llmpq.multillm.running.timeline import Timeline, build_report, time_left_s
 from llmpq.multillm.schedule import ApplicationSchedule, load_schedule, write_schedule
+from llmpq.multillm.workload import load_items
 from llmpq.options.declare import add_options, read_options
 from llmpq.options.plan import SCHEDULE_FILE, ApplicationOptions
 from llmpq.options.run import ApplicationRun, LauncherOptions, LaunchOptions

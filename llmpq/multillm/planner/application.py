@@ -27,9 +27,12 @@ from llmpq.multillm.dynamic import DynamicScheduler
 from llmpq.multillm.engine.law import IterationModel, plan_law
 from llmpq.multillm.estimate import ModelProcess, Progress, Simulator, StageRun
 from llmpq.multillm.graph import Application
-from llmpq.multillm.planner.problem import AppProblem, AppSolution
-from llmpq.multillm.planner.search import SearchResult, find
-from llmpq.multillm.requests import Item
+from llmpq.multillm.planner.search import (
+    AppProblem,
+    AppSolution,
+    SearchResult,
+    find,
+)
 from llmpq.multillm.schedule import (
     ApplicationSchedule,
     ExecutionStage,
@@ -38,7 +41,7 @@ from llmpq.multillm.schedule import (
     application_digest,
     cluster_digest,
 )
-from llmpq.multillm.workload import AppWorkload, build_workload
+from llmpq.multillm.workload import AppWorkload, Item, build_workload
 from llmpq.options.plan import ApplicationSearch
 from llmpq.spec.cluster import Cluster
 from llmpq.spec.plan import Provenance

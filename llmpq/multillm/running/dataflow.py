@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from llmpq.dist.io.prompts import RequestId
 from llmpq.multillm.graph import ANSWER, PROMPT, Application, Edge, fill_template
-from llmpq.multillm.requests import Item
+from llmpq.multillm.workload import Item
 
 JOINT = "\n\n"
 """Between the answers of a node that reach a consumer, and between the chunks of a prompt."""

@@ -24,9 +24,9 @@ from llmpq.dist.io.prompts import RequestId, request_id, token_ids_of
 from llmpq.dist.io.results import LineWriter, read_lines
 from llmpq.errors import SpecError
 from llmpq.multillm.graph import Application
-from llmpq.multillm.requests import Item
 from llmpq.multillm.running.dataflow import RequestKey
 from llmpq.multillm.schedule import application_digest
+from llmpq.multillm.workload import Item
 from llmpq.spec.fields import (
     SCHEMA,
     Fields,

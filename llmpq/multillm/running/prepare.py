@@ -11,9 +11,9 @@ from llmpq.dist.io.job import check_model
 from llmpq.dist.io.prompts import RequestId, Tokenizer
 from llmpq.errors import CapacityError, SpecError
 from llmpq.multillm.graph import ANSWER, PROMPT, Application, AppNode, fixed_text, template_fields
-from llmpq.multillm.requests import Item
 from llmpq.multillm.running.dataflow import JOINT
 from llmpq.multillm.schedule import ApplicationSchedule, plans_of
+from llmpq.multillm.workload import Item
 from llmpq.options.engine import EngineOptions
 from llmpq.options.limits import max_model_len
 from llmpq.spec import catalog

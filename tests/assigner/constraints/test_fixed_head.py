@@ -13,7 +13,7 @@ from llmpq.assigner import make_plan
 from llmpq.assigner.constraints.resolve import Overrides
 from llmpq.assigner.request import build_task, omega_of
 from llmpq.cli.render import plan_table
-from llmpq.costmodel.exact_bytes import head_bytes, head_rows
+from llmpq.costmodel.memory import head_bytes, head_rows
 from llmpq.errors import SpecError
 from llmpq.spec.plan import plan_text, read_plan
 

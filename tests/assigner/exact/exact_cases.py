@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from llmpq.assigner.enumeration import device_orders
-from llmpq.assigner.problem import PairCosts, SearchSpace
+from llmpq.assigner.objective import PairCosts, SearchSpace
 from llmpq.spec.plan import MicroBatching
 
 

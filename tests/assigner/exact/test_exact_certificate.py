@@ -12,7 +12,7 @@ from exact_cases import Shape, best_value, random_space
 from llmpq.assigner.constraints.resolve import Deadline
 from llmpq.assigner.exact import search
 from llmpq.assigner.exact.search import PairProof, solve_exact
-from llmpq.assigner.problem import PairCosts, SearchSpace
+from llmpq.assigner.objective import PairCosts, SearchSpace
 
 SHAPES = (
     Shape(counts=(2, 1), layers=5, pairs=6, memory=0.6),

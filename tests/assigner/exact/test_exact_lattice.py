@@ -12,7 +12,7 @@ from llmpq.assigner.enumeration import device_orders
 from llmpq.assigner.exact import lattice
 from llmpq.assigner.exact.native import NotCoveredError
 from llmpq.assigner.exact.search import solve_exact
-from llmpq.assigner.problem import SearchSpace
+from llmpq.assigner.objective import SearchSpace
 
 
 def space_of(counts: tuple[int, ...], *, equal: bool = False) -> SearchSpace:

@@ -10,7 +10,7 @@ import pytest
 from exact_cases import Shape, random_space
 
 from llmpq.assigner.exact.search import solve_exact
-from llmpq.assigner.problem import SearchSpace
+from llmpq.assigner.objective import SearchSpace
 from llmpq.errors import InfeasibleError
 
 SHAPES = (

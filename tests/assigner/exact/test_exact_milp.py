@@ -12,7 +12,7 @@ from exact_cases import Shape, random_space
 from llmpq.assigner.constraints.resolve import Limits
 from llmpq.assigner.exact.search import solve_exact
 from llmpq.assigner.milp.ilp import IlpOptions, solve_ilp
-from llmpq.assigner.problem import SearchSpace
+from llmpq.assigner.objective import SearchSpace
 from llmpq.errors import InfeasibleError
 
 

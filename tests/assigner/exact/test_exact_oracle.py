@@ -14,7 +14,7 @@ from llmpq.assigner.constraints.resolve import Limits
 from llmpq.assigner.enumeration import device_orders
 from llmpq.assigner.exact import search
 from llmpq.assigner.exact.search import solve_exact
-from llmpq.assigner.problem import SearchSpace
+from llmpq.assigner.objective import SearchSpace
 from llmpq.errors import InfeasibleError
 
 BLOCK = 25

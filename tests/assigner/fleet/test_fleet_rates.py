@@ -14,12 +14,12 @@ from helpers.fleets import partitions, plans_of
 from llmpq.assigner import PlanRequest, make_plan
 from llmpq.assigner.constraints.resolve import Deadline
 from llmpq.assigner.fleet import plan_fleet
-from llmpq.assigner.fleet.pricing import batches
 from llmpq.assigner.fleet.rate_search import (
     ReplicaSpeed,
     mean_ttft_s,
     split_arrivals,
 )
+from llmpq.assigner.fleet.search import batches
 from llmpq.assigner.request import costs_of
 from llmpq.batching import uniform_depth
 from llmpq.batching.engine_step import EngineLimits

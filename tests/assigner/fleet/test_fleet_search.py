@@ -17,7 +17,7 @@ from llmpq.assigner.constraints.resolve import Deadline, Overrides
 from llmpq.assigner.fleet import plan_fleet
 from llmpq.assigner.fleet.partition import MAX_PARTS, DevicePools
 from llmpq.assigner.fleet.planner import default_budget
-from llmpq.assigner.fleet.pricing import ReplicaEvaluator, batches
+from llmpq.assigner.fleet.search import ReplicaEvaluator, batches
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec.cluster import Cluster, Device, DeviceGroup, LinkSpec, Node
 from llmpq.spec.workload import Workload

@@ -18,9 +18,8 @@ from llmpq.assigner import METHODS, make_plan
 from llmpq.assigner.constraints.resolve import Overrides
 from llmpq.assigner.heuristics import fastest, pipeedge, proportional
 from llmpq.assigner.milp.search import find_plan
-from llmpq.assigner.objective import evaluate, within_budget
+from llmpq.assigner.objective import Assignment, evaluate, within_budget
 from llmpq.assigner.planner import plan_of, solve_task
-from llmpq.assigner.problem import Assignment
 from llmpq.assigner.request import PlanningTask, build_task, silent
 from llmpq.errors import InfeasibleError
 from llmpq.spec.plan import MicroBatching

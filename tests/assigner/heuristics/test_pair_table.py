@@ -14,8 +14,7 @@ from llmpq.assigner.heuristics.pair_table import (
     block_orders,
     file_order,
 )
-from llmpq.assigner.objective import evaluate, is_feasible
-from llmpq.assigner.problem import Assignment
+from llmpq.assigner.objective import Assignment, evaluate, is_feasible
 from llmpq.assigner.request import build_task
 
 

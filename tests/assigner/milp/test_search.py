@@ -10,7 +10,7 @@ from llmpq.assigner.heuristics.transfer import find_transfer
 from llmpq.assigner.milp import search
 from llmpq.assigner.milp.ilp import IlpOptions, IlpResult, solve_ilp
 from llmpq.assigner.milp.search import find_plan
-from llmpq.assigner.problem import AssignmentProblem
+from llmpq.assigner.objective import AssignmentProblem
 from llmpq.assigner.request import PlanningTask, PlanRequest, build_task, silent
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
@@ -81,3 +81,7 @@ def test_search_without_time_for_programs_has_a_valid_gap(
     assert found.status == "feasible"
     assert found.bound_s is not None
     assert found.bound_s == pytest.approx(uneven_task.bounds(uneven_task.theta_s).min())
+
+
+def test_the_old_name_cbc_means_highs(uneven_task: PlanningTask) -> None:
+    assert replace(uneven_task.request, solver="cbc").program_solver == "highs"

@@ -3,22 +3,18 @@ from __future__ import annotations
 import math
 import sys
 
-import pulp
 import pytest
 
-from llmpq.assigner.milp.solvers import solve
+from llmpq.assigner.milp.solvers import MixedProgram, solve
 from llmpq.errors import SpecError
 
 
-def knapsack(*, capacity: float = 7.0, constant: float = 5.0) -> pulp.LpProblem:
-    program = pulp.LpProblem("knapsack", pulp.LpMinimize)
+def knapsack(*, capacity: float = 7.0, constant: float = 5.0) -> MixedProgram:
+    program = MixedProgram()
     weights, gains = (3, 4, 2), (4.0, 5.0, 3.0)
-    items = [program.add_variable(f"x{i}", 0, 1, pulp.LpInteger) for i in range(3)]
-    program += pulp.LpAffineExpression(
-        [(item, -gain) for item, gain in zip(items, gains, strict=True)], constant
-    )
-    load = pulp.LpAffineExpression(list(zip(items, weights, strict=True)))
-    program.addConstraint(pulp.LpConstraint(load, pulp.LpConstraintLE, rhs=capacity))
+    items = [program.variable(0, 1, is_whole=True) for _ in range(3)]
+    program.minimise(((item, -gain) for item, gain in zip(items, gains, strict=True)), constant)
+    program.constrain(zip(items, weights, strict=True), "<=", capacity)
     return program
 
 
@@ -28,15 +24,30 @@ def test_solvers_agree_and_include_the_constant(solver: str) -> None:
     assert found.status == "optimal"
     assert found.objective == pytest.approx(5.0 - 9.0)
     assert found.bound == pytest.approx(5.0 - 9.0)
-    assert [round(found.values[f"x{i}"]) for i in range(3)] == [1, 1, 0]
+    assert [round(value) for value in found.values] == [1, 1, 0]
 
 
 @pytest.mark.parametrize("solver", ["highs", "cbc"])
 def test_solvers_prove_infeasibility(solver: str) -> None:
     found = solve(knapsack(capacity=-1.0), solver, gap=0.0, time_limit_s=None)
     assert found.status == "infeasible"
-    assert found.values == {}
+    assert not found.values
     assert found.objective == math.inf
+
+
+def test_terms_of_one_variable_are_added() -> None:
+    program = MixedProgram()
+    one = program.variable(0, 10)
+    program.minimise([(one, 2.0), (one, 1.0)])
+    program.constrain([(one, 1.0), (one, 1.0)], ">=", 6.0)
+    found = solve(program, "highs", gap=0.0, time_limit_s=None)
+    assert found.objective == pytest.approx(9.0)
+
+
+def test_a_row_without_terms_contradicts() -> None:
+    program = MixedProgram()
+    program.constrain([(program.variable(0, is_whole=True), 0.0)], ">=", 1.0)
+    assert solve(program, "highs", gap=0.0, time_limit_s=None).status == "infeasible"
 
 
 def test_a_missing_gurobi_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from helpers.tiny_models import generate_alone, load_reference, load_stage
 from llmpq.assigner.forecast import stage_memory
 from llmpq.batching.blocks import blocks_of
 from llmpq.costmodel import build_costs
-from llmpq.costmodel.exact_bytes import layer_kv_bytes
+from llmpq.costmodel.memory import layer_kv_bytes
 from llmpq.dist.engine.executor import StageRunner, slot_row
 from llmpq.dist.io.generation import GenerationRequest
 from llmpq.dist.io.prompts import Request

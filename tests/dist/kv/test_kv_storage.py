@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmpq.batching.blocks import blocks_of
-from llmpq.costmodel.exact_bytes import layer_kv_bytes
+from llmpq.costmodel.memory import layer_kv_bytes
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.kv.cache import KVCache, quantize_keys_values, quantize_tokens
 from llmpq.errors import SpecError

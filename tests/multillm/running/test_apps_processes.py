@@ -25,10 +25,10 @@ from openai.types import Completion
 from llmpq.cli.apps.command import main
 from llmpq.dist.io.results import read_lines
 from llmpq.multillm.graph import load_application
-from llmpq.multillm.requests import load_items
 from llmpq.multillm.running.dataflow import Dataflow
 from llmpq.multillm.running.journal import ANSWERS, RequestAnswer, read_answers
 from llmpq.multillm.schedule import ModelReplica, ScheduledModel, write_schedule
+from llmpq.multillm.workload import load_items
 from llmpq.spec.fields import dump_json, to_json
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]

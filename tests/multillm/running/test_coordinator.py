@@ -16,12 +16,12 @@ from llmpq.dist.io.generation import TokenOutput
 from llmpq.errors import CapacityError, StageError, StoppedError
 from llmpq.multillm.dynamic import DynamicScheduler
 from llmpq.multillm.graph import Application, AppModel, AppNode, Edge
-from llmpq.multillm.requests import Item
 from llmpq.multillm.running.coordinator import Coordinator
 from llmpq.multillm.running.dataflow import Dataflow
 from llmpq.multillm.running.journal import ANSWERS, AnswerJournal, identity_of, read_answers
 from llmpq.multillm.running.prepare import RunModel
 from llmpq.multillm.running.timeline import Timeline
+from llmpq.multillm.workload import Item
 
 CONTEXT = 200
 LETTERS = b"abcdefghijklmnopqrstuvwxyz "

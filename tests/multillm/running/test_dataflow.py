@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmpq.multillm.graph import Application, AppModel, AppNode, Edge, fill_template
-from llmpq.multillm.requests import Item
 from llmpq.multillm.running.dataflow import Dataflow, RequestKey
+from llmpq.multillm.workload import Item
 
 
 def answer_of(node: str, prompt: str) -> str:

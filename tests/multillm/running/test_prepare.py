@@ -11,9 +11,9 @@ from helpers.schedules import schedule_on
 
 from llmpq.errors import CapacityError, SpecError
 from llmpq.multillm.graph import Application, AppModel, AppNode, Edge
-from llmpq.multillm.requests import Item
 from llmpq.multillm.running.prepare import RunModel, check_prompts, prepare_models
 from llmpq.multillm.schedule import ModelReplica, ScheduledModel
+from llmpq.multillm.workload import Item
 from llmpq.spec.cluster import Cluster, DeviceGroup
 from llmpq.spec.cluster import Node as Host
 
