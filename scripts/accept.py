@@ -1,6 +1,7 @@
-"""Run llmpq-serve and clients of OpenAI's API that other projects wrote.
+"""Run llmpq-serve and clients of its APIs that other projects wrote.
 
-    python -m venv clients && clients/bin/pip install "lm-eval[api]" transformers litellm aiperf
+    python -m venv clients
+    clients/bin/pip install "lm-eval[api]" transformers litellm aiperf anthropic openai
     scripts/accept --python clients/bin/python
 
 The clients may live in another environment (``--python``). One that is not installed is skipped,
@@ -69,6 +70,43 @@ try:
     raise SystemExit("an unknown model was accepted")
 except litellm.NotFoundError:
     print("chat, stream, logprobs, text completion, error")
+"""
+
+ANTHROPIC = """
+import anthropic, sys
+client = anthropic.Anthropic(base_url=sys.argv[1], api_key="none")
+options = dict(model="demo", max_tokens=8, system="Be brief", extra_body={"temperature": 0},
+               messages=[{"role": "user", "content": "To install the package"}])
+whole = client.messages.create(**options)
+with client.messages.stream(**options) as stream:
+    text = "".join(stream.text_stream)
+    last = stream.get_final_message()
+assert text == whole.content[0].text == last.content[0].text != "", (text, whole)
+assert whole.stop_reason == last.stop_reason == "max_tokens", last
+assert last.usage.output_tokens == whole.usage.output_tokens == 8, last.usage
+counted = client.messages.count_tokens(**{k: options[k] for k in ("model", "system", "messages")})
+usage = whole.usage
+assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens, (counted, usage)
+try:
+    client.messages.create(**options | {"model": "other"})
+    raise SystemExit("an unknown model was accepted")
+except anthropic.NotFoundError:
+    print("message, stream, tokens, error")
+"""
+OPENAI = """
+import openai, sys
+client = openai.OpenAI(base_url=sys.argv[1] + "/v1", api_key="none")
+options = dict(model="demo", max_output_tokens=8, temperature=0, instructions="Be brief")
+whole = client.responses.create(input="To install the package", **options)
+events = list(client.responses.create(input="To install the package", stream=True, **options))
+text = "".join(e.delta for e in events if e.type == "response.output_text.delta")
+last = events[-1].response
+assert text == whole.output_text == last.output_text != "", (text, whole)
+assert whole.status == last.status == "incomplete", last
+assert last.usage.output_tokens == whole.usage.output_tokens == 8, last.usage
+more = client.responses.create(input="And then?", previous_response_id=whole.id, **options)
+assert more.usage.input_tokens > whole.usage.input_tokens + 8, more.usage
+print("response, stream, conversation")
 """
 
 
@@ -182,6 +220,16 @@ def litellm(setting: Setting) -> str:
     ).strip()
 
 
+def anthropic(setting: Setting) -> str:
+    """Ask Anthropic's API for a message, a stream, the number of tokens and an error."""
+    return setting.run(setting.python, "-c", ANTHROPIC, setting.url).strip()
+
+
+def openai(setting: Setting) -> str:
+    """Ask the Responses API for a response, a stream and the next turn."""
+    return setting.run(setting.python, "-c", OPENAI, setting.url).strip()
+
+
 def aiperf(setting: Setting) -> str:
     """Measure with aiperf."""
     cache = setting.folder / "hub" / "models--local--demo"
@@ -253,6 +301,8 @@ class Client:
 CLIENTS = {
     "lm-eval": Client(module="lm_eval", install='"lm-eval[api]" transformers', act=lm_eval),
     "litellm": Client(module="litellm", install="litellm", act=litellm),
+    "anthropic": Client(module="anthropic", install="anthropic", act=anthropic),
+    "openai": Client(module="openai", install="openai", act=openai),
     "aiperf": Client(module="aiperf", install="aiperf", act=aiperf),
     "guidellm": Client(module="guidellm", install="guidellm (needs torch)", act=guidellm),
     "vllm": Client(

@@ -103,7 +103,7 @@ def lanes() -> tuple[Lane, ...]:
             name="clients",
             checks="clients of OpenAI's API that others wrote",
             command=("scripts/accept", "--python", "PYTHON"),
-            packages=("lm-eval[api]", "transformers", "litellm", "aiperf"),
+            packages=("lm-eval[api]", "transformers", "litellm", "aiperf", "anthropic", "openai"),
         ),
         Lane(
             name="browser",

@@ -28,7 +28,14 @@ from llmpq.dist.transport.endpoint import MIN_TOKEN_BYTES, is_loopback, read_tok
 from llmpq.errors import LlmpqError, SpecError, StageError, StoppedError
 from llmpq.options.server import ListenOptions, TransportLimits
 from llmpq.server.admission import AdmissionLimits, RequestAdmission
+from llmpq.server.apis.messages import (
+    CountTokensRequest,
+    MessagesRequest,
+    count_tokens,
+    prepare_messages,
+)
 from llmpq.server.apis.openai import encode_chat, prepare_chat, prepare_completion
+from llmpq.server.apis.responses import ResponsesRequest, ResponseStore
 from llmpq.server.errors import (
     ApiError,
     as_api_error,
@@ -162,6 +169,23 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         """Answer a conversation."""
         return await _generate(service, prepare_chat, body, request)
 
+    @app.post("/v1/messages")
+    async def messages(body: MessagesRequest, request: Request) -> Response:
+        """Answer a conversation of Anthropic's API."""
+        return await _generate(service, prepare_messages, body, request)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count(body: CountTokensRequest) -> Response:
+        """Return the tokens of a conversation of Anthropic's API."""
+        return json_response({"input_tokens": await count_tokens(body, service.model)})
+
+    store = ResponseStore()
+
+    @app.post("/v1/responses")
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        """Answer a conversation of OpenAI's Responses API."""
+        return await _generate(service, store.prepare, body, request)
+
 
 async def _generate(
     service: Service, translate: Translate[Body], body: Body, request: Request
@@ -284,22 +308,23 @@ def _add_page(app: FastAPI, service: Service, view: PlanView) -> None:
 
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
-    async def on_api_error(_: Request, error: ApiError) -> Response:
-        return error_response(error)
+    async def on_api_error(request: Request, error: ApiError) -> Response:
+        return error_response(error, request.url.path)
 
     @app.exception_handler(RequestValidationError)
-    async def on_validation_error(_: Request, error: RequestValidationError) -> Response:
-        return error_response(validation_error(error.errors()))
+    async def on_validation_error(request: Request, error: RequestValidationError) -> Response:
+        return error_response(validation_error(error.errors()), request.url.path)
 
     @app.exception_handler(HTTPException)
-    async def on_http_error(_: Request, error: HTTPException) -> Response:
-        if isinstance(error.__cause__, ApiError):  # raised while the body was read
-            return error_response(error.__cause__)
-        return error_response(ApiError(error.status_code, str(error.detail)))
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
+        cause = error.__cause__  # of ours if it was raised while the body was read
+        found = cause if isinstance(cause, ApiError) else None
+        found = found or ApiError(error.status_code, str(error.detail))
+        return error_response(found, request.url.path)
 
     @app.exception_handler(Exception)
-    async def on_other_error(_: Request, error: Exception) -> Response:
-        return error_response(as_api_error(error))
+    async def on_other_error(request: Request, error: Exception) -> Response:
+        return error_response(as_api_error(error), request.url.path)
 
 
 BACKLOG = 2048

@@ -60,6 +60,28 @@ class ApiError(LlmpqError):
         }
 
 
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    500: "api_error",
+    503: "overloaded_error",
+}
+
+
+def anthropic_error(error: ApiError) -> dict[str, Any]:
+    """Return the body of an answer in the form of Anthropic's API."""
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def error_body(error: ApiError, path: str) -> dict[str, Any]:
+    """Return the body of an answer in the form of the API of a path."""
+    is_anthropic = path.startswith("/v1/messages")
+    return anthropic_error(error) if is_anthropic else error.to_json()
+
+
 def bad_request(message: str, param: str | None = None) -> ApiError:
     """Return the error of a request that can never be served."""
     return ApiError(400, message, param=param)
@@ -88,9 +110,9 @@ def as_api_error(error: BaseException) -> ApiError:
     return ApiError(500, f"The engine failed ({type(error).__name__}).")
 
 
-def error_response(error: ApiError) -> Response:
-    """Return the answer to a request that failed."""
+def error_response(error: ApiError, path: str) -> Response:
+    """Return the answer to a request that failed, in the form of the API of its path."""
     headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
     if error.status in (401, 403, 408, 413, 415):  # the rest of the body stays unread
         headers["Connection"] = "close"
-    return json_response(error.to_json(), error.status, headers)
+    return json_response(error_body(error, path), error.status, headers)

@@ -20,6 +20,12 @@ def dump_json(value: object) -> bytes:
     return _ENCODER.encode(value).encode("utf-8", "backslashreplace")
 
 
+def event_of(value: Mapping[str, Any]) -> bytes:
+    """Return a server-sent event; in the APIs whose events have types, the type is its name."""
+    name = f"event: {value['type']}\n".encode() if "type" in value else b""
+    return name + b"data: " + dump_json(value) + b"\n\n"
+
+
 class SharedItems:
     """Items that several lists begin with, whose JSON is made once.
 

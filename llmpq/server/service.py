@@ -25,7 +25,7 @@ from llmpq.errors import LlmpqError, SpecError, StageError
 from llmpq.logging import get_logger
 from llmpq.server.admission import RequestAdmission
 from llmpq.server.errors import ApiError, as_api_error, bad_request
-from llmpq.server.json_output import dump_json, json_parts
+from llmpq.server.json_output import dump_json, event_of, json_parts
 from llmpq.server.metrics import ServerMetrics
 from llmpq.server.protocol import ModelBody
 from llmpq.server.text.tokenizer import ServerTokenizer
@@ -655,17 +655,23 @@ class RequestHandler:
         form = self._form
         async with self._run() as stream:
             yield b""
-            yield b"".join(map(_event_of, form.opening()))
+            yield b"".join(map(event_of, form.opening()))
             try:
                 async with contextlib.aclosing(stream.deltas()) as batches:
                     async for deltas in batches:
-                        events = [await self._events_of(delta) for delta in deltas.values()]
-                        yield b"".join(events)
+                        made: list[bytes] = []
+                        for delta in deltas.values():
+                            events = form.events(delta)
+                            if delta.prompt_logprobs is None:
+                                made += map(event_of, events)
+                            else:
+                                made += await self._in_parts(events)
+                        yield b"".join(made)
             except LlmpqError as error:
                 logger.error("a request failed: %s", type(error).__name__)
-                yield b"".join(map(_event_of, form.failure(as_api_error(error))))
+                yield b"".join(map(event_of, form.failure(as_api_error(error))))
             else:
-                yield b"".join(map(_event_of, form.closing(stream.usage())))
+                yield b"".join(map(event_of, form.closing(stream.usage())))
         yield form.end_of_stream
 
     @contextlib.asynccontextmanager
@@ -689,15 +695,13 @@ class RequestHandler:
                 finally:
                     service.streams.discard(stream)
 
-    async def _events_of(self, delta: ChoiceDelta) -> bytes:
-        events = self._form.events(delta)
-        if delta.prompt_logprobs is None:
-            return b"".join(map(_event_of, events))
+    async def _in_parts(self, events: Sequence[Json]) -> list[bytes]:
+        """Return events that are long, and let others run between their parts."""
         found, field = [], self._form.list_field
-        for event in events:  # long: in parts
+        for event in events:
             items = [await dump_in_parts(item, self._pause) for item in event[field]]
             found += [b"data: ", *_around({**event, field: []}, field, items), b"\n\n"]
-        return b"".join(found)
+        return found
 
 
 async def dump_in_parts(value: Json, pause: Callable[[float], Awaitable[None]]) -> list[bytes]:
@@ -718,9 +722,3 @@ def _around(frame: Json, field: str, items: Sequence[Sequence[bytes]]) -> list[b
     head, key, tail = dump_json(frame).partition(empty)  # quotes in texts are escaped
     parts = [part for item in items for part in (b",", *item)]
     return [head, key[:-1], *parts[1:], key[-1:], tail]
-
-
-def _event_of(value: Json) -> bytes:
-    """Return a server-sent event; in the APIs whose events have types, the type is its name."""
-    name = f"event: {value['type']}\n".encode() if "type" in value else b""
-    return name + b"data: " + dump_json(value) + b"\n\n"

@@ -28,7 +28,9 @@ from llmpq.server.json_output import dump_json
 
 OPEN_PATHS = frozenset({"/", "/health", "/ping", "/metrics", "/load", "/version"})
 """Paths that need no key: they hold numbers only, and the page, which asks for a key."""
-GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
+GENERATION_PATHS = frozenset(
+    {"/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"}
+)
 """Paths that a full server refuses."""
 LARGE_BODY_BYTES = 64 << 10
 """A body above it takes milliseconds to read: such bodies take turns with all other work."""
@@ -103,7 +105,7 @@ class RequestGuard:
         if self._checks_site:
             self._check_site(headers)
         if self._api_keys and scope["path"] not in OPEN_PATHS:
-            self._check_key(headers.get("authorization", ""))
+            self._check_key(headers)
         if scope["method"] not in ("POST", "PUT", "PATCH"):
             return
         length = headers.get("content-length", "0")
@@ -141,12 +143,17 @@ class RequestGuard:
                 "need a server with --api_key_file.",
             )
 
-    def _check_key(self, given: str) -> None:
-        scheme, _, key = given.partition(" ")
-        found = key.strip().encode("utf-8", "replace")
+    def _check_key(self, headers: Headers) -> None:
+        """Check the key: that of OpenAI's clients, or of Anthropic's in ``x-api-key``."""
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        given = [headers.get("x-api-key", ""), key if scheme.lower() == "bearer" else ""]
         # Every key is compared, in constant time.
-        matches = [hmac.compare_digest(found, expected) for expected in self._api_keys]
-        if scheme.lower() != "bearer" or not any(matches):
+        matches = [
+            hmac.compare_digest(found.strip().encode("utf-8", "replace"), expected)
+            for found in given
+            for expected in self._api_keys
+        ]
+        if not any(matches):
             raise ApiError(
                 401, "The API key is missing or wrong: expected 'Authorization: Bearer'."
             )
@@ -192,7 +199,7 @@ async def _answer_error(error: ApiError, scope: Scope, receive: Receive, writer:
     """Answer with an error, unless an answer has begun."""
     if writer.has_begun:
         return
-    await error_response(error)(scope, receive, writer)
+    await error_response(error, scope["path"])(scope, receive, writer)
 
 
 def _without_message(error: Exception) -> tuple[type[BaseException], BaseException, Any]:

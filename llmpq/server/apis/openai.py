@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
@@ -398,7 +398,10 @@ def _decode(token_ids: Sequence[int], model: ServedModel) -> str:
     return model.tokenizer.decode(token_ids)
 
 
-class _OpenAIFormat:
+OwnBody = TypeVar("OwnBody", bound=GenerationBody)
+
+
+class _OpenAIFormat(Generic[OwnBody]):
     """What completions and chat completions share.
 
     Args:
@@ -413,9 +416,10 @@ class _OpenAIFormat:
     kind, chunk_kind = "text_completion", "text_completion"
 
     def __init__(
-        self, body: GenerationBody, model: ServedModel, request: PreparedRequest, id: str
+        self, body: OwnBody, model: ServedModel, request: PreparedRequest, id: str
     ) -> None:
         self.request = request
+        self._body = body
         self._options = body.stream_options or StreamOptions()
         self._model = model
         self._head = {"id": id, "created": int(time.time())}
@@ -503,15 +507,10 @@ def _usage_json(usage: TokenUsage) -> Json:
     }
 
 
-class CompletionFormat(_OpenAIFormat):
+class CompletionFormat(_OpenAIFormat[CompletionRequest]):
     """Choices of ``/v1/completions``."""
 
-    def __init__(
-        self, body: CompletionRequest, model: ServedModel, request: PreparedRequest, id: str
-    ) -> None:
-        super().__init__(body, model, request, id)
-        self._body = body
-        self._echoed: tuple[int, dict[str, SharedItems]] = (-1, {})  # of the last prompt
+    _echoed: tuple[int, Mapping[str, SharedItems]] = (-1, {})  # of the last prompt
 
     def _choice(self, delta: ChoiceDelta, *, is_chunk: bool) -> Json:
         """Return a choice; its first one begins with the echo of the prompt."""
@@ -557,7 +556,7 @@ class CompletionFormat(_OpenAIFormat):
             "top_logprobs": tops,
         }
 
-    def _logprobs_of(self, delta: ChoiceDelta) -> dict[str, SharedItems]:
+    def _logprobs_of(self, delta: ChoiceDelta) -> Mapping[str, SharedItems]:
         """Return the log probabilities of a prompt, which are made once for all its answers."""
         number = delta.index // self.request.n
         if self._echoed[0] != number:
@@ -593,7 +592,7 @@ class CompletionFormat(_OpenAIFormat):
         return tops
 
 
-class ChatFormat(_OpenAIFormat):
+class ChatFormat(_OpenAIFormat[ChatCompletionRequest]):
     """Choices of ``/v1/chat/completions``."""
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
@@ -602,7 +601,6 @@ class ChatFormat(_OpenAIFormat):
         self, body: ChatCompletionRequest, model: ServedModel, request: PreparedRequest, id: str
     ) -> None:
         super().__init__(body, model, request, id)
-        self._body = body
         generates = not body.continue_final_message and body.add_generation_prompt is not False
         self._role = "assistant" if generates else str(body.messages[-1]["role"])
 

@@ -23,8 +23,8 @@ from yarl import URL
 
 from llmpq import __version__
 from llmpq.routing import LoadBalancer, RoutedRequest
-from llmpq.server.errors import ApiError
-from llmpq.server.json_output import dump_json, json_response
+from llmpq.server.errors import ApiError, error_body
+from llmpq.server.json_output import event_of, json_response
 from llmpq.server.router.backend import Backend, ranked
 from llmpq.server.router.metrics import RouterMetrics
 from llmpq.server.transport import until_disconnected
@@ -234,7 +234,7 @@ class _Attempt:
                 self._backend.fail()
             if self.has_begun:
                 assert self._answer is not None
-                await break_off(self._answer, self._send)
+                await break_off(self._answer, self._send, self._scope["path"])
             return None
 
     async def _pass_on(self, first_byte_s: float) -> tuple[ReplicaResponse, bytes] | None:
@@ -283,7 +283,7 @@ class _Attempt:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def break_off(answer: ReplicaResponse, send: Send) -> None:
+async def break_off(answer: ReplicaResponse, send: Send, path: str = "") -> None:
     """End an answer whose replica was lost after its first byte.
 
     Raises:
@@ -292,7 +292,7 @@ async def break_off(answer: ReplicaResponse, send: Send) -> None:
     if not answer.is_stream:
         raise ConnectionError("the answer of a replica broke off")
     error = ApiError(500, "The replica was lost before the answer was complete.")
-    event = b"\n\ndata: " + dump_json(error.to_json()) + b"\n\n"
+    event = b"\n\n" + event_of(error_body(error, path))
     await send({"type": "http.response.body", "body": event, "more_body": False})
 
 

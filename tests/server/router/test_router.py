@@ -147,6 +147,18 @@ def test_a_stream_that_breaks_off_ends_with_an_error_and_is_not_sent_again():
     run(scenario)
 
 
+def test_a_stream_of_messages_that_breaks_off_ends_with_anthropics_error():
+    async def scenario():
+        async with fleet(1) as ((replica,), _, client):
+            replica.answer = replica.break_off_stream
+            answer = await client.post("/v1/messages", json=BODY | {"stream": True})
+            name, data = answer.text.strip().split("\n\n")[-1].split("\n")
+            assert name == "event: error"  # the client leaves out events without a name
+            assert json.loads(data.removeprefix("data: "))["error"]["type"] == "api_error"
+
+    run(scenario)
+
+
 def test_an_answer_that_breaks_off_closes_the_connection():
     async def scenario():
         async with fleet(1) as ((replica,), router, client):
