@@ -35,6 +35,7 @@ from llmpq.server.text.translate import (
     work_of_chat,
     work_of_completion,
 )
+from llmpq.server.tools import AnswerParts, Event, TextDelta, chat_delta
 
 MAX_SEED = 2**63 - 1
 PromptLogprobs = Sequence[TokenLogprobs | None]
@@ -233,7 +234,9 @@ class ChoiceRun:
         decode = (
             None
             if self._tokenizer is None
-            else self._tokenizer.decoder(skip_special_tokens=work.skip_special_tokens)
+            else self._tokenizer.decoder(
+                skip_special_tokens=work.skip_special_tokens, kept_tokens=work.kept_tokens
+            )
         )
         return Detokenizer(
             decode,
@@ -501,6 +504,8 @@ class ChatFormat:
         tokenizer = answers.model.tokenizer
         as_ids = bool(body.return_tokens_as_token_ids)
         self._name = TokenText(tokenizer, as_ids=as_ids)
+        tools, text = answers.work.tools, answers.work.prompt_text
+        self._parsers = [] if tools is None else [tools.parser(text) for _ in answers.states]
         generates = not body.continue_final_message and body.add_generation_prompt is not False
         self._role = "assistant" if generates else str(body.messages[-1]["role"])
 
@@ -525,11 +530,19 @@ class ChatFormat:
             "finish_reason": piece.finish_reason,
             "stop_reason": piece.stop_reason,
         }
+        events: Sequence[Event] = [TextDelta(piece.text)]
+        if self._parsers:
+            events = self._parsers[index].feed(piece.text)
+            if piece.finish_reason is not None:
+                events = [*events, *self._parsers[index].finish()]
+            if piece.finish_reason == "stop" and self._parsers[index].num_calls:
+                choice["finish_reason"] = "tool_calls"
         if is_chunk:
-            choice["delta"] = {"content": piece.text}
+            choice["delta"] = chat_delta(events)
         else:
-            text = (state.prompt.echo or "") + piece.text
-            choice["message"] = {"role": self._role, "content": text, "refusal": None}
+            parts = AnswerParts(text=state.prompt.echo or "")
+            parts.add(events)
+            choice["message"] = {"role": self._role, "refusal": None, **parts.message()}
         if self._body.return_token_ids:
             choice["token_ids"] = piece.token_ids
         if is_first and not is_chunk and self._body.prompt_logprobs is not None:

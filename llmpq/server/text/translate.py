@@ -20,8 +20,9 @@ from llmpq.server.protocol import (
     StructuredOutputs,
     TokenizeRequest,
 )
-from llmpq.server.text.chat_template import content_text, plain_message
+from llmpq.server.text.chat_template import content_text
 from llmpq.server.text.tokenizer import ServerTokenizer
+from llmpq.server.tools import PreparedTools, prepare, template_messages
 from llmpq.spec.facts.end_tokens import GENERATION_FILE
 from llmpq.spec.fields import read_json
 from llmpq.spec.gguf.header import find_gguf
@@ -124,6 +125,9 @@ class Work:
         generates: false when an answer is the prompt alone (``max_tokens`` of 0).
         priority: of the queue.
         cache_salt: of the prefix cache.
+        tools: how the answers are split; ``None`` where they are text only.
+        prompt_text: of a conversation.
+        kept_tokens: special tokens that stay in the text of answers.
     """
 
     prompts: tuple[EncodedPrompt, ...]
@@ -136,6 +140,9 @@ class Work:
     generates: bool = True
     priority: int = 0
     cache_salt: str = ""
+    tools: PreparedTools | None = None
+    prompt_text: str = ""
+    kept_tokens: frozenset[str] = frozenset()
 
     @property
     def num_choices(self) -> int:
@@ -213,13 +220,14 @@ async def work_of_chat(body: ChatCompletionRequest, model: ServedModel) -> Work:
     Raises:
         ApiError: it cannot be served.
     """
-    choice = body.tool_choice
-    if choice not in (None, "none", "auto"):
-        raise bad_request(
-            "tool_choice: expected 'none' or 'auto': answers are not forced into tool calls.",
-            "tool_choice",
-        )
-    token_ids = await encode_chat(body, model, add_special_tokens=bool(body.add_special_tokens))
+    tokenizer = model.need_tokenizer("chat needs one")
+    tools = prepare(body, await tokenizer.template())
+    text = await _render(body, tokenizer, tools.messages, tools.tools)
+    (token_ids,) = await tokenizer.encode_async(
+        [text],
+        max_tokens=model.max_model_len,
+        add_special_tokens=bool(body.add_special_tokens),
+    )
     token_ids = _truncate(token_ids, body, model)
     max_tokens = body.max_completion_tokens or body.max_tokens
     if max_tokens is None:
@@ -227,9 +235,32 @@ async def work_of_chat(body: ChatCompletionRequest, model: ServedModel) -> Work:
     last = body.messages[-1]
     echo = content_text(last.get("content")) if body.echo and last["role"] == "assistant" else None
     sampling = await _sampling(body, model, max_tokens)
+    grammar = tools.grammar(text, tokenizer.special_tokens)
+    sampling = _with_grammar(sampling, tools, grammar)
     prompt = _encoded(token_ids, sampling, model, echo)
     prompt = replace(prompt, is_continued=bool(body.continue_final_message))
-    return _work(body, model, [prompt])
+    work = _work(body, model, [prompt])
+    if tools.is_plain:
+        return work
+    kept_tokens = tools.kept_tokens(tokenizer.special_tokens)
+    return replace(work, tools=tools, prompt_text=text, kept_tokens=kept_tokens)
+
+
+def _with_grammar(
+    sampling: SamplingParams, tools: PreparedTools, grammar: str | None
+) -> SamplingParams:
+    """Give answers the form of tool calls."""
+    if grammar is None:
+        return sampling
+    if sampling.structured_outputs is None:
+        return replace(sampling, structured_outputs=StructuredOutputsParams(grammar=grammar))
+    if tools.choice == "required":
+        raise bad_request(
+            "tool_choice: expected no response_format and no structured_outputs beside a call that "
+            "is required.",
+            "tool_choice",
+        )
+    return sampling
 
 
 async def encode_chat(
@@ -241,6 +272,21 @@ async def encode_chat(
         ApiError: the model has no chat template, or it rejects the messages.
     """
     tokenizer = model.need_tokenizer("chat needs one")
+    messages = template_messages(body.messages or (), await tokenizer.template())
+    text = await _render(body, tokenizer, messages, body.tools or None)
+    (token_ids,) = await tokenizer.encode_async(
+        [text], max_tokens=model.max_model_len, add_special_tokens=add_special_tokens
+    )
+    return token_ids
+
+
+async def _render(
+    body: ChatBody | TokenizeRequest,
+    tokenizer: ServerTokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+) -> str:
+    """Return the prompt of a conversation; templates test for tools by ``is not none``."""
     if isinstance(body, ChatBody) and body.chat_template is not None:
         raise bad_request("chat_template: the server uses the model's own.", "chat_template")
     variables = dict(body.chat_template_kwargs or {})
@@ -248,17 +294,13 @@ async def encode_chat(
         variables.setdefault("reasoning_effort", body.reasoning_effort)
     continues = bool(body.continue_final_message)
     adds = body.add_generation_prompt
-    text = await tokenizer.render(
-        [plain_message(message) for message in body.messages or ()],
-        tools=body.tools or None,  # templates test whether there are any by ``is not none``
+    return await tokenizer.render(
+        messages,
+        tools=tools,
         add_generation_prompt=not continues if adds is None else adds,
         continue_final_message=continues,
         variables={name: value for name, value in variables.items() if name != "messages"},
     )
-    (token_ids,) = await tokenizer.encode_async(
-        [text], max_tokens=model.max_model_len, add_special_tokens=add_special_tokens
-    )
-    return token_ids
 
 
 def _truncate(token_ids: list[int], body: GenerationBody, model: ServedModel) -> list[int]:
@@ -299,7 +341,12 @@ def _encoded(
 
 
 def _work(
-    body: GenerationBody, model: ServedModel, prompts: list[EncodedPrompt], **more: bool
+    body: GenerationBody,
+    model: ServedModel,
+    prompts: list[EncodedPrompt],
+    *,
+    echoes_tokens: bool = False,
+    generates: bool = True,
 ) -> Work:
     n = body.n or 1
     if body.best_of is not None and body.best_of != n:
@@ -320,7 +367,8 @@ def _work(
         skip_special_tokens=body.skip_special_tokens is not False,
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
-        **more,
+        echoes_tokens=echoes_tokens,
+        generates=generates,
     )
 
 

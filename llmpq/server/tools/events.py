@@ -23,7 +23,7 @@ class ReasoningDelta:
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """A tool call begins.
+    """The first event of a tool call: its id and the name of its function.
 
     Attributes:
         index: number of the call in the answer, from 0.
@@ -95,7 +95,7 @@ def chat_delta(events: Iterable[Event]) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class AnswerParts:
-    """The parts of a whole answer.
+    """Collects the events of an answer into the message of a chat completion.
 
     Attributes:
         text: for the user.
