@@ -29,6 +29,7 @@ from llmpq.server.json_output import dump_json, event_of, json_parts
 from llmpq.server.metrics import ServerMetrics
 from llmpq.server.protocol import ModelBody
 from llmpq.server.text.tokenizer import ServerTokenizer
+from llmpq.server.tools import PreparedTools
 from llmpq.spec.fields import read_json
 from llmpq.spec.model_files.tokenizer import GENERATION_FILE, missing_tokenizer
 from llmpq.spec.model_files.weight_headers import find_gguf
@@ -140,6 +141,9 @@ class PreparedRequest:
         generates: false when an answer is the prompt alone (``max_tokens`` of 0).
         priority: of the queue.
         cache_salt: of the prefix cache.
+        tools: how the answers are split; ``None`` where they are text only.
+        prompt_text: of a conversation.
+        kept_tokens: special tokens that stay in the text of answers.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -154,6 +158,9 @@ class PreparedRequest:
     generates: bool = True
     priority: int = 0
     cache_salt: str = ""
+    tools: PreparedTools | None = None
+    prompt_text: str = ""
+    kept_tokens: frozenset[str] = frozenset()
 
     @property
     def num_choices(self) -> int:
@@ -408,7 +415,9 @@ class ChoiceStream:
         decode = (
             None
             if self._tokenizer is None
-            else self._tokenizer.decoder(skip_special_tokens=work.skip_special_tokens)
+            else self._tokenizer.decoder(
+                skip_special_tokens=work.skip_special_tokens, kept_tokens=work.kept_tokens
+            )
         )
         return Detokenizer(
             decode,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
@@ -38,7 +39,17 @@ from llmpq.server.service import (
     ServedModel,
     TokenUsage,
 )
-from llmpq.server.text.chat_template import content_text, plain_message
+from llmpq.server.text.chat_template import content_text
+from llmpq.server.text.tokenizer import ServerTokenizer
+from llmpq.server.tools import (
+    AnswerParts,
+    Event,
+    PreparedTools,
+    TextDelta,
+    chat_delta,
+    prepare,
+    template_messages,
+)
 
 MAX_SHARED_IDS = 1 << 18
 """Most entries of the lists of a request times its answers: each answer carries all of them."""
@@ -121,13 +132,14 @@ async def chat_request(
     Raises:
         ApiError: it cannot be served.
     """
-    choice = body.tool_choice
-    if choice not in (None, "none", "auto"):
-        raise bad_request(
-            "tool_choice: expected 'none' or 'auto': answers are not forced into tool calls.",
-            "tool_choice",
-        )
-    token_ids = await encode_chat(body, model, add_special_tokens=bool(body.add_special_tokens))
+    tokenizer = model.need_tokenizer("chat needs one")
+    tools = prepare(body, await tokenizer.template())
+    text = await _render(body, tokenizer, tools.messages, tools.tools)
+    (token_ids,) = await tokenizer.encode_async(
+        [text],
+        max_tokens=model.max_model_len,
+        add_special_tokens=bool(body.add_special_tokens),
+    )
     token_ids = _truncate(token_ids, body, model)
     most = max(1, model.max_model_len - len(token_ids))
     max_tokens = body.max_completion_tokens or body.max_tokens or most
@@ -138,7 +150,9 @@ async def chat_request(
     if body.echo and last["role"] == "assistant":
         echoes = (content_text(last.get("content")),)
     sampling = await _sampling(body, model, max_tokens)
-    return _prepared(
+    grammar = tools.grammar(text, tokenizer.special_tokens)
+    sampling = _with_grammar(sampling, tools, grammar)
+    request = _prepared(
         body,
         model,
         [_checked(token_ids, sampling, model)],
@@ -146,6 +160,27 @@ async def chat_request(
         echoes=echoes,
         is_continued=bool(body.continue_final_message),
     )
+    if tools.is_plain:
+        return request
+    kept_tokens = tools.kept_tokens(tokenizer.special_tokens)
+    return replace(request, tools=tools, prompt_text=text, kept_tokens=kept_tokens)
+
+
+def _with_grammar(
+    sampling: SamplingParams, tools: PreparedTools, grammar: str | None
+) -> SamplingParams:
+    """Give answers the form of tool calls."""
+    if grammar is None:
+        return sampling
+    if sampling.structured_outputs is None:
+        return replace(sampling, structured_outputs=StructuredOutputsParams(grammar=grammar))
+    if tools.choice == "required":
+        raise bad_request(
+            "tool_choice: expected no response_format and no structured_outputs beside a call that "
+            "is required.",
+            "tool_choice",
+        )
+    return sampling
 
 
 async def encode_chat(
@@ -157,6 +192,21 @@ async def encode_chat(
         ApiError: the model has no chat template, or it rejects the messages.
     """
     tokenizer = model.need_tokenizer("chat needs one")
+    messages = template_messages(body.messages or (), await tokenizer.template())
+    text = await _render(body, tokenizer, messages, body.tools or None)
+    (token_ids,) = await tokenizer.encode_async(
+        [text], max_tokens=model.max_model_len, add_special_tokens=add_special_tokens
+    )
+    return token_ids
+
+
+async def _render(
+    body: ChatBody | TokenizeRequest,
+    tokenizer: ServerTokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+) -> str:
+    """Return the prompt of a conversation; templates test for tools by ``is not none``."""
     if isinstance(body, ChatBody) and body.chat_template is not None:
         raise bad_request("chat_template: the server uses the model's own.", "chat_template")
     variables = dict(body.chat_template_kwargs or {})
@@ -164,17 +214,13 @@ async def encode_chat(
         variables.setdefault("reasoning_effort", body.reasoning_effort)
     continues = bool(body.continue_final_message)
     adds = body.add_generation_prompt
-    text = await tokenizer.render(
-        [plain_message(message) for message in body.messages or ()],
-        tools=body.tools or None,  # templates test whether there are any by ``is not none``
+    return await tokenizer.render(
+        messages,
+        tools=tools,
         add_generation_prompt=not continues if adds is None else adds,
         continue_final_message=continues,
         variables={name: value for name, value in variables.items() if name != "messages"},
     )
-    (token_ids,) = await tokenizer.encode_async(
-        [text], max_tokens=model.max_model_len, add_special_tokens=add_special_tokens
-    )
-    return token_ids
 
 
 def _truncate(token_ids: list[int], body: GenerationBody, model: ServedModel) -> list[int]:
@@ -601,6 +647,10 @@ class ChatFormat(_OpenAIFormat[ChatCompletionRequest]):
         self, body: ChatCompletionRequest, model: ServedModel, request: PreparedRequest, id: str
     ) -> None:
         super().__init__(body, model, request, id)
+        tools, text = request.tools, request.prompt_text
+        self._parsers = (
+            [] if tools is None else [tools.parser(text) for _ in range(request.num_choices)]
+        )
         generates = not body.continue_final_message and body.add_generation_prompt is not False
         self._role = "assistant" if generates else str(body.messages[-1]["role"])
 
@@ -625,16 +675,31 @@ class ChatFormat(_OpenAIFormat[ChatCompletionRequest]):
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
+        events = self._events(delta)
+        if delta.finish_reason == "stop" and self._has_calls(delta.index):
+            choice["finish_reason"] = "tool_calls"
         if is_chunk:
-            choice["delta"] = {"content": delta.text}
+            choice["delta"] = chat_delta(events)
         else:
-            text = (self.request.echo_of(delta.index) or "") + delta.text
-            choice["message"] = {"role": self._role, "content": text, "refusal": None}
+            parts = AnswerParts(text=self.request.echo_of(delta.index) or "")
+            parts.add(events)
+            choice["message"] = {"role": self._role, "refusal": None, **parts.message()}
         if self._body.return_token_ids:
             choice["token_ids"] = delta.token_ids
         if delta.is_first and not is_chunk and self._body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = self._prompt_logprobs(delta.prompt_logprobs)
         return choice
+
+    def _events(self, delta: ChoiceDelta) -> Sequence[Event]:
+        """Return the text, reasoning and tool calls of a delta."""
+        if not self._parsers:
+            return [TextDelta(delta.text)]
+        parser = self._parsers[delta.index]
+        events = parser.feed(delta.text)
+        return events if delta.finish_reason is None else [*events, *parser.finish()]
+
+    def _has_calls(self, index: int) -> bool:
+        return bool(self._parsers) and self._parsers[index].num_calls > 0
 
     def _logprobs(self, delta: ChoiceDelta) -> Json:
         content = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from llmpq.errors import SpecError
 from llmpq.server.errors import ApiError, bad_request
 from llmpq.server.text.chat_template import ChatTemplate, plain_message
 from llmpq.server.text.text_process import TextProcesses, load_tokenizer
+from llmpq.server.tools import TemplateFormat, read_template
 from llmpq.spec.model_files.tokenizer import missing_tokenizer
 
 CACHED_TOKENS = 1 << 16
@@ -45,11 +46,13 @@ class ServerTokenizer:
         self._longest_token = max((len(token) for token in vocab), default=1)
         self.token_text = lru_cache(maxsize=CACHED_TOKENS)(self._token_text)
         self._text_alone = lru_cache(maxsize=CACHED_TOKENS)(self._decode_alone)
-        self._special = {
+        self.special_tokens: Mapping[str, int] = {
             token.content: number
             for number, token in self._tokenizer.get_added_tokens_decoder().items()
             if token.special
         }
+        self._chat_template: str | Mapping[str, str] = exported["chat_template"] or ""
+        self._template: TemplateFormat | None = None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the tokens of a text."""
@@ -97,6 +100,12 @@ class ServerTokenizer:
         """
         return await self._processes.render({"messages": list(messages), **arguments})
 
+    async def template(self) -> TemplateFormat:
+        """Return what the chat template says about answers; it is read on first use."""
+        if self._template is None:
+            self._template = await read_template(self.render, self._chat_template)
+        return self._template
+
     def warm(self) -> None:
         """Start the child process of the first conversation."""
         self._processes.warm()
@@ -118,16 +127,26 @@ class ServerTokenizer:
         )
         return found[0]
 
-    def decoder(self, *, skip_special_tokens: bool) -> Decode:
+    def decoder(self, *, skip_special_tokens: bool, kept_tokens: Collection[str] = ()) -> Decode:
         """Return the decode function of one answer.
 
         An incremental decoder decodes every token alone once: those texts are kept.
+
+        Args:
+            skip_special_tokens: whether special tokens have no text.
+            kept_tokens: special tokens that have their text in any case.
         """
+        skipped: set[int] = set()
+        if kept_tokens and skip_special_tokens:
+            skipped = {id for text, id in self.special_tokens.items() if text not in kept_tokens}
+        is_skipping = skip_special_tokens and not kept_tokens
 
         def decode(token_ids: Sequence[int]) -> str:
+            if skipped:
+                token_ids = [token for token in token_ids if token not in skipped]
             if len(token_ids) == 1:
-                return self._text_alone(token_ids[0], skip_special_tokens)
-            return self.decode(token_ids, skip_special_tokens=skip_special_tokens)
+                return self._text_alone(token_ids[0], is_skipping)
+            return self.decode(token_ids, skip_special_tokens=is_skipping)
 
         return decode
 
@@ -137,7 +156,7 @@ class ServerTokenizer:
 
     def special_token(self, text: str) -> int | None:
         """Return the special token that is written so; ``None`` if there is none."""
-        return self._special.get(text)
+        return self.special_tokens.get(text)
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of a token, which may be a part of a character."""

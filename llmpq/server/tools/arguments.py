@@ -10,6 +10,7 @@ from typing import Any
 from llmpq.server.tools.call_format import CallFormat, pieces
 from llmpq.server.tools.text_source import Emit, Steps, TextSource, is_json
 
+_MAX_DEPTH = 64
 _BARE_KEY = re.compile(r"[^:{},\[\]<]*")
 _BARE_VALUE = re.compile(r"[^,}\]<]*")
 _TYPES: Mapping[str, tuple[type, ...]] = {
@@ -106,12 +107,14 @@ def read_tags(
     emit("{}" if is_first else "}")
 
 
-def read_quoted(source: TextSource, quote: str, emit: Emit) -> Steps[bool]:
+def read_quoted(source: TextSource, quote: str, emit: Emit, depth: int = 0) -> Steps[bool]:
     """Read a value whose keys are bare and whose texts stand between quotes; emit it as JSON.
 
     Returns:
-        Whether the value is whole.
+        Whether the value is whole; one that is nested too deep is not.
     """
+    if depth > _MAX_DEPTH:
+        return False
     yield from source.blanks()
     if (yield from source.literal(quote)):
         emit('"')
@@ -119,15 +122,15 @@ def read_quoted(source: TextSource, quote: str, emit: Emit) -> Steps[bool]:
         emit('"' * bool(mark))
         return bool(mark)
     if (yield from source.literal("{")):
-        return (yield from _read_items(source, quote, emit, "}"))
+        return (yield from _read_items(source, quote, emit, "}", depth))
     if (yield from source.literal("[")):
-        return (yield from _read_items(source, quote, emit, "]"))
+        return (yield from _read_items(source, quote, emit, "]", depth))
     text, _ = yield from source.collect(lambda take: source.run(_BARE_VALUE, take))
     emit(value_json(text.strip(), None))
     return bool(text.strip())
 
 
-def _read_items(source: TextSource, quote: str, emit: Emit, end: str) -> Steps[bool]:
+def _read_items(source: TextSource, quote: str, emit: Emit, end: str, depth: int) -> Steps[bool]:
     """Read the rest of an object or of a list."""
     emit("{" if end == "}" else "[")
     separator = ""
@@ -145,7 +148,7 @@ def _read_items(source: TextSource, quote: str, emit: Emit, end: str) -> Steps[b
             if not (yield from source.tokens((":",))):
                 return False
             emit(json.dumps(key, ensure_ascii=False) + ": ")
-        if not (yield from read_quoted(source, quote, emit)):
+        if not (yield from read_quoted(source, quote, emit, depth + 1)):
             return False
 
 

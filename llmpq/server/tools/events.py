@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 
@@ -23,7 +24,7 @@ class ReasoningDelta:
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """A tool call begins.
+    """The first event of a tool call: its id and the name of its function.
 
     Attributes:
         index: number of the call in the answer, from 0.
@@ -57,18 +58,24 @@ Event = TextDelta | ReasoningDelta | CallBegin | ArgumentsDelta | CallEnd
 def join_events(events: Iterable[Event]) -> list[Event]:
     """Return the events with neighbours of one kind joined."""
     joined: list[Event] = []
-    for event in events:
-        last = joined[-1] if joined else None
-        match last, event:
-            case TextDelta(before), TextDelta(text):
-                joined[-1] = TextDelta(before + text)
-            case ReasoningDelta(before), ReasoningDelta(text):
-                joined[-1] = ReasoningDelta(before + text)
-            case ArgumentsDelta(index, before), ArgumentsDelta(_, text):
-                joined[-1] = ArgumentsDelta(index, before + text)
+    for _, same in groupby(events, _kind):
+        first, *others = same
+        texts = [event.text for event in others if not isinstance(event, CallBegin | CallEnd)]
+        match first:
+            case TextDelta(text) | ReasoningDelta(text) | ArgumentsDelta(_, text) if texts:
+                joined.append(replace(first, text="".join([text, *texts])))
             case _:
-                joined.append(event)
+                joined.append(first)
     return joined
+
+
+def _kind(event: Event) -> tuple[type, int]:
+    """Return what neighbours share that are joined."""
+    match event:
+        case TextDelta() | ReasoningDelta():
+            return type(event), 0
+        case CallBegin(index) | ArgumentsDelta(index) | CallEnd(index):
+            return type(event), index
 
 
 def chat_delta(events: Iterable[Event]) -> dict[str, Any]:
@@ -95,7 +102,7 @@ def chat_delta(events: Iterable[Event]) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class AnswerParts:
-    """The parts of a whole answer.
+    """Collects the events of an answer into the message of a chat completion.
 
     Attributes:
         text: for the user.

@@ -29,6 +29,8 @@ _VALUES = ("qzval", "qzvalb")
 _IDS = ("qzid00001", "qzid00002")
 """Nine letters and digits: some templates take no others."""
 _MARK = re.compile(r"<[^<>\s]+>|\[[A-Z_/]+\]")
+_PRINTED = re.compile("""["']tool_calls["']""")
+"""In a message that is printed whole: that is no form of a call."""
 _REASONING = (
     ReasoningFormat(open="<think>", close="</think>"),
     ReasoningFormat(open="[THINK]", close="[/THINK]"),
@@ -79,7 +81,8 @@ async def read_template(render: Render, source: str | Mapping[str, str]) -> Temp
     """
     text = source if isinstance(source, str) else "\n".join(source.values())
     probe = _Probe(render)
-    await probe.choose_content()
+    if not await probe.choose_content():
+        return TemplateFormat()
     frame = await probe.frame()
     if "<|channel|>" in text and "<|message|>" in text:
         return replace(await _needs(probe), calls=_HARMONY)
@@ -101,11 +104,12 @@ class _Probe:
         self.takes_text_arguments = False
         self.needs_text_arguments = False
 
-    async def choose_content(self) -> None:
-        """Find out whether the content of a message must be a list of parts."""
-        if _USER not in (await self.turn(None) or ""):
-            self.needs_parts = True
-            self.needs_parts = _USER in (await self.turn(None) or "")
+    async def choose_content(self) -> bool:
+        """Find out whether content must be a list of parts; ``False`` if the template has none."""
+        for self.needs_parts in (False, True):
+            if _USER in (await self.turn(None) or ""):
+                return True
+        return False
 
     async def frame(self) -> _Frame | None:
         """Return what stands around an answer of text."""
@@ -180,9 +184,9 @@ async def _read_calls(probe: _Probe, frame: _Frame, needs: TemplateFormat) -> Ca
         return json.dumps(_arguments(count)) if needs.needs_text_arguments else _arguments(count)
 
     one = await probe.calls((_NAMES[0], given(1)))
-    if one is None or _NAMES[0] not in one or "'arguments'" in one:  # a message as Python prints it
+    one = "" if one is None else _without_frame(one, frame)
+    if _NAMES[0] not in one or _PRINTED.search(one):
         return None
-    one = _without_frame(one, frame)
     two = await probe.calls((_NAMES[0], given(1)), (_NAMES[1], given(1)))
     two = None if two is None or _NAMES[1] not in two else _without_frame(two, frame)
     name = one.index(_NAMES[0])
@@ -263,7 +267,7 @@ def _objects_around(text: str, name: int, end: int) -> list[tuple[int, int, Json
 def _quoted_call(one: str, two: str | None, name: int) -> CallFormat:
     match = re.search(re.escape(_KEYS[0]) + r":(\S+?)" + _VALUES[0], one)
     quote = match[1] if match else '"'
-    end = one.index("}", name) + 1
+    end = one.find("}", name) + 1 or len(one)
     form = CallFormat(kind="quoted", quote=quote)
     return _split_group(form, name, end, one, two)
 
@@ -271,7 +275,7 @@ def _quoted_call(one: str, two: str | None, name: int) -> CallFormat:
 def _tag_call(one: str, two: str | None, both: str) -> CallFormat | None:
     """Return the format of a call whose arguments stand between marks."""
     places = [both.find(text) for text in (_NAMES[0], _KEYS[0], _VALUES[0], _KEYS[1], _VALUES[1])]
-    if min(places) < 0 or places != sorted(places):
+    if min(places) < 0 or places != sorted(places) or _VALUES[0] not in one:
         return None
     name, key, value, next_key, last = places
     after = both[last + len(_VALUES[1]) :]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from llmpq.server.errors import ApiError, bad_request
+from llmpq.server.protocol import check_json_text
 from llmpq.server.text.chat_template import content_text
 from llmpq.server.tools.call_format import TemplateFormat
 from llmpq.server.tools.call_parser import CallParser
@@ -299,6 +300,7 @@ def fitted_arguments(arguments: object, template: TemplateFormat) -> object:
     if isinstance(arguments, str):
         try:
             value = json.loads(arguments or "{}")
+            check_json_text(value)
         except (ValueError, RecursionError):
             value = arguments
     value = {} if value is None else value

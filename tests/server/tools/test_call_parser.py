@@ -224,6 +224,18 @@ def test_unusual_calls_keep_their_arguments(name, text, arguments):
     assert parts.text == ""
 
 
+@pytest.mark.parametrize("name", ["gemma", "qwen3", "glm"])
+def test_values_that_are_nested_without_end_are_read(name):
+    deep = {"gemma": "{a:", "qwen3": '{"a": ', "glm": '{"a": '}[name] * 10**4
+    text = {
+        "gemma": f"<|tool_call>call:get_time{deep}",
+        "qwen3": f'<tool_call>{{"name": "get_time", "arguments": {deep}',
+        "glm": f"<tool_call>get_time<arg_key>a</arg_key><arg_value>{deep}</arg_value>",
+    }
+    parts = parts_of(parser_of(name), text[name])
+    assert [call["function"]["name"] for call in parts.calls] == ["get_time"]
+
+
 def test_arguments_arrive_while_the_model_writes_them():
     parser = parser_of("qwen3")
     parser.feed('<tool_call>\n{"name": "get_time", "arguments": ')

@@ -67,6 +67,9 @@ def test_templates_of_parts_are_seen(source):
         "{{ raise_exception('no') }}",
         "{% for m in messages %}{{ m.content }}{% endfor %}",
         "{% for m in messages %}{{ m }}{% endfor %}",
+        "{{ messages }}",
+        "{{ messages | tojson }}{{ tools | tojson }}",
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ tools | tojson }}",
         "",
     ],
 )

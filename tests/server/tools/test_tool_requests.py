@@ -113,7 +113,16 @@ def test_a_history_is_rendered_by_every_template(name):
 
 
 @pytest.mark.parametrize(
-    ("given", "wanted"), [("", {}), (None, {}), ("[1]", "[1]"), ({"a": 1}, {"a": 1})]
+    ("given", "wanted"),
+    [
+        ("", {}),
+        (None, {}),
+        ("[1]", "[1]"),
+        ({"a": 1}, {"a": 1}),
+        ('{"a": "\\ud800"}', '{"a": "\\ud800"}'),
+        ('{"a": ' * 100 + "1" + "}" * 100, '{"a": ' * 100 + "1" + "}" * 100),
+        ('{"a": ' * 10**5, '{"a": ' * 10**5),
+    ],
 )
 def test_arguments_become_objects_where_they_are(given, wanted):
     assert arguments_of(prepared(messages=history(given))) == wanted

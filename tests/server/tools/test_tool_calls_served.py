@@ -1,0 +1,135 @@
+"""OpenAI's own client gets tool calls and reasoning from a server on a loopback port."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+
+import openai
+import pytest
+from helpers.fake_engine import FakeEngine
+from helpers.served import DEMO, demo_tokenizer, make_service, serving
+from model_templates import CALLS, MODELS, SPECIAL_TOKENS, TOOLS
+
+from llmpq.server.text.tokenizer import ServerTokenizer
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+NAMES = ["qwen3", "glm", "llama3", "mistral_args", "gemma", "harmony"]
+VOCAB = 4096
+CASE = [
+    {"role": "user", "content": "hi"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1'}}
+        ],
+    },
+    {"role": "tool", "tool_call_id": "a", "content": "error: arguments are not JSON"},
+]
+
+
+def tokenizer_of(name: str) -> ServerTokenizer:
+    """Return the demo's tokenizer with the special tokens and the template of a model."""
+    content = json.loads((DEMO / "tokenizer.json").read_text(encoding="utf-8"))
+    sample = content["added_tokens"][0]
+    content["added_tokens"] += [
+        {**sample, "id": VOCAB + place, "content": text}
+        for place, text in enumerate(MODELS[name].special)
+    ]
+    template = {"chat_template": MODELS[name].source, "special_tokens": SPECIAL_TOKENS}
+    return ServerTokenizer({"tokenizer": content, **template})
+
+
+@contextlib.contextmanager
+def asking(name: str, answer: str) -> Iterator[tuple[openai.OpenAI, FakeEngine]]:
+    """Serve a model that gives one answer to everything."""
+    tokenizer = tokenizer_of(name)
+    script = tokenizer.encode(answer, add_special_tokens=False)
+    engine = FakeEngine(script=script, vocab_size=VOCAB + len(MODELS[name].special))
+    with (
+        serving(make_service(engine, tokenizer=tokenizer)) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client, engine
+    tokenizer.close()
+
+
+def ask(client: openai.OpenAI, **fields):
+    fields = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": 400, **fields}
+    return client.chat.completions.create(model="demo", **fields)
+
+
+def calls_of(message):
+    return [
+        (call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_arrive_whole_and_streamed(name):
+    model = MODELS[name]
+    answer = model.both or model.one
+    with asking(name, answer) as (client, _):
+        whole = ask(client).choices[0]
+        assert whole.finish_reason == "tool_calls"
+        assert whole.message.content is None
+        assert calls_of(whole.message) == CALLS[: len(whole.message.tool_calls)]
+        assert len(whole.message.tool_calls) == (1 if model.both is None else 2)
+        with client.chat.completions.stream(
+            model="demo", messages=MESSAGES, tools=TOOLS, max_tokens=400
+        ) as stream:
+            streamed = stream.get_final_completion().choices[0]
+        assert streamed.finish_reason == "tool_calls"
+        assert calls_of(streamed.message) == calls_of(whole.message)
+        ids = {call.id for call in streamed.message.tool_calls}
+        assert len(ids) == len(streamed.message.tool_calls)
+
+
+def test_reasoning_is_split_from_the_answer():
+    with asking("qwen3", "<think>\nHm.\n</think>\n\nHello") as (client, _):
+        message = ask(client).choices[0].message
+        assert (message.reasoning_content, message.content) == ("Hm.", "Hello")
+        chunks = [chunk.choices[0].delta for chunk in ask(client, stream=True)]
+    thoughts = [getattr(delta, "reasoning_content", None) or "" for delta in chunks]
+    assert "".join(thoughts) == "Hm."
+    assert "".join(delta.content or "" for delta in chunks) == "Hello"
+
+
+def test_special_tokens_that_are_no_marks_have_no_text():
+    answer = f"He<s>llo{MODELS['granite'].one}"
+    with asking("granite", answer) as (client, _):
+        message = ask(client).choices[0].message
+    assert message.content == "Hello"
+    assert calls_of(message) == CALLS[:1]
+
+
+def test_without_tools_a_call_is_text():
+    answer = MODELS["qwen3"].one
+    with asking("qwen3", answer) as (client, _):
+        for fields in ({"tools": openai.NOT_GIVEN}, {"tool_choice": "none"}):
+            choice = ask(client, **fields).choices[0]
+            assert (choice.message.content, choice.finish_reason) == (answer, "stop")
+
+
+def test_a_required_call_gives_the_answer_a_form():
+    named = {"type": "function", "function": {"name": "get_time"}}
+    with asking("qwen3", MODELS["qwen3"].one) as (client, engine):
+        for choice in ("auto", "required", named):
+            ask(client, tool_choice=choice)
+        forms = [request.sampling.structured_outputs for request in engine.requests.values()]
+        assert forms[0] is None
+        assert "get_weather" in forms[1].grammar
+        assert "get_weather" not in forms[2].grammar
+        with pytest.raises(openai.BadRequestError, match="tool_choice"):
+            ask(client, tool_choice="required", response_format={"type": "json_object"})
+        with pytest.raises(openai.BadRequestError, match="name 'a b'"):
+            ask(client, tools=[{"type": "function", "function": {"name": "a b"}}])
+
+
+def test_a_history_with_malformed_arguments_goes_on():
+    with asking("qwen3", "Hello") as (client, engine):
+        assert ask(client, messages=CASE).choices[0].message.content == "Hello"
+        (request,) = engine.requests.values()
+    assert '{"x": 1' in demo_tokenizer(MODELS["qwen3"].source).decode(request.prompt_token_ids)
