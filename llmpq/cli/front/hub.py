@@ -76,7 +76,7 @@ class HubName:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubModel:
-    """A model in the cache of the hub.
+    """Where a model lies in the cache, and what was downloaded of it now.
 
     Attributes:
         path: folder of its files, or its GGUF file.
