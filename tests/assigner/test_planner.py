@@ -150,7 +150,7 @@ def plan_request_like(request: PlanRequest, **overrides) -> PlanRequest:
         ({"theta_s": -1.0}, "theta_s: found -1, expected at least 0"),
         ({"quality_budget": float("nan")}, "quality_budget"),
         ({"gap": 1.0}, "gap: found 1.0"),
-        ({"bits": (5,)}, r"bits: found \[5\]"),
+        ({"bits": (5,)}, "bits: found 5, expected one of 3, 4, 8, 16"),
         ({"layer_group": 0}, "layer_group: found 0"),
         ({"workload": Workload(batch=1, prompt_tokens=2000, new_tokens=100)}, "2048"),
         ({"sensitivity": sensitivity(model_spec(layers=3))}, "found 3 layers"),

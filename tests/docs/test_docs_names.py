@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 from helpers.docs_pages import PAGES, ROOT, name_of
 
-MAX_WORDS = 18_000
+MAX_WORDS = 19_000
 """Of all pages that have no bound of their own, with the changelog."""
 MAX_WORDS_OF = {
     "docs/evidence/larry.md": 300,
@@ -26,14 +26,14 @@ MAX_WORDS_OF = {
     "docs/install/first-answer.md": 330,
     "docs/operations/kubernetes.md": 170,
     "docs/operations/ray.md": 260,
-    "docs/reference/api.md": 600,
+    "docs/reference/api.md": 700,
     "docs/reference/applications.md": 500,
     "docs/reference/checkpoints.md": 300,
     "docs/reference/devices.md": 700,
     "docs/reference/models.md": 300,
     "docs/tutorials/applications.md": 480,
     "docs/tutorials/export.md": 270,
-    "docs/tutorials/serve.md": 500,
+    "docs/tutorials/serve.md": 550,
 }
 """Of the pages of capabilities that were added since: each page, and its own bound."""
 FOLDERS = (

@@ -134,7 +134,9 @@ def cluster_of(asked: ClusterOptions) -> Cluster:
         SpecError: there is none, or two, or a device has no figures.
     """
     names, numbers = asked.device_names, asked.device_numbers
-    if asked.cluster is not None and names is None and numbers is None:
+    if asked.cluster is not None and names is not None:
+        raise SpecError("--cluster and --device_names: found both, expected one of them")
+    if asked.cluster is not None and numbers is None:
         found, where = load_cluster(asked.cluster), asked.cluster
     elif asked.cluster is None and names is not None:
         found, where = cluster_of_lists(names, numbers or [1] * len(names)), "--device_names"

@@ -63,7 +63,7 @@ class TextFormat(RequestBody):
 
 
 class TextOptions(RequestBody):
-    """Options of the text of an answer."""
+    """The form that an answer must have: plain, a JSON object, or one of a schema."""
 
     format: TextFormat | None = None
 
