@@ -51,13 +51,18 @@ def copy_sources(target: Path) -> None:
     """Copy the files that git tracks, or the whole tree of an unpacked sdist."""
     listed = tracked_files()
     if listed is None:
-        ignored = shutil.ignore_patterns(".venv", "build", "dist", "*.egg-info", "__pycache__")
-        shutil.copytree(ROOT, target, ignore=ignored)
+        shutil.copytree(ROOT, target, ignore=left_out)
         return
     for name in filter(None, listed.split("\0")):
         if (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, target / name)
+
+
+def left_out(folder: str, names: list[str]) -> set[str]:
+    """Return what is no source; ``llmpq/dist`` is one, ``dist`` beside it is not."""
+    found = {name for name in names if name == "__pycache__" or name.endswith(".egg-info")}
+    return found | ({".venv", ".git", "build", "dist"} if Path(folder) == ROOT else set())
 
 
 def tracked_files() -> str | None:

@@ -213,9 +213,10 @@ def inside(stage: Stage, words: list[str]) -> str:
     environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", **host}
     environment["PIP_CERT"] = KEPT_CERTIFICATES
     user = [] if stage.user == "0" else [f"--userspec={stage.user}:{stage.user}"]
-    script = 'cd "$0" && exec "$@"'
+    start = [str(shutil.which("chroot")), *user, str(stage.root)]
+    start += ["/bin/sh", "-c", 'cd "$0" && exec "$@"', stage.folder]
     done = subprocess.run(
-        ["chroot", *user, str(stage.root), "/bin/sh", "-c", script, stage.folder, *words],
+        [*start, *words],
         env=environment | stage.environment, stdout=subprocess.PIPE, text=True, check=False,
     )  # fmt: skip
     if done.returncode:
