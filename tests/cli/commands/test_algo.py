@@ -135,7 +135,7 @@ def test_a_model_that_does_not_fit_is_status_3_with_a_fix(capsys) -> None:
         ([*SMALL], "--cluster"),
         ([*SMALL[:2], *ONE], "--workload"),
         ([*SMALL[2:], *ONE], "--model"),
-        ([*SMALL, *ONE, "--cluster", "x.json"], "either --cluster"),
+        ([*SMALL, *ONE, "--cluster", "x.json"], "found both"),
         ([*SMALL, *ONE, "--s", "4000"], "2048"),
         ([*SMALL, *ONE, "--omega_file", "missing.json"], "missing.json: no such file"),
         ([*SMALL, *ONE, "--profile", "nowhere"], "no such folder"),
