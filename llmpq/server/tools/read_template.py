@@ -81,7 +81,7 @@ async def read_template(render: Render, source: str | Mapping[str, str]) -> Temp
     """
     text = source if isinstance(source, str) else "\n".join(source.values())
     probe = _Probe(render)
-    if not await probe.choose_content():
+    if _USER not in (await probe.turn(None) or ""):
         return TemplateFormat()
     frame = await probe.frame()
     if "<|channel|>" in text and "<|message|>" in text:
@@ -100,28 +100,16 @@ class _Probe:
 
     def __init__(self, render: Render) -> None:
         self._render = render
-        self.needs_parts = False
         self.takes_text_arguments = False
         self.needs_text_arguments = False
 
-    async def choose_content(self) -> bool:
-        """Find out whether content must be a list of parts; ``False`` if the template has none."""
-        for self.needs_parts in (False, True):
-            if _USER in (await self.turn(None) or ""):
-                return True
-        return False
-
     async def frame(self) -> _Frame | None:
         """Return what stands around an answer of text."""
-        found = await self.turn({"content": self.content(_ANSWER)})
+        found = await self.turn({"content": _ANSWER})
         if found is None or _ANSWER not in found:
             return None
         before, _, after = found.partition(_ANSWER)
         return _Frame(before, after)
-
-    def content(self, text: str) -> object:
-        """Return the content of a message as the template needs it."""
-        return [{"type": "text", "text": text}] if self.needs_parts else text
 
     async def calls(self, *calls: tuple[str, object], ids: Sequence[str] = _IDS) -> str | None:
         """Return an answer with tool calls, from the text of the user on."""
@@ -129,11 +117,11 @@ class _Probe:
             {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
             for id, (name, arguments) in zip(ids, calls, strict=False)
         ]
-        return await self.turn({"content": self.content(""), "tool_calls": made})
+        return await self.turn({"content": "", "tool_calls": made})
 
     async def turn(self, answer: Json | None) -> str | None:
         """Return what stands behind the text of the user; without an answer, all of the prompt."""
-        messages: list[Json] = [{"role": "user", "content": self.content(_USER)}]
+        messages: list[Json] = [{"role": "user", "content": _USER}]
         if answer is not None:
             messages.append({"role": "assistant", **answer})
         try:
@@ -175,7 +163,6 @@ async def _needs(probe: _Probe) -> TemplateFormat:
     return TemplateFormat(
         needs_text_arguments=probe.needs_text_arguments,
         takes_text_arguments=as_text is not None,
-        needs_content_parts=probe.needs_parts,
     )
 
 
@@ -362,7 +349,7 @@ async def _with_details(calls: CallFormat, probe: _Probe, source: str) -> CallFo
 
 
 async def _read_reasoning(probe: _Probe, source: str) -> ReasoningFormat | None:
-    message = {"content": probe.content(_ANSWER), "reasoning_content": _THOUGHT}
+    message = {"content": _ANSWER, "reasoning_content": _THOUGHT}
     text = await probe.turn(message)
     if text is not None and _THOUGHT in text and _ANSWER in text.partition(_THOUGHT)[2]:
         before, _, rest = text.partition(_THOUGHT)

@@ -49,16 +49,17 @@ def test_arguments_that_a_template_needs(name, needs_text, takes_text):
 
 
 @pytest.mark.parametrize(
-    "source",
+    "content",
     [
-        "{% for m in messages %}<{{m.role}}>{% for p in m['content'] %}{% if p['type']=='text' %}"
-        "{{ p['text'] }}{% endif %}{% endfor %}{% endfor %}<assistant>",
-        "{% for m in messages %}<{{m.role}}>{{ m['content'][0]['text'] }}{% endfor %}<assistant>",
+        "{%- for p in m['content'] %}{% if p['type'] == 'text' %}{{ p['text'] }}{% endif %}"
+        "{% endfor %}",
+        "{{- m['content'][0]['text'] if m['content'] }}",
     ],
 )
-def test_templates_of_parts_are_seen(source):
-    assert format_of(source).needs_content_parts
-    assert format_of(source).calls is None
+def test_a_template_of_parts_is_read_as_that_of_texts(content):
+    source = QWEN3.source.replace("{{- m.content }}", content)
+    assert source != QWEN3.source
+    assert format_of(source) == format_of(QWEN3.source)
 
 
 @pytest.mark.parametrize(
