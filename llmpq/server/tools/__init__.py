@@ -2,7 +2,7 @@
 
 A request path uses the package so::
 
-    template = await read_template(tokenizer.render, chat_template)  # once for each model
+    template = read_template(render, chat_template)  # once for each model
     prepared = prepare(body, template)  # raises ApiError for a bad request
     prompt = await tokenizer.render(prepared.messages, tools=prepared.tools, ...)
     grammar = prepared.grammar(prompt, special_tokens)  # of structured outputs, or None

@@ -8,8 +8,6 @@ import pytest
 from helpers.served import demo_tokenizer
 from model_templates import MODELS, QWEN3, format_of
 
-from llmpq.server.tools import read_template
-
 
 @pytest.mark.parametrize("name", MODELS)
 def test_calls_are_read_as_the_template_writes_them(name):
@@ -82,5 +80,5 @@ def test_a_template_without_calls_has_none(source):
 
 def test_the_servers_child_process_renders_the_same():
     tokenizer = demo_tokenizer(QWEN3.source)
-    found = asyncio.run(read_template(tokenizer.render, QWEN3.source))
+    found = asyncio.run(tokenizer.template())
     assert found == format_of(QWEN3.source)
