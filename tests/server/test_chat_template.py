@@ -17,7 +17,7 @@ from llmpq.server.apis.openai import encode_chat
 from llmpq.server.errors import ApiError
 from llmpq.server.protocol import ChatCompletionRequest
 from llmpq.server.service import ServedModel
-from llmpq.server.text.chat_template import ChatTemplate, plain_message
+from llmpq.server.text.chat_template import ChatTemplate
 from llmpq.server.text.tokenizer import ChatEncoder, ServerTokenizer, load_server_tokenizer
 
 CHAT_ML = """{%- for message in messages %}
@@ -137,15 +137,6 @@ def test_a_template_that_takes_texts_gets_texts():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"), [('{"x": 1}', {"x": 1}), ("", {}), ('{"x": ', '{"x": ')]
-)
-def test_malformed_arguments_of_a_call_stay_a_text(arguments, expected):
-    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
-    made = plain_message({"role": "assistant", "tool_calls": [call]})
-    assert made["tool_calls"][0]["function"] == {"name": "f", "arguments": expected}
-
-
-@pytest.mark.parametrize(
     ("template", "role"), [("", "system"), ("{# knows the developer #}", "developer")]
 )
 def test_a_developer_is_a_system_unless_the_template_names_it(template, role):
@@ -219,10 +210,14 @@ def test_tokenizer_process_finds_template_and_gives_the_same_tokens(tmp_path, to
 
 
 @pytest.mark.parametrize("variables", [{}, {"extra": "x"}])
-def test_a_conversation_of_the_python_api_has_the_tokens_of_the_server(tmp_path, variables):
+@pytest.mark.parametrize("arguments", ["arguments.x", "arguments + ''"])  # object, text
+def test_a_conversation_of_the_python_api_has_the_tokens_of_the_server(
+    tmp_path, variables, arguments
+):
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
         shutil.copy(DEMO / name, tmp_path / name)
-    (tmp_path / "chat_template.jinja").write_text(STRICT + "{{ extra }}", encoding="utf-8")
+    template = STRICT.replace("arguments.x", arguments) + "{{ extra }}"
+    (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {

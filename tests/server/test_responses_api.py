@@ -208,7 +208,7 @@ def test_form_of_the_text_reaches_the_engine(client, served):
     ("fields", "text"),
     [
         ({"background": True}, "background"),
-        ({"tool_choice": "required"}, "not forced into tool calls"),
+        ({"tool_choice": "required"}, "without tools"),
         ({"tools": [{"type": "web_search"}]}, "type function"),
         ({"input": []}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema, field_validator
 
+from llmpq.server.apis.answer_events import AnswerSplitter
 from llmpq.server.apis.openai import chat_of, chat_request, encode_chat
 from llmpq.server.errors import ApiError, anthropic_error, bad_request
 from llmpq.server.protocol import (
@@ -20,6 +22,7 @@ from llmpq.server.protocol import (
     check_stop_strings,
 )
 from llmpq.server.service import ChoiceDelta, Json, PreparedRequest, ServedModel, TokenUsage
+from llmpq.server.tools import AnswerPart, AnswerParts, PartStep
 
 _CONTENT = {
     "anyOf": [
@@ -36,6 +39,12 @@ _CONTENT = {
 }
 _ROLES = ("user", "assistant", "system")
 _BLOCKS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
+_DELTAS = {
+    "text": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
+"""The type of the delta of each kind of part, and the field of its text."""
 Content = Annotated[str | list[dict[str, Any]], WithJsonSchema(_CONTENT)]
 Turns = Annotated[
     list[dict[str, Any]],
@@ -59,6 +68,7 @@ class ToolChoice(RequestBody):
 
     type: Literal["auto", "none", "any", "tool"]
     name: Text | None = None
+    disable_parallel_tool_use: bool | None = False
 
 
 class OutputFormat(RequestBody):
@@ -149,6 +159,7 @@ def _chat_of(body: CountTokensRequest, **sampling: Any) -> ChatCompletionRequest
         messages=messages,
         tools=[_tool_of(tool) for tool in body.tools or ()] or None,
         tool_choice=None if choice is None else _tool_choice_of(choice),
+        parallel_tool_calls=choice is None or not choice.disable_parallel_tool_use,
         reasoning_effort=config.effort,
         response_format=form and {"type": form.type, "json_schema": {"schema": form.schema_}},
         continue_final_message=body.messages[-1]["role"] == "assistant",
@@ -195,11 +206,10 @@ def _call_of(block: Mapping[str, Any]) -> Json:
 def _tool_of(tool: Mapping[str, Any]) -> Json:
     if tool.get("type", "custom") != "custom" or not isinstance(tool.get("name"), str):
         raise bad_request("tools: expected tools with a name and an input_schema.", "tools")
-    names = {"name": "name", "description": "description", "input_schema": "parameters"}
-    return {
-        "type": "function",
-        "function": {new: tool[old] for old, new in names.items() if old in tool},
-    }
+    names = {"input_schema": "parameters"}
+    fields = ("name", "description", "input_schema", "strict")
+    function = {names.get(field, field): tool[field] for field in fields if field in tool}
+    return {"type": "function", "function": function}
 
 
 def _tool_choice_of(choice: ToolChoice) -> str | Json:
@@ -229,11 +239,14 @@ class MessagesFormat:
         self._id = id
         self._length = "model_context_window_exceeded" if is_cut else "max_tokens"
         self._end: Json = {"stop_reason": None, "stop_sequence": None}
+        self._splitter, self._parts = AnswerSplitter(request), AnswerParts()
 
     def items(self, delta: ChoiceDelta) -> list[Json]:
         """Return the content of a whole answer."""
+        self._parts.add(self._splitter.events(delta))
+        self._parts.finish()
         self._end = self._end_of(delta)
-        return [{"type": "text", "text": delta.text}]
+        return [_block(part) for part in self._parts.parts]
 
     def whole(self, usage: TokenUsage) -> Json:
         """Return the object around the content."""
@@ -248,33 +261,23 @@ class MessagesFormat:
         }
 
     def opening(self) -> list[Json]:
-        """Return the beginning of the message and of its text."""
+        """Return the beginning of the message; its blocks begin with their content."""
         message = self.whole(TokenUsage(self.request.prompt_tokens, 0, 0))
-        return [
-            {"type": "message_start", "message": message},
-            {
-                "type": "content_block_start",
-                "index": 0,
-                "content_block": {"type": "text", "text": ""},
-            },
-            {"type": "ping"},
-        ]
+        return [{"type": "message_start", "message": message}, {"type": "ping"}]
 
     def events(self, delta: ChoiceDelta) -> list[Json]:
-        """Return the new text, if there is any."""
+        """Return what the delta changes in the content."""
+        steps = self._parts.add(self._splitter.events(delta))
         if delta.finish_reason is not None:
             self._end = self._end_of(delta)
-        if not delta.text:
-            return []
-        text = {"type": "text_delta", "text": delta.text}
-        return [{"type": "content_block_delta", "index": 0, "delta": text}]
+        return [_event(step) for step in steps]
 
     def closing(self, usage: TokenUsage) -> list[Json]:
-        """Return the end of the text and of the message."""
+        """Return the end of the content and of the message."""
         if self._end["stop_reason"] is None:
             return self.failure(ApiError(500, "The engine ended the request."))
         return [
-            {"type": "content_block_stop", "index": 0},
+            *map(_event, self._parts.finish()),
             {"type": "message_delta", "delta": self._end, "usage": _usage_json(usage)},
             {"type": "message_stop"},
         ]
@@ -286,6 +289,8 @@ class MessagesFormat:
     def _end_of(self, delta: ChoiceDelta) -> Json:
         reason, sequence = delta.finish_reason, self._stop_string(delta.stop_reason)
         ended = "end_turn" if sequence is None else "stop_sequence"
+        if sequence is None and self._splitter.ends_in_calls(delta):
+            ended = "tool_use"
         names = {"length": self._length, "stop": ended}
         return {"stop_reason": names.get(reason or ""), "stop_sequence": sequence}
 
@@ -296,6 +301,35 @@ class MessagesFormat:
             texts = (text for text in self.request.stop if tokenizer.special_token(text) == reason)
             return next(texts, None)
         return reason if isinstance(reason, str) else None
+
+
+def _event(step: PartStep) -> Json:
+    """Return the event of a step."""
+    place = {"index": step.place}
+    if step.kind == "end":
+        return {"type": "content_block_stop", **place}
+    if step.kind == "begin":
+        return {"type": "content_block_start", **place, "content_block": _block(step.part)}
+    kind, field = _DELTAS[step.part.kind]
+    return {"type": "content_block_delta", **place, "delta": {"type": kind, field: step.text}}
+
+
+def _block(part: AnswerPart) -> Json:
+    """Return the block of a part."""
+    if part.kind == "text":
+        return {"type": "text", "text": part.text}
+    if part.kind == "reasoning":
+        return {"type": "thinking", "thinking": part.text, "signature": ""}
+    return {"type": "tool_use", "id": part.id, "name": part.name, "input": _input(part.text)}
+
+
+def _input(arguments: str) -> Json:
+    """Return the arguments of a call; those that the end of the answer cut stay a text."""
+    try:
+        found = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    return found if isinstance(found, dict) else {"arguments": arguments}
 
 
 def _usage_json(usage: TokenUsage) -> Json:

@@ -18,6 +18,7 @@ from llmpq.dist.io.sampling_params import (
     TokenLogprobs,
 )
 from llmpq.errors import SpecError
+from llmpq.server.apis.answer_events import AnswerSplitter
 from llmpq.server.errors import ApiError, bad_request, validation_error
 from llmpq.server.json_output import SharedItems, SharedList
 from llmpq.server.protocol import (
@@ -43,7 +44,6 @@ from llmpq.server.text.chat_template import content_text
 from llmpq.server.text.tokenizer import ServerTokenizer
 from llmpq.server.tools import (
     AnswerParts,
-    Event,
     PreparedTools,
     TextDelta,
     chat_delta,
@@ -647,10 +647,7 @@ class ChatFormat(_OpenAIFormat[ChatCompletionRequest]):
         self, body: ChatCompletionRequest, model: ServedModel, request: PreparedRequest, id: str
     ) -> None:
         super().__init__(body, model, request, id)
-        tools, text = request.tools, request.prompt_text
-        self._parsers = (
-            [] if tools is None else [tools.parser(text) for _ in range(request.num_choices)]
-        )
+        self._splitter = AnswerSplitter(request)
         generates = not body.continue_final_message and body.add_generation_prompt is not False
         self._role = "assistant" if generates else str(body.messages[-1]["role"])
 
@@ -675,31 +672,20 @@ class ChatFormat(_OpenAIFormat[ChatCompletionRequest]):
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
-        events = self._events(delta)
-        if delta.finish_reason == "stop" and self._has_calls(delta.index):
+        events = self._splitter.events(delta)
+        if self._splitter.ends_in_calls(delta):
             choice["finish_reason"] = "tool_calls"
         if is_chunk:
             choice["delta"] = chat_delta(events)
         else:
-            parts = AnswerParts(text=self.request.echo_of(delta.index) or "")
-            parts.add(events)
+            parts = AnswerParts()
+            parts.add([TextDelta(self.request.echo_of(delta.index) or ""), *events])
             choice["message"] = {"role": self._role, "refusal": None, **parts.message()}
         if self._body.return_token_ids:
             choice["token_ids"] = delta.token_ids
         if delta.is_first and not is_chunk and self._body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = self._prompt_logprobs(delta.prompt_logprobs)
         return choice
-
-    def _events(self, delta: ChoiceDelta) -> Sequence[Event]:
-        """Return the text, reasoning and tool calls of a delta."""
-        if not self._parsers:
-            return [TextDelta(delta.text)]
-        parser = self._parsers[delta.index]
-        events = parser.feed(delta.text)
-        return events if delta.finish_reason is None else [*events, *parser.finish()]
-
-    def _has_calls(self, index: int) -> bool:
-        return bool(self._parsers) and self._parsers[index].num_calls > 0
 
     def _logprobs(self, delta: ChoiceDelta) -> Json:
         content = []

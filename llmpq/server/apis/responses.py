@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema, field_validator
 
+from llmpq.server.apis.answer_events import AnswerSplitter
 from llmpq.server.apis.openai import chat_of, chat_request
 from llmpq.server.errors import ApiError, bad_request
 from llmpq.server.json_output import dump_json
@@ -23,10 +24,17 @@ from llmpq.server.protocol import (
     check_json_text,
 )
 from llmpq.server.service import ChoiceDelta, Json, PreparedRequest, ServedModel, TokenUsage
+from llmpq.server.tools import AnswerPart, AnswerParts, PartStep
 
 STORED_BYTES = 64 << 20
 """Conversations that ``previous_response_id`` finds, together; the oldest are dropped."""
 _TEXT_PARTS = ("input_text", "output_text", "text")
+_PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
+_EVENTS = {
+    "text": "response.output_text",
+    "reasoning": "response.reasoning_text",
+    "call": "response.function_call_arguments",
+}
 
 Input = Annotated[
     str | list[dict[str, Any]],
@@ -153,10 +161,12 @@ class ResponseStore:
         messages = [] if previous is None else self.messages(previous)
         messages += _messages_of(body.input)
         own = [] if body.instructions is None else [_system(body.instructions)]
+        tools, choice = _chosen_tools(body)
         chat = chat_of(
             messages=_with_one_system_message([*own, *messages]),
-            tools=[_tool_of(tool) for tool in body.tools or ()] or None,
-            tool_choice=body.tool_choice,
+            tools=tools or None,
+            tool_choice=choice,
+            parallel_tool_calls=body.parallel_tool_calls,
             max_tokens=body.max_output_tokens,
             temperature=body.temperature,
             top_p=body.top_p,
@@ -172,35 +182,58 @@ def _system(text: str) -> Json:
 
 
 def _messages_of(items: str | Sequence[Mapping[str, Any]]) -> list[Json]:
-    """Return the messages of an input; calls of one answer are one message."""
+    """Return the messages of an input; reasoning, text and calls of one answer are one message."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages: list[Json] = []
     for number, item in enumerate(items):
-        kind = item.get("type", "message")
-        if kind == "message" and isinstance(item.get("role"), str):
-            content = _content_of(item.get("content"), f"input.{number}.content")
-            messages.append({"role": item["role"], "content": content})
-        elif kind == "function_call":
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
-            call = {"id": item.get("call_id"), "type": "function", "function": function}
-            if messages and messages[-1]["role"] == "assistant":
-                messages[-1].setdefault("tool_calls", []).append(call)
-            else:
-                messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        elif kind == "function_call_output":
-            content = _content_of(item.get("output"), f"input.{number}.output")
-            found = {"role": "tool", "tool_call_id": item.get("call_id")}
-            messages.append({**found, "content": content})
-        elif kind != "reasoning":
-            raise bad_request(
-                f"input.{number}: expected a message, a function_call, a function_call_output or "
-                "a reasoning.",
-                f"input.{number}",
-            )
+        _add_item(messages, item, f"input.{number}")
     if not messages:
         raise bad_request("input: found no message.", "input")
     return messages
+
+
+def _add_item(messages: list[Json], item: Mapping[str, Any], place: str) -> None:
+    kind, role = item.get("type", "message"), item.get("role")
+    if kind == "message" and isinstance(role, str):
+        content = _content_of(item.get("content"), f"{place}.content")
+        if role == "assistant" and messages and _is_thought(messages[-1]):
+            messages[-1]["content"] = content
+        else:
+            messages.append({"role": role, "content": content})
+    elif kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        messages[-1].setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        content = _content_of(item.get("output"), f"{place}.output")
+        found = {"role": "tool", "tool_call_id": item.get("call_id")}
+        messages.append({**found, "content": content})
+    elif kind == "reasoning":
+        thought = _thought_of(item.get("content"))
+        if thought:
+            message = {"role": "assistant", "content": "", "reasoning_content": thought}
+            messages.append(message)
+    else:
+        raise bad_request(
+            f"{place}: expected a message, a function_call, a function_call_output or a reasoning.",
+            place,
+        )
+
+
+def _is_thought(message: Json) -> bool:
+    """Return whether a message is reasoning whose answer follows."""
+    has_more = message["content"] or message.get("tool_calls")
+    return "reasoning_content" in message and not has_more
+
+
+def _thought_of(content: object) -> str:
+    """Return the text of a reasoning item, which clients send back as they got it, or empty."""
+    parts = content if isinstance(content, list) else []
+    texts = (part.get("text") for part in parts if isinstance(part, dict))
+    return "\n".join(text for text in texts if isinstance(text, str))
 
 
 def _content_of(content: object, place: str) -> str | list[Json]:
@@ -230,6 +263,19 @@ def _with_one_system_message(messages: Sequence[Json]) -> list[Json]:
         content = message["content"]
         parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
     return [{"role": "system", "content": parts}, *messages[count:]]
+
+
+def _chosen_tools(body: ResponsesRequest) -> tuple[list[Json], object]:
+    """Return the tools and the choice among them; those that are not allowed are left out."""
+    tools = [_tool_of(tool) for tool in body.tools or ()]
+    choice = body.tool_choice
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return tools, choice
+    allowed = choice.get("tools")
+    if not isinstance(allowed, list):
+        raise bad_request("tool_choice: expected allowed_tools with tools.", "tool_choice")
+    names = [tool.get("name") for tool in allowed if isinstance(tool, dict)]
+    return [tool for tool in tools if tool["function"].get("name") in names], choice.get("mode")
 
 
 def _tool_of(tool: Mapping[str, Any]) -> Json:
@@ -275,16 +321,17 @@ class ResponsesFormat:
         self._messages = messages
         self._store = store
         name = uuid.uuid4().hex  # random: the id is all that it takes to go on with a conversation
-        self._id, self._item_id = f"resp_{name}", f"msg_{name}"
+        self._id, self._name = f"resp_{name}", name
         self._created_s = int(time.time())
         self._number = 0
-        self._text: list[str] = []
+        self._splitter, self._parts = AnswerSplitter(request), AnswerParts()
         self._finish_reason: str | None = None
 
     def items(self, delta: ChoiceDelta) -> list[Json]:
-        """Return the message of a whole answer."""
+        """Return the items of a whole answer."""
         self._take(delta)
-        return [self._item("".join(self._text))]
+        self._parts.finish()
+        return self._items()
 
     def whole(self, usage: TokenUsage) -> Json:
         """Return the response around its items, and keep the conversation."""
@@ -292,40 +339,25 @@ class ResponsesFormat:
         return self._response(self._status, usage)
 
     def opening(self) -> list[Json]:
-        """Return the beginning of the response, of its message and of the text."""
+        """Return the beginning of the response; its items begin with their content."""
         response = self._response("in_progress", None)
-        item = {**self._item(""), "status": "in_progress", "content": []}
-        place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
         return [
             self._event("response.created", response=response),
             self._event("response.in_progress", response=response),
-            self._event("response.output_item.added", output_index=0, item=item),
-            self._event("response.content_part.added", **place, part=_part("")),
         ]
 
     def events(self, delta: ChoiceDelta) -> list[Json]:
-        """Return the new text, if there is any."""
-        self._take(delta)
-        if not delta.text:
-            return []
-        place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
-        return [self._event("response.output_text.delta", **place, delta=delta.text, logprobs=[])]
+        """Return what the delta changes in the items."""
+        return [event for step in self._take(delta) for event in self._events(step)]
 
     def closing(self, usage: TokenUsage) -> list[Json]:
-        """Return the end of the text, of the message and of the response."""
+        """Return the end of the items and of the response."""
         if self._finish_reason in ("abort", "error"):
             return self.failure(ApiError(500, "The engine ended the request."))
+        events = [event for step in self._parts.finish() for event in self._events(step)]
         self._keep()
-        text = "".join(self._text)
-        item, status = self._item(text), self._status
-        place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
-        response = {**self._response(status, usage), "output": [item]}
-        return [
-            self._event("response.output_text.done", **place, text=text, logprobs=[]),
-            self._event("response.content_part.done", **place, part=_part(text)),
-            self._event("response.output_item.done", output_index=0, item=item),
-            self._event(f"response.{status}", response=response),
-        ]
+        response = {**self._response(self._status, usage), "output": self._items()}
+        return [*events, self._event(f"response.{self._status}", response=response)]
 
     def failure(self, error: ApiError) -> list[Json]:
         """Return the end of a response that failed."""
@@ -337,27 +369,61 @@ class ResponsesFormat:
     def _status(self) -> str:
         return "incomplete" if self._finish_reason == "length" else "completed"
 
-    def _take(self, delta: ChoiceDelta) -> None:
-        self._text.append(delta.text)
+    def _take(self, delta: ChoiceDelta) -> list[PartStep]:
         self._finish_reason = delta.finish_reason
+        return self._parts.add(self._splitter.events(delta))
 
     def _keep(self) -> None:
         if self._body.store is not False:
-            answer = {"role": "assistant", "content": "".join(self._text)}
+            answer = {"role": "assistant", **self._parts.message()}
             self._store.keep(self._id, [*self._messages, answer])
 
     def _event(self, kind: str, **fields: Any) -> Json:
         self._number += 1
         return {"type": kind, "sequence_number": self._number - 1, **fields}
 
-    def _item(self, text: str) -> Json:
-        return {
-            "id": self._item_id,
-            "type": "message",
-            "status": self._status,
-            "role": "assistant",
-            "content": [_part(text)],
-        }
+    def _events(self, step: PartStep) -> list[Json]:
+        """Return the events of a step: of the item, and of what it holds."""
+        part, kind = step.part, step.part.kind
+        head = {"output_index": step.place}
+        place = {"item_id": self._item_id(step.place, part), **head}
+        logprobs: Json = {"logprobs": []} if kind == "text" else {}
+        is_call = kind == "call"
+        if not is_call:
+            place["content_index"] = 0
+        if step.kind == "delta":
+            return [self._event(f"{_EVENTS[kind]}.delta", **place, delta=step.text, **logprobs)]
+        item = self._item(step.place, part)
+        content = [] if is_call else [_content(part)]
+        if step.kind == "begin":
+            item |= {"status": "in_progress", **({} if is_call else {"content": []})}
+            added = self._event("response.output_item.added", **head, item=item)
+            parts = (
+                self._event("response.content_part.added", **place, part=one) for one in content
+            )
+            return [added, *parts]
+        text = {"arguments" if is_call else "text": part.text}
+        return [
+            self._event(f"{_EVENTS[kind]}.done", **place, **text, **logprobs),
+            *(self._event("response.content_part.done", **place, part=one) for one in content),
+            self._event("response.output_item.done", **head, item=item),
+        ]
+
+    def _items(self) -> list[Json]:
+        return [self._item(place, part) for place, part in enumerate(self._parts.parts)]
+
+    def _item(self, place: int, part: AnswerPart) -> Json:
+        status = "completed" if part.is_complete else self._status
+        head = {"id": self._item_id(place, part), "status": status}
+        if part.kind == "text":
+            return {**head, "type": "message", "role": "assistant", "content": [_content(part)]}
+        if part.kind == "reasoning":
+            return {**head, "type": "reasoning", "summary": [], "content": [_content(part)]}
+        call = {"call_id": part.id, "name": part.name, "arguments": part.text}
+        return {**head, "type": "function_call", **call}
+
+    def _item_id(self, place: int, part: AnswerPart) -> str:
+        return f"{_PREFIXES[part.kind]}_{self._name}_{place}"
 
     def _response(self, status: str, usage: TokenUsage | None) -> Json:
         body, sampling = self._body, self.request.sampling
@@ -391,8 +457,11 @@ class ResponsesFormat:
         }
 
 
-def _part(text: str) -> Json:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _content(part: AnswerPart) -> Json:
+    """Return the content of an item of text or reasoning."""
+    if part.kind == "reasoning":
+        return {"type": "reasoning_text", "text": part.text}
+    return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": []}
 
 
 def _usage_json(usage: TokenUsage) -> Json:

@@ -100,7 +100,7 @@ class Ingress:
             except (RayError, RayServeException) as error:
                 logger.warning("a replica was lost: %s", type(error).__name__)
                 if attempt.answer is not None:
-                    await break_off(attempt.answer, send)
+                    await break_off(attempt.answer, send, head.path)
                     return
                 num_lost += 1
                 continue

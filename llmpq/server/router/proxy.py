@@ -283,7 +283,7 @@ class _Attempt:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def break_off(answer: ReplicaResponse, send: Send, path: str = "") -> None:
+async def break_off(answer: ReplicaResponse, send: Send, path: str) -> None:
     """End an answer whose replica was lost after its first byte.
 
     Raises:

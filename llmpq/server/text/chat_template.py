@@ -5,7 +5,6 @@ The template runs in jinja2's sandbox and sees plain JSON values only.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -145,34 +144,6 @@ def content_text(content: object) -> str:
         else:
             raise bad_request("messages: the model takes parts of type text only.", "messages")
     return "\n".join(texts)
-
-
-def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message with text for content, and tool calls with JSON values for arguments.
-
-    Without content the text is empty: clients leave it out beside tool calls, and templates join
-    it to other texts.
-
-    Raises:
-        ApiError: a part of it has another form.
-    """
-    plain = {**message, "content": content_text(message.get("content"))}
-    calls = message.get("tool_calls")
-    if isinstance(calls, list):
-        plain["tool_calls"] = [_plain_call(call) for call in calls]
-    return plain
-
-
-def _plain_call(call: object) -> object:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(call, dict) or not isinstance(function, dict):
-        raise bad_request("messages: expected tool_calls with a function.", "messages")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        # Malformed arguments stay a text: clients send back what a model wrote.
-        with contextlib.suppress(ValueError, RecursionError):
-            arguments = json.loads(arguments or "{}")
-    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _without_developer(message: dict[str, Any]) -> dict[str, Any]:

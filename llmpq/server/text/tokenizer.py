@@ -12,9 +12,9 @@ from typing import Any
 from llmpq.dist.io.detokenizer import INCOMPLETE, Decode, read_tokenizer
 from llmpq.errors import SpecError
 from llmpq.server.errors import ApiError, bad_request
-from llmpq.server.text.chat_template import ChatTemplate, plain_message
+from llmpq.server.text.chat_template import ChatTemplate
 from llmpq.server.text.text_process import TextProcesses, load_tokenizer
-from llmpq.server.tools import TemplateFormat, read_template
+from llmpq.server.tools import TemplateFormat, read_template, template_messages
 from llmpq.spec.model_files.tokenizer import missing_tokenizer
 
 CACHED_TOKENS = 1 << 16
@@ -103,7 +103,13 @@ class ServerTokenizer:
     async def template(self) -> TemplateFormat:
         """Return what the chat template says about answers; it is read on first use."""
         if self._template is None:
-            self._template = await read_template(self.render, self._chat_template)
+            loop = asyncio.get_running_loop()
+
+            def render(messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
+                made = self.render(messages, **arguments)
+                return asyncio.run_coroutine_threadsafe(made, loop).result()
+
+            self._template = await asyncio.to_thread(read_template, render, self._chat_template)
         return self._template
 
     def warm(self) -> None:
@@ -207,6 +213,7 @@ class ChatEncoder:
                 "chat_template.jinja; models without one complete texts (generate)"
             )
         self._template = ChatTemplate(exported["chat_template"], exported["special_tokens"])
+        self._format = read_template(self._template.render, exported["chat_template"])
         self._tokenizer = load_tokenizer(exported["tokenizer"])
 
     def encode(
@@ -222,8 +229,8 @@ class ChatEncoder:
             SpecError: the template rejects the messages.
         """
         try:
-            plain = [plain_message(message) for message in messages]
-            text = self._template.render(plain, variables=variables)
+            fitted = template_messages(messages, self._format)
+            text = self._template.render(fitted, variables=variables)
         except ApiError as error:
             raise SpecError(error.message) from None
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)

@@ -2,15 +2,15 @@
 
 A request path uses the package so::
 
-    template = await read_template(tokenizer.render, chat_template)  # once for each model
+    template = read_template(render, chat_template)  # once for each model
     prepared = prepare(body, template)  # raises ApiError for a bad request
     prompt = await tokenizer.render(prepared.messages, tools=prepared.tools, ...)
     grammar = prepared.grammar(prompt, special_tokens)  # of structured outputs, or None
     parser = prepared.parser(prompt)  # one for each answer, unless prepared.is_plain
     for text in answer:  # decoded with the special tokens of prepared.kept_tokens(...)
         events = parser.feed(text)
-        delta = chat_delta(events)  # of a stream
-        parts.add(events)  # of a whole answer: AnswerParts
+        delta = chat_delta(events)  # of a stream of chat completions
+        steps = parts.add(events)  # of other streams, and of whole answers: AnswerParts
     events = parser.finish()
 
 An answer with calls (``parser.num_calls``) that has stopped by itself has the ``finish_reason``
@@ -23,11 +23,13 @@ follows from its text alone, whatever its parts.
 from llmpq.server.tools.call_format import CallFormat, ReasoningFormat, TemplateFormat
 from llmpq.server.tools.call_parser import CallParser
 from llmpq.server.tools.events import (
+    AnswerPart,
     AnswerParts,
     ArgumentsDelta,
     CallBegin,
     CallEnd,
     Event,
+    PartStep,
     ReasoningDelta,
     TextDelta,
     chat_delta,
@@ -37,6 +39,7 @@ from llmpq.server.tools.read_template import read_template
 from llmpq.server.tools.requests import PreparedTools, prepare, template_messages
 
 __all__ = [
+    "AnswerPart",
     "AnswerParts",
     "ArgumentsDelta",
     "CallBegin",
@@ -44,6 +47,7 @@ __all__ = [
     "CallFormat",
     "CallParser",
     "Event",
+    "PartStep",
     "PreparedTools",
     "ReasoningDelta",
     "ReasoningFormat",

@@ -121,14 +121,12 @@ class TemplateFormat:
         needs_text_arguments: whether the arguments of calls in the history are JSON texts, instead
             of objects.
         takes_text_arguments: whether arguments that are no object may be a text.
-        needs_content_parts: whether the content of a message must be a list of parts.
     """
 
     calls: CallFormat | None = None
     reasoning: ReasoningFormat | None = None
     needs_text_arguments: bool = False
     takes_text_arguments: bool = True
-    needs_content_parts: bool = False
 
     @property
     def marks(self) -> frozenset[str]:

@@ -1,11 +1,11 @@
-"""Events of an answer, and the messages and deltas of chat completions that they make."""
+"""Events of an answer, the parts that they make, and messages and deltas of chat completions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,40 +101,134 @@ def chat_delta(events: Iterable[Event]) -> dict[str, Any]:
 
 
 @dataclass(slots=True)
-class AnswerParts:
-    """Collects the events of an answer into the message of a chat completion.
+class AnswerPart:
+    """Text, reasoning or a call, between parts of other kinds.
 
     Attributes:
-        text: for the user.
-        reasoning: before it.
-        calls: in OpenAI's form.
+        kind: of the part.
+        id: of a call.
+        name: of the function that is called.
+        pieces: of its text so far.
+        is_complete: whether the model has ended it, or begun another one.
     """
 
-    text: str = ""
-    reasoning: str = ""
-    calls: list[dict[str, Any]] = field(default_factory=list)
+    kind: Literal["text", "reasoning", "call"]
+    id: str = ""
+    name: str = ""
+    pieces: list[str] = field(default_factory=list)
+    is_complete: bool = False
 
-    def add(self, events: Iterable[Event]) -> None:
-        """Add the events that follow."""
-        for event in events:
-            match event:
-                case TextDelta(text):
-                    self.text += text
-                case ReasoningDelta(text):
-                    self.reasoning += text
-                case CallBegin(_, id, name):
-                    function = {"name": name, "arguments": ""}
-                    self.calls.append({"id": id, "type": "function", "function": function})
-                case ArgumentsDelta(index, text):
-                    self.calls[index]["function"]["arguments"] += text
-                case CallEnd():
-                    pass
+    @property
+    def text(self) -> str:
+        """The text so far; of a call, its arguments."""
+        return "".join(self.pieces)
+
+
+class PartStep(NamedTuple):
+    """What an event changes in the parts of an answer.
+
+    Attributes:
+        kind: whether the part begins, gets text, or ends.
+        place: of the part in the answer, from 0.
+        part: after the step; later steps do not change it where it begins.
+        text: that is new.
+    """
+
+    kind: Literal["begin", "delta", "end"]
+    place: int
+    part: AnswerPart
+    text: str = ""
+
+
+@dataclass(slots=True)
+class AnswerParts:
+    """Collects the events of an answer into its parts, each of which ends before the next begins.
+
+    Attributes:
+        parts: in their order.
+    """
+
+    parts: list[AnswerPart] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """For the user."""
+        return self._joined("text")
+
+    @property
+    def reasoning(self) -> str:
+        """The model's reasoning."""
+        return self._joined("reasoning")
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """The calls in OpenAI's form."""
+        return [
+            {
+                "id": part.id,
+                "type": "function",
+                "function": {"name": part.name, "arguments": part.text},
+            }
+            for part in self.parts
+            if part.kind == "call"
+        ]
+
+    def add(self, events: Iterable[Event]) -> list[PartStep]:
+        """Add the events that follow; return what they change."""
+        return [step for event in events for step in self._steps(event)]
+
+    def finish(self) -> list[PartStep]:
+        """End the answer; one without any part has an empty text."""
+        steps = [] if self.parts else list(self._begin(AnswerPart("text")))
+        if self._is_open:
+            steps.append(PartStep("end", len(self.parts) - 1, self.parts[-1]))
+        return steps
 
     def message(self) -> dict[str, Any]:
         """Return the fields of the assistant's message of a chat completion."""
-        found: dict[str, Any] = {"content": self.text if self.text or not self.calls else None}
-        if self.reasoning:
-            found |= {"reasoning_content": self.reasoning, "reasoning": self.reasoning}
-        if self.calls:
-            found["tool_calls"] = self.calls
+        text, reasoning, calls = self.text, self.reasoning, self.calls
+        found: dict[str, Any] = {"content": text if text or not calls else None}
+        if reasoning:
+            found |= {"reasoning_content": reasoning, "reasoning": reasoning}
+        if calls:
+            found["tool_calls"] = calls
         return found
+
+    @property
+    def _is_open(self) -> bool:
+        return bool(self.parts) and not self.parts[-1].is_complete
+
+    def _joined(self, kind: str) -> str:
+        return "".join(part.text for part in self.parts if part.kind == kind)
+
+    def _steps(self, event: Event) -> Iterator[PartStep]:
+        match event:
+            case TextDelta("") | ReasoningDelta("") | ArgumentsDelta(_, ""):
+                pass
+            case TextDelta(text):
+                yield from self._extend("text", text)
+            case ReasoningDelta(text):
+                yield from self._extend("reasoning", text)
+            case CallBegin(_, id, name):
+                yield from self._begin(AnswerPart("call", id=id, name=name))
+            case ArgumentsDelta(_, text):
+                yield from self._extend("call", text)
+            case CallEnd():
+                yield from self._end()
+
+    def _begin(self, part: AnswerPart) -> Iterator[PartStep]:
+        yield from self._end()
+        self.parts.append(part)
+        yield PartStep("begin", len(self.parts) - 1, replace(part, pieces=[]))
+
+    def _extend(self, kind: Literal["text", "reasoning", "call"], text: str) -> Iterator[PartStep]:
+        if not self._is_open or self.parts[-1].kind != kind:
+            yield from self._begin(AnswerPart(kind))
+        part = self.parts[-1]
+        part.pieces.append(text)
+        yield PartStep("delta", len(self.parts) - 1, part, text)
+
+    def _end(self) -> Iterator[PartStep]:
+        if self._is_open:
+            self.parts[-1].is_complete = True
+            yield PartStep("end", len(self.parts) - 1, self.parts[-1])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any, Protocol
@@ -52,9 +52,15 @@ _KIMI = CallFormat(
 
 
 class Render(Protocol):
-    """Renders a conversation: ``ServerTokenizer.render``."""
+    """Renders a conversation: ``ChatTemplate.render``."""
 
-    def __call__(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> Awaitable[str]:
+    def __call__(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+    ) -> str:
         """Return the prompt; raise ``ApiError`` where the template rejects the messages."""
         ...
 
@@ -72,27 +78,27 @@ class _Frame:
     after: str
 
 
-async def read_template(render: Render, source: str | Mapping[str, str]) -> TemplateFormat:
+def read_template(render: Render, source: str | Mapping[str, str]) -> TemplateFormat:
     """Return what a chat template says about answers, and what it needs in messages.
 
     Args:
-        render: the template, in its child process.
+        render: the template.
         source: of the template; read for marks only, where the template renders none.
     """
     text = source if isinstance(source, str) else "\n".join(source.values())
     probe = _Probe(render)
-    if not await probe.choose_content():
+    if _USER not in (probe.turn(None) or ""):
         return TemplateFormat()
-    frame = await probe.frame()
+    frame = probe.frame()
     if "<|channel|>" in text and "<|message|>" in text:
-        return replace(await _needs(probe), calls=_HARMONY)
-    found = await _needs(probe)
-    calls = None if frame is None else await _read_calls(probe, frame, found)
+        return replace(_needs(probe), calls=_HARMONY)
+    found = _needs(probe)
+    calls = None if frame is None else _read_calls(probe, frame, found)
     if calls is None and _KIMI.group_open in text:
         calls = _KIMI
     if calls is not None:
-        calls = await _with_details(calls, probe, text)
-    return replace(found, calls=calls, reasoning=await _read_reasoning(probe, text))
+        calls = _with_details(calls, probe, text)
+    return replace(found, calls=calls, reasoning=_read_reasoning(probe, text))
 
 
 class _Probe:
@@ -100,46 +106,32 @@ class _Probe:
 
     def __init__(self, render: Render) -> None:
         self._render = render
-        self.needs_parts = False
         self.takes_text_arguments = False
         self.needs_text_arguments = False
 
-    async def choose_content(self) -> bool:
-        """Find out whether content must be a list of parts; ``False`` if the template has none."""
-        for self.needs_parts in (False, True):
-            if _USER in (await self.turn(None) or ""):
-                return True
-        return False
-
-    async def frame(self) -> _Frame | None:
+    def frame(self) -> _Frame | None:
         """Return what stands around an answer of text."""
-        found = await self.turn({"content": self.content(_ANSWER)})
+        found = self.turn({"content": _ANSWER})
         if found is None or _ANSWER not in found:
             return None
         before, _, after = found.partition(_ANSWER)
         return _Frame(before, after)
 
-    def content(self, text: str) -> object:
-        """Return the content of a message as the template needs it."""
-        return [{"type": "text", "text": text}] if self.needs_parts else text
-
-    async def calls(self, *calls: tuple[str, object], ids: Sequence[str] = _IDS) -> str | None:
+    def calls(self, *calls: tuple[str, object], ids: Sequence[str] = _IDS) -> str | None:
         """Return an answer with tool calls, from the text of the user on."""
         made = [
             {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
             for id, (name, arguments) in zip(ids, calls, strict=False)
         ]
-        return await self.turn({"content": self.content(""), "tool_calls": made})
+        return self.turn({"content": "", "tool_calls": made})
 
-    async def turn(self, answer: Json | None) -> str | None:
+    def turn(self, answer: Json | None) -> str | None:
         """Return what stands behind the text of the user; without an answer, all of the prompt."""
-        messages: list[Json] = [{"role": "user", "content": self.content(_USER)}]
+        messages: list[Json] = [{"role": "user", "content": _USER}]
         if answer is not None:
             messages.append({"role": "assistant", **answer})
         try:
-            text = await self._render(
-                messages, tools=_tools(), add_generation_prompt=answer is None
-            )
+            text = self._render(messages, tools=_tools(), add_generation_prompt=answer is None)
         except ApiError:
             return None
         if answer is None:
@@ -163,11 +155,11 @@ def _arguments(count: int = 1) -> Json:
     return dict(zip(_KEYS[:count], _VALUES, strict=False))
 
 
-async def _needs(probe: _Probe) -> TemplateFormat:
+def _needs(probe: _Probe) -> TemplateFormat:
     """Return what the template needs in messages."""
     one = json.dumps(_arguments())
-    as_object = await probe.calls((_NAMES[0], _arguments()))
-    as_text = await probe.calls((_NAMES[0], one))
+    as_object = probe.calls((_NAMES[0], _arguments()))
+    as_text = probe.calls((_NAMES[0], one))
     takes_text = as_text is not None and one in as_text
     takes_object = as_object is not None and _VALUES[0] in as_object
     is_python = as_object is not None and str(_arguments()) in as_object
@@ -175,19 +167,18 @@ async def _needs(probe: _Probe) -> TemplateFormat:
     return TemplateFormat(
         needs_text_arguments=probe.needs_text_arguments,
         takes_text_arguments=as_text is not None,
-        needs_content_parts=probe.needs_parts,
     )
 
 
-async def _read_calls(probe: _Probe, frame: _Frame, needs: TemplateFormat) -> CallFormat | None:
+def _read_calls(probe: _Probe, frame: _Frame, needs: TemplateFormat) -> CallFormat | None:
     def given(count: int) -> object:
         return json.dumps(_arguments(count)) if needs.needs_text_arguments else _arguments(count)
 
-    one = await probe.calls((_NAMES[0], given(1)))
+    one = probe.calls((_NAMES[0], given(1)))
     one = "" if one is None else _without_frame(one, frame)
     if _NAMES[0] not in one or _PRINTED.search(one):
         return None
-    two = await probe.calls((_NAMES[0], given(1)), (_NAMES[1], given(1)))
+    two = probe.calls((_NAMES[0], given(1)), (_NAMES[1], given(1)))
     two = None if two is None or _NAMES[1] not in two else _without_frame(two, frame)
     name = one.index(_NAMES[0])
     found = _json_call(one, name)
@@ -195,7 +186,7 @@ async def _read_calls(probe: _Probe, frame: _Frame, needs: TemplateFormat) -> Ca
         return _split_group(*found, one, two)
     if f"call:{_NAMES[0]}{{" in one:
         return _quoted_call(one, two, name)
-    both = await probe.calls((_NAMES[0], given(2)))
+    both = probe.calls((_NAMES[0], given(2)))
     return None if both is None else _tag_call(one, two, _without_frame(both, frame))
 
 
@@ -349,21 +340,21 @@ def _split_group(form: CallFormat, start: int, end: int, one: str, two: str | No
     )
 
 
-async def _with_details(calls: CallFormat, probe: _Probe, source: str) -> CallFormat:
+def _with_details(calls: CallFormat, probe: _Probe, source: str) -> CallFormat:
     """Add what the marks of one call do not show."""
     if calls.is_bare and "<|python_tag|>" in source:
         calls = replace(calls, optional_open="<|python_tag|>", separator=calls.separator or ";")
     if calls.id_style == "random":
         given = json.dumps(_arguments()) if probe.needs_text_arguments else _arguments()
-        long_id = await probe.calls((_NAMES[0], given), ids=["call_0123456789abcdef01234567"])
+        long_id = probe.calls((_NAMES[0], given), ids=["call_0123456789abcdef01234567"])
         if long_id is None:
             calls = replace(calls, id_style="nine")
     return calls
 
 
-async def _read_reasoning(probe: _Probe, source: str) -> ReasoningFormat | None:
-    message = {"content": probe.content(_ANSWER), "reasoning_content": _THOUGHT}
-    text = await probe.turn(message)
+def _read_reasoning(probe: _Probe, source: str) -> ReasoningFormat | None:
+    message = {"content": _ANSWER, "reasoning_content": _THOUGHT}
+    text = probe.turn(message)
     if text is not None and _THOUGHT in text and _ANSWER in text.partition(_THOUGHT)[2]:
         before, _, rest = text.partition(_THOUGHT)
         between = rest.partition(_ANSWER)[0]

@@ -226,9 +226,7 @@ def template_messages(
 def _message(
     place: int, message: Mapping[str, Any], template: TemplateFormat, names: dict[str, str]
 ) -> Json:
-    text = content_text(message.get("content"))
-    parts = [{"type": "text", "text": text}] if text else []
-    plain: Json = {**message, "content": parts if template.needs_content_parts else text}
+    plain: Json = {**message, "content": content_text(message.get("content"))}
     calls = message.get("tool_calls")
     old = plain.pop("function_call", None)
     if calls is None and isinstance(old, Mapping):

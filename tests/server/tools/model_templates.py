@@ -5,9 +5,8 @@ Each holds what matters here: roles, tools, calls, results, reasoning, the promp
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from llmpq.server.text.chat_template import ChatTemplate
@@ -410,8 +409,4 @@ def render(source: str, messages: Any, **arguments: Any) -> str:
 @cache
 def format_of(source: str) -> TemplateFormat:
     """Return what is read from a template."""
-
-    async def asynchronous(messages: Any, **arguments: Any) -> str:
-        return render(source, messages, **arguments)
-
-    return asyncio.run(read_template(asynchronous, source))
+    return read_template(partial(render, source), source)

@@ -8,8 +8,6 @@ import pytest
 from helpers.served import demo_tokenizer
 from model_templates import MODELS, QWEN3, format_of
 
-from llmpq.server.tools import read_template
-
 
 @pytest.mark.parametrize("name", MODELS)
 def test_calls_are_read_as_the_template_writes_them(name):
@@ -49,16 +47,17 @@ def test_arguments_that_a_template_needs(name, needs_text, takes_text):
 
 
 @pytest.mark.parametrize(
-    "source",
+    "content",
     [
-        "{% for m in messages %}<{{m.role}}>{% for p in m['content'] %}{% if p['type']=='text' %}"
-        "{{ p['text'] }}{% endif %}{% endfor %}{% endfor %}<assistant>",
-        "{% for m in messages %}<{{m.role}}>{{ m['content'][0]['text'] }}{% endfor %}<assistant>",
+        "{%- for p in m['content'] %}{% if p['type'] == 'text' %}{{ p['text'] }}{% endif %}"
+        "{% endfor %}",
+        "{{- m['content'][0]['text'] if m['content'] }}",
     ],
 )
-def test_templates_of_parts_are_seen(source):
-    assert format_of(source).needs_content_parts
-    assert format_of(source).calls is None
+def test_a_template_of_parts_is_read_as_that_of_texts(content):
+    source = QWEN3.source.replace("{{- m.content }}", content)
+    assert source != QWEN3.source
+    assert format_of(source) == format_of(QWEN3.source)
 
 
 @pytest.mark.parametrize(
@@ -81,5 +80,5 @@ def test_a_template_without_calls_has_none(source):
 
 def test_the_servers_child_process_renders_the_same():
     tokenizer = demo_tokenizer(QWEN3.source)
-    found = asyncio.run(read_template(tokenizer.render, QWEN3.source))
+    found = asyncio.run(tokenizer.template())
     assert found == format_of(QWEN3.source)

@@ -9,14 +9,12 @@ from collections.abc import Iterator
 import openai
 import pytest
 from helpers.fake_engine import FakeEngine
-from helpers.served import DEMO, demo_tokenizer, make_service, serving
-from model_templates import CALLS, MODELS, SPECIAL_TOKENS, TOOLS
-
-from llmpq.server.text.tokenizer import ServerTokenizer
+from helpers.served import demo_tokenizer
+from model_templates import CALLS, MODELS, TOOLS
+from served_answer import serving_answer
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 NAMES = ["qwen3", "glm", "llama3", "mistral_args", "gemma", "harmony"]
-VOCAB = 4096
 CASE = [
     {"role": "user", "content": "hi"},
     {
@@ -30,30 +28,14 @@ CASE = [
 ]
 
 
-def tokenizer_of(name: str) -> ServerTokenizer:
-    """Return the demo's tokenizer with the special tokens and the template of a model."""
-    content = json.loads((DEMO / "tokenizer.json").read_text(encoding="utf-8"))
-    sample = content["added_tokens"][0]
-    content["added_tokens"] += [
-        {**sample, "id": VOCAB + place, "content": text}
-        for place, text in enumerate(MODELS[name].special)
-    ]
-    template = {"chat_template": MODELS[name].source, "special_tokens": SPECIAL_TOKENS}
-    return ServerTokenizer({"tokenizer": content, **template})
-
-
 @contextlib.contextmanager
 def asking(name: str, answer: str) -> Iterator[tuple[openai.OpenAI, FakeEngine]]:
     """Serve a model that gives one answer to everything."""
-    tokenizer = tokenizer_of(name)
-    script = tokenizer.encode(answer, add_special_tokens=False)
-    engine = FakeEngine(script=script, vocab_size=VOCAB + len(MODELS[name].special))
     with (
-        serving(make_service(engine, tokenizer=tokenizer)) as server,
+        serving_answer(name, answer) as server,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
     ):
-        yield client, engine
-    tokenizer.close()
+        yield client, server.engine
 
 
 def ask(client: openai.OpenAI, **fields):

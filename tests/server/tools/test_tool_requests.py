@@ -145,11 +145,6 @@ def test_the_older_form_of_calls_is_read():
     assert found[2]["tool_call_id"] == found[1]["tool_calls"][0]["id"]
 
 
-def test_content_becomes_parts_where_the_template_needs_them():
-    found = prepare(body(), TemplateFormat(needs_content_parts=True))
-    assert found.messages[0]["content"] == [{"type": "text", "text": "hi"}]
-
-
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "harmony"])
 def test_the_prompt_says_whether_reasoning_is_open(name):
     model = MODELS[name]
