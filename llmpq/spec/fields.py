@@ -22,6 +22,7 @@ import math
 import os
 import stat
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
@@ -340,7 +341,8 @@ def encode_text(text: str) -> bytes:
 def _replace(path: Path, data: bytes, found: os.stat_result | None) -> None:
     """Put a new file in the place of a regular one, with its mode, or where there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
+    # Of this thread alone: two hosts of a run may have the same health file.
+    partial = path.with_name(f"{path.name}.{threading.get_native_id()}.partial")
     partial.write_bytes(data)
     if found is not None:
         partial.chmod(stat.S_IMODE(found.st_mode))
