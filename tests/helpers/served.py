@@ -11,7 +11,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import httpx
 import uvicorn
+from helpers.clocks import PATIENCE_S
 from helpers.fake_engine import FakeEngine
 
 from llmpq.options.server import TransportLimits
@@ -128,3 +130,21 @@ def serving(
             server.should_exit = server.force_exit = True
             thread.join(10)
             assert not thread.is_alive()
+
+
+def last_request(served: Served) -> Any:
+    """Return the latest request that the engine of a server got."""
+    return list(served.engine.requests.values())[-1]
+
+
+def prompt_text(served: Served) -> str:
+    """Return the last prompt; the template of the server writes ``<role>content`` a line."""
+    return demo_tokenizer().decode(last_request(served).prompt_token_ids)
+
+
+def chat_text(served: Served, messages: list[Any], **fields: object) -> str:
+    """Return the server's answer to a conversation, greedy unless the fields say otherwise."""
+    body = {"messages": messages, "temperature": 0, **fields}
+    answer = httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=PATIENCE_S).json()
+    text: str = answer["choices"][0]["message"]["content"]
+    return text

@@ -10,7 +10,14 @@ import httpx
 import pytest
 from helpers.clocks import PATIENCE_S
 from helpers.fake_engine import FakeEngine
-from helpers.served import Served, demo_tokenizer, make_service, serving
+from helpers.served import (
+    Served,
+    chat_text,
+    last_request,
+    make_service,
+    prompt_text,
+    serving,
+)
 
 TURN = {"role": "user", "content": "Say hello"}
 TOOL = {"name": "look", "description": "Looks.", "input_schema": {"type": "object"}}
@@ -29,21 +36,6 @@ def served() -> Iterator[Served]:
 def client(served) -> Iterator[anthropic.Anthropic]:
     with anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0) as made:
         yield made
-
-
-def last_request(served: Served):
-    return list(served.engine.requests.values())[-1]
-
-
-def prompt_text(served: Served) -> str:
-    """Return the last prompt; the template of the server writes ``<role>content`` a line."""
-    return demo_tokenizer().decode(last_request(served).prompt_token_ids)
-
-
-def chat_text(served: Served, messages: list, **fields: object) -> str:
-    body = {"messages": messages, "temperature": 0, **fields}
-    answer = httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=PATIENCE_S).json()
-    return answer["choices"][0]["message"]["content"]
 
 
 def test_message_is_the_answer_of_a_chat(client, served):
