@@ -273,14 +273,16 @@ def environment_of(lane: Lane, folder: Path) -> str:
         return sys.executable
     python, stamp = folder / "venv" / "bin" / "python", folder / "packages.json"
     ours = sysconfig.get_path("purelib")
-    wanted = json.dumps([ours, version("torch"), lane.packages, lane.unchecked])
+    # A .pth file of another environment is not read, and the one of .venv names this checkout.
+    paths = f"{ours}\n{ROOT}\n"
+    wanted = json.dumps([paths, version("torch"), lane.packages, lane.unchecked])
     if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
         return str(python)
     print(f"{lane.name}: installing {', '.join((*lane.unchecked, *lane.packages))}", flush=True)
     _install([sys.executable, "-m", "venv", "--clear", str(folder / "venv")])
     (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
     # Behind its own packages, so that they come first and ours are not installed again.
-    (site / "ours.pth").write_text(ours + "\n", encoding="utf-8")
+    (site / "ours.pth").write_text(paths, encoding="utf-8")
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     _install([*pip, *lane.packages])
     if lane.unchecked:

@@ -77,3 +77,16 @@ def test_every_lane_runs_what_exists():
         assert shutil.which(one.command[0].replace("PYTHON", sys.executable), path=str(ROOT))
     names = [one.name for one in lanes_report.lanes()]
     assert len(set(names)) == len(names)
+
+
+def test_processes_of_a_lanes_environment_find_this_checkout(monkeypatch, tmp_path):
+    lane = lanes_report.Lane(name="one", checks="", command=(), packages=("nothing",))
+
+    def install(command):
+        if "venv" in command:
+            (tmp_path / "venv" / "lib" / "python3" / "site-packages").mkdir(parents=True)
+
+    monkeypatch.setattr(lanes_report, "_install", install)
+    lanes_report.environment_of(lane, tmp_path)
+    (paths,) = tmp_path.rglob("ours.pth")
+    assert str(lanes_report.ROOT) in paths.read_text().splitlines()

@@ -64,7 +64,13 @@ class Page:
         return self.driver.find_element(By.ID, id)
 
     def wait(self, is_so: Callable[[], object]) -> None:
-        WebDriverWait(self.driver, PATIENCE_S).until(lambda _: is_so())
+        """Wait until something is so; an answer that failed meanwhile will not make it so."""
+        WebDriverWait(self.driver, PATIENCE_S).until(lambda _: is_so() or self._has_failed())
+        assert is_so(), self.messages
+
+    def _has_failed(self) -> bool:
+        found = self.driver.find_elements(By.CSS_SELECTOR, ".message")
+        return bool(found) and "failed" in (found[-1].get_attribute("class") or "")
 
     def ask(self, text: str) -> None:
         self["prompt"].send_keys(text, Keys.ENTER)
