@@ -393,6 +393,7 @@ def _figures(spec: DeviceSpec, device: Device, dtype: Dtype) -> DeviceSpec:
         flops=tuple((name, part * rate) for name, rate in rates.items()),
         memory_bytes_per_s=part * spec.memory_bytes_per_s,
         layer_overhead_s=spec.layer_overhead_s / part,
+        step_overhead_s=None if spec.step_overhead_s is None else spec.step_overhead_s / part,
     )
 
 

@@ -53,6 +53,7 @@ def fit_device(timings: DeviceTimings, name: str, provenance: str) -> DeviceEntr
         attention_efficiency=fit.attention_efficiency(),
         attention_memory_efficiency=fit.attention_memory_efficiency(),
         layer_overhead_s=timings.layer_overhead_s,
+        step_overhead_s=timings.step_overhead_s,
         saturation_tokens=fit.saturation_tokens(16),
         decode_efficiency=1.0,
         prefill_deviation=MEASURED,

@@ -104,7 +104,9 @@ class RooflineLatencyModel:
         weights_s = stored / (self._stream * cost.stream_of(Phase.DECODE, batch))
         head_s = self._overlapped(weights_s, compute_s, cost)
         sample_s = 2.0 * batch * self.model.vocab_size * 4 / self._stream  # float32, written, read
-        return embed_s + head_s + sample_s + self.device.layer_overhead_s
+        own_s = self.device.step_overhead_s
+        overhead_s = self.device.layer_overhead_s if own_s is None else own_s
+        return embed_s + head_s + sample_s + overhead_s
 
     def _overlapped(self, first_s: float, second_s: float, cost: PrecisionCost) -> float:
         shorter_s, longer_s = sorted((first_s, second_s))

@@ -280,36 +280,7 @@ class LayerBench:
 
         The prompts have as many tokens as the shape; of a decode shape only decode is timed.
         """
-        sizes = MicroBatching(prefill=shape.batch, decode=shape.batch)
-        runner = _OtherMemory(
-            layers=None, cache=None, device=self.job.device, is_last=True,
-            other=self._other, spent_s=[], now=self.now,
-        )  # fmt: skip
-        clock = StageClock(micro_batching=sizes)
-        limits = slot_limits(shape.batch, shape.tokens + 1 + MASTER_STEPS)
-        policy = HybridPolicy(micro_batching=sizes, num_slots=shape.batch, num_stages=1)
-        run = BatchRun(
-            executor=PipelineExecutor(
-                master=self._masters[bits], runner=runner, communicator=None, clock=clock
-            ),
-            scheduler=PolicyScheduler(policy, limits, uniform_depth(1)),
-            limits=limits,
-            clock=clock,
-        )
-        requests = [
-            Request(
-                id=str(number),
-                prompt_token_ids=(1,) * shape.tokens,
-                max_new_tokens=1 + MASTER_STEPS,
-            )
-            for number in range(shape.batch)
-        ]
-        step_ends_s = [self.now()]
-        run.run(requests, _forget, lambda _: step_ends_s.append(self.now()))
-        spans = [
-            after - before - spent_s
-            for (before, after), spent_s in zip(pairwise(step_ends_s), runner.spent_s, strict=True)
-        ]
+        spans = master_steps_s(self._masters[bits], shape, self._other, self.now)
         decode = Shape(phase=Phase.DECODE, batch=shape.batch, tokens=1)
         timed = [(shape, spans[0])] if shape.phase is Phase.PREFILL else []
         timed += [(decode, span) for span in spans[2:]]
@@ -317,6 +288,45 @@ class LayerBench:
             Timing(trial=TimedStep(shape=one, bits=bits, layers=0), seconds=span)
             for one, span in timed
         ]
+
+
+def master_steps_s(
+    master: Master, shape: Shape, other: Tensor, now: Callable[[], float] = time.perf_counter
+) -> list[float]:
+    """Return the seconds of an engine's steps over a stage without layers: prefill, then decode.
+
+    Args:
+        master: whose steps are timed.
+        shape: rows and tokens of the prompts.
+        other: read outside the timing in each step, as layers are.
+        now: the clock, in seconds.
+    """
+    sizes = MicroBatching(prefill=shape.batch, decode=shape.batch)
+    runner = _OtherMemory(
+        layers=None, cache=None, device=other.device, is_last=True,
+        other=other, spent_s=[], now=now,
+    )  # fmt: skip
+    clock = StageClock(micro_batching=sizes)
+    limits = slot_limits(shape.batch, shape.tokens + 1 + MASTER_STEPS)
+    policy = HybridPolicy(micro_batching=sizes, num_slots=shape.batch, num_stages=1)
+    run = BatchRun(
+        executor=PipelineExecutor(master=master, runner=runner, communicator=None, clock=clock),
+        scheduler=PolicyScheduler(policy, limits, uniform_depth(1)),
+        limits=limits,
+        clock=clock,
+    )
+    requests = [
+        Request(
+            id=str(number), prompt_token_ids=(1,) * shape.tokens, max_new_tokens=1 + MASTER_STEPS
+        )
+        for number in range(shape.batch)
+    ]
+    step_ends_s = [now()]
+    run.run(requests, _forget, lambda _: step_ends_s.append(now()))
+    return [
+        after - before - spent_s
+        for (before, after), spent_s in zip(pairwise(step_ends_s), runner.spent_s, strict=True)
+    ]
 
 
 def _forget(_: FinishedAnswer) -> None:

@@ -29,8 +29,9 @@ from llmpq.dist.metrics.measurement import TakenShare
 from llmpq.dist.metrics.stats import synchronize
 from llmpq.dist.transport.frames import Row
 from llmpq.kernels.base import open_device
-from llmpq.models import DecoderStage, kv_shapes
+from llmpq.models import DecoderStage, Master, kv_shapes
 from llmpq.models.adapter import Skeleton
+from llmpq.profiler.bench import master_steps_s
 from llmpq.profiler.grid import Shape
 from llmpq.profiler.layer import warn_if_noisy
 from llmpq.quant.loading.loader import use_huge_pages
@@ -126,6 +127,7 @@ def measure_device(
     warn_if_noisy(0.0, share)
     few, many = (others[f"layers {depth}"].median_s for depth in OVERHEAD_DEPTHS)
     overhead_s = max(0.0, many - few) / (OVERHEAD_DEPTHS[1] - OVERHEAD_DEPTHS[0])
+    stage_s = max(0.0, few - OVERHEAD_DEPTHS[0] * overhead_s)
     host = {}
     if "link" in others:
         latency_s = others["small link"].median_s
@@ -139,6 +141,7 @@ def measure_device(
         features=job.features,
         layers=tuple(one.timing(overhead_s) for one in layers),
         layer_overhead_s=overhead_s,
+        step_overhead_s=stage_s + _master_s(device),
         compute_capability=_capability(device),
         cpu_taken=share,
         **host,
@@ -231,9 +234,27 @@ def _other_trials(job: DeviceJob) -> dict[str, _TimedCall]:
     return found
 
 
+def _master_s(device: torch.device) -> float:
+    """Return the seconds of the master's work for one row, with next to no weights."""
+    master, memory = _small_master(device), torch.ones(1, 1, device=device)
+    shape = _short_prompts(SHORT_TOKENS)
+    runs = [master_steps_s(master, shape, memory) for _ in range(MAX_ROUNDS)]
+    # The first step computes prompts, and the one after it prepares decode.
+    return median(step_s for run in runs[1:] for step_s in run[2:])
+
+
+def _small_master(device: torch.device) -> Master:
+    """Return a master with next to no work: few features and tokens."""
+    master = Master(_config(HEAD_DIM, 1)).to_empty(device=device)
+    for parameter in master.parameters():
+        parameter.fill_(1.0)
+    fuse_norms_(master)
+    return master
+
+
 def _layers(job: DeviceJob, dtype: Dtype, bits: int, depth: int) -> list[nn.Module]:
     """Return layers of ``LAYER_MATRICES`` square matrices each, with random weights."""
-    config = _config(job, depth)
+    config = _config(job.features, depth)
     skeleton = Skeleton.of(config)
     values = torch.randn(job.features**2, device=job.device).mul_(0.02).to(FORMATS[dtype])
     layers = []
@@ -249,10 +270,10 @@ def _layers(job: DeviceJob, dtype: Dtype, bits: int, depth: int) -> list[nn.Modu
     return layers
 
 
-def _config(job: DeviceJob, depth: int) -> LlamaConfig:
-    heads = job.features // HEAD_DIM
+def _config(features: int, depth: int) -> LlamaConfig:
+    heads = features // HEAD_DIM
     config = LlamaConfig(
-        hidden_size=job.features, intermediate_size=job.features, num_attention_heads=heads,
+        hidden_size=features, intermediate_size=features, num_attention_heads=heads,
         num_key_value_heads=heads, num_hidden_layers=depth, vocab_size=8,
     )  # fmt: skip
     config._attn_implementation = "sdpa"
@@ -263,7 +284,7 @@ def _trials(
     job: DeviceJob, dtype: Dtype, bits: int, layers: Sequence[nn.Module], shapes: Sequence[Shape]
 ) -> Iterator[_LayerTrial]:
     """Return steps of some shapes through the layers, as a stage runs them."""
-    config = _config(job, len(layers))
+    config = _config(job.features, len(layers))
     stage = DecoderStage(config, layers, 0)
     cache = KVCache(
         kv_shapes(config, 0, len(layers)), 0,

@@ -78,6 +78,7 @@ def timings_of(entry, **fields):
         "kind": entry.kind, "memory_bytes": 10**10, "threads": 1,
         "copy_bytes_per_s": entry.memory_bytes_per_s, "features": FEATURES,
         "layers": tuple(square), "layer_overhead_s": entry.layer_overhead_s,
+        "step_overhead_s": entry.step_overhead_s or 0.0,
     }  # fmt: skip
     return DeviceTimings(**values | fields)
 
@@ -148,6 +149,22 @@ def test_an_entry_can_be_planned_with_and_names_its_origin():
     assert spec.compute_capability == (8, 6)
     assert set(dict(entry.source)) >= {"flops", "link_latency_s"}
     assert all("a test" in text for _, text in entry.source)
+
+
+def test_a_step_costs_what_it_takes_outside_layers():
+    # Else a small model is forecast several times too fast: its steps are little else.
+    timings = timings_of(entry_of(layer_overhead_s=1e-5, step_overhead_s=3e-3))
+    found, model = fit_device(timings, "own", "test"), llama(128, 128, 2)
+    free = replace(found, step_overhead_s=0.0)
+    whole_s, rest_s = (roofline(e, model).master_s(Phase.DECODE, 1, 1) for e in (found, free))
+    assert whole_s - rest_s == pytest.approx(3e-3)
+
+
+def test_a_step_of_a_device_that_states_no_overhead_has_that_of_a_layer():
+    entry, model = entry_of(layer_overhead_s=2e-4), llama(128, 128, 2)
+    free = replace(entry, step_overhead_s=0.0)
+    whole_s, rest_s = (roofline(e, model).master_s(Phase.DECODE, 1, 1) for e in (entry, free))
+    assert whole_s - rest_s == pytest.approx(2e-4)
 
 
 def test_threads_of_a_processor_are_its_cores():

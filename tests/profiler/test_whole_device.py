@@ -65,3 +65,8 @@ def test_every_trial_is_timed_once_whatever_the_budget():
     trials = [whole_device._TimedCall(call) for _ in range(3)]
     whole_device._run(trials, replace(JOB, budget_s=0.5), lambda _: None, lambda: now_s[0])
     assert [len(trial.seconds) for trial in trials] == [1, 1, 1]
+
+
+def test_a_master_with_next_to_no_weights_answers():
+    # Its parameters and constants are filled: nothing of the meta device is left.
+    assert whole_device._master_s(JOB.device) > 0.0

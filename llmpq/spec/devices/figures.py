@@ -99,6 +99,8 @@ class DeviceSpec:
         attention_memory_efficiency: bandwidth of reading cached keys and values relative to that
             of weight streaming.
         layer_overhead_s: launch and dispatch time of one decoder layer at 16 bits.
+        step_overhead_s: time of a step outside layers, embedding and head: scheduling, launches,
+            choosing tokens; ``None``: that of a layer.
         link_bytes_per_s, link_latency_s: of a link to another device of the same node.
         precision_costs: how 3, 4 and 8 bits differ from 16.
         saturation_tokens: tokens of a prefill at which arithmetic reaches half of its efficiency.
@@ -131,6 +133,7 @@ class DeviceSpec:
     bits: tuple[int, ...] = BITS
     compute_capability: tuple[int, int] | None = None
     cores: int | None = None
+    step_overhead_s: float | None = None
     prefill_deviation: Deviation = UNMEASURED
     decode_deviation: Deviation = UNMEASURED
     reserve_bytes: int = 0
@@ -190,6 +193,7 @@ class DeviceEntry:
     attention_efficiency: Factor | None = None
     attention_memory_efficiency: Factor | None = None
     layer_overhead_s: float | None = None
+    step_overhead_s: float | None = None
     link_bytes_per_s: Rate | None = None
     link_latency_s: float | None = None
     precision_costs: tuple[PrecisionCost, ...] | None = None

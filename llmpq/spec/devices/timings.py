@@ -46,6 +46,7 @@ class DeviceTimings:
             prompts of two sizes, all short; of the middle batch and of the larger size long ones,
             too, at 16 bits. In every other format, prompts of the larger size at 16 bits.
         layer_overhead_s: a decoder layer with next to no work.
+        step_overhead_s: a step with next to no work, without its layers.
         host_bytes_per_s, host_latency_s: of a copy from and to host memory, ``None`` for a CPU.
         cpu_taken: share of the timing thread's time that other programs took, ``None`` if unknown.
     """
@@ -57,6 +58,7 @@ class DeviceTimings:
     features: int
     layers: tuple[LayerTiming, ...]
     layer_overhead_s: float
+    step_overhead_s: float
     host_bytes_per_s: float | None = None
     host_latency_s: float | None = None
     compute_capability: tuple[int, int] | None = None
