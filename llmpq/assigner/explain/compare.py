@@ -29,7 +29,7 @@ from llmpq.assigner.request import (
     silent,
 )
 from llmpq.costmodel import ClusterCosts
-from llmpq.errors import InfeasibleError, SpecError
+from llmpq.errors import InfeasibleError, ProfileMissError, SpecError
 from llmpq.spec.plan import MicroBatching, Plan
 from llmpq.spec.precision import BITS
 from llmpq.spec.workload import Workload
@@ -289,8 +289,12 @@ class FitAnswer:
 
 
 def fit_answers(request: PlanRequest, widths: Sequence[int] = BITS) -> tuple[FitAnswer, ...]:
-    """Plan a request with every layer at one bitwidth, for each of ``widths``."""
-    answers = []
+    """Plan a request with every layer at one bitwidth, for each of ``widths``.
+
+    Raises:
+        ProfileMissError: no bitwidth can be planned, and tables lack the seconds of one.
+    """
+    answers, missing = [], None
     for bits in widths:
         try:
             plan = make_plan(
@@ -299,6 +303,11 @@ def fit_answers(request: PlanRequest, widths: Sequence[int] = BITS) -> tuple[Fit
             answers.append(FitAnswer(bits=bits, plan=plan))
         except InfeasibleError as error:
             answers.append(FitAnswer(bits=bits, reason=str(error), short=error.short))
+        except ProfileMissError as error:  # a table of one bitwidth says nothing about others
+            missing = error
+            answers.append(FitAnswer(bits=bits, reason=str(error), short="not measured"))
+    if missing is not None and all(one.plan is None for one in answers):
+        raise missing
     return tuple(answers)
 
 

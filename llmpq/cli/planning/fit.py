@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 from llmpq.assigner import PlanRequest
@@ -101,6 +102,7 @@ def _request(options: argparse.Namespace) -> PlanRequest:
         workload=Workload(batch=options.global_bz, prompt_tokens=options.s, new_tokens=options.n),
         dtype=dtype,
         kv_bits=8 * DTYPE_BYTES[dtype],
+        profile_dir=None if options.profile is None else Path(options.profile),
     )
 
 

@@ -14,7 +14,8 @@ from llmpq.costmodel import build_costs
 from llmpq.profiler.device import host_cluster, host_memory_bytes
 from llmpq.spec import catalog
 from llmpq.spec.cluster import cluster_of_types
-from llmpq.spec.precision import DTYPE_BYTES
+from llmpq.spec.precision import DTYPE_BYTES, Phase
+from llmpq.spec.tables import LatencySample, LatencyTable, write_latency_table
 from llmpq.spec.workload import Workload
 from llmpq.units import GIB
 from scripts.docs_site.fit_table import most_bits
@@ -63,6 +64,29 @@ def test_without_devices_this_host_is_looked_at(capsys, monkeypatch, tmp_path) -
     assert main(["--model", "Qwen/Qwen3-8B", *ARGV]) == 0
     assert "Qwen/Qwen3-8B on this host" in (text := capsys.readouterr().out)
     assert "RTX3090" in text
+
+
+def test_measured_tables_are_used(capsys, tmp_path) -> None:
+    samples = tuple(
+        LatencySample(phase=phase, bits=16, batch=batch, tokens=256, seconds=0.5)
+        for phase in Phase
+        for batch in (1, 2)
+    )
+    model = catalog.model("facebook/opt-125m")
+    origin = {"model": model.name, "device": "L4", "dtype": "float16"}
+    table = LatencyTable(samples=samples, provenance=tuple(origin.items()))
+    write_latency_table(tmp_path / "slow.csv", table)
+    argv = ["--model", model.name, "--device_names", "L4", "--dtype", "float16", *ARGV, "--json"]
+    seconds = []
+    for more in ([], ["--profile", str(tmp_path)]):
+        assert main([*argv, *more]) == 0
+        answers = json.loads(capsys.readouterr().out)["answers"]
+        seconds.append(answers[0]["latency_s"])
+    roofline_s, measured_s = seconds
+    assert roofline_s < 1.0
+    assert measured_s == pytest.approx(model.num_layers * WORK.new_tokens * 0.5, rel=0.1)
+    assert [one["fits"] for one in answers] == [True, False, False, False]
+    assert "found no prefill samples at 8 bits" in answers[1]["reason"]
 
 
 def test_what_does_not_fit_has_a_short_line(capsys) -> None:
