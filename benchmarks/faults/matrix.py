@@ -152,7 +152,7 @@ def fuzzed(folder: Path, options: argparse.Namespace) -> dict[str, Case]:
         share = -(-options.files // len(KINDS))
         found[f"files {kind} {share}"] = partial(inputs.files, folder, kind, share, seed)
     found[f"frames {options.frames}"] = partial(inputs.frames, options.frames, 0)
-    for solver in ("exact", "highs", "cbc"):
+    for solver in ("exact", "highs"):
         for limit_s in PLANNER_LIMITS_S:
             key = f"time_limit {solver} {limit_s:g} s"
             found[key] = partial(inputs.planner, folder, solver, limit_s)
