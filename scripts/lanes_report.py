@@ -158,6 +158,14 @@ def lanes() -> tuple[Lane, ...]:
                 *("--seconds", "120", "--connections", "200"),
             ),
         ),
+        Lane(
+            name="agents",
+            checks="agents on a server, with ranks killed",
+            command=(
+                *("PYTHON", "benchmarks/faults", "agents"),
+                *("--seconds", "300", "--kill_every_s", "60"),
+            ),
+        ),
     )
 
 

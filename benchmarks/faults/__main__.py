@@ -2,6 +2,7 @@
 
     python benchmarks/faults matrix --only kill stop           # or scripts/fault_matrix
     python benchmarks/faults server --seconds 120 --connections 200
+    python benchmarks/faults agents --seconds 1800 --kill_every_s 180
     python benchmarks/faults fleet --folder DIR --case kill stop
 
 Each has a --help of its own. Exit status 1 when something was not as required.
@@ -17,7 +18,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-WHAT = ("matrix", "server", "fleet")
+WHAT = ("matrix", "server", "agents", "fleet")
 """Modules of this folder; one is imported, so that a fleet needs none of what a matrix needs."""
 
 

@@ -97,16 +97,11 @@ class Stress:
 
     async def client(self, kind: str, end_s: float) -> None:
         """Send requests one after the other until it is time to end."""
-        act: dict[str, Callable[[], Awaitable[None]]] = {
-            "quitter": self.quit_early,
-            "reader": lambda: self.read(0.0),
-            "slow": lambda: self.read(SLOW_READ_S),
-            "vandal": self.send_nonsense,
-        }
+        act = self.acts()[kind]
         while time.monotonic() < end_s:
             start_s = time.monotonic()
             try:
-                await act[kind]()
+                await act()
             except HttpError as error:
                 self.busy_s.append(time.monotonic() - start_s)
                 self.counts["refused"] += 1
@@ -116,6 +111,15 @@ class Stress:
             except (OSError, EOFError, ValueError) as error:
                 self.problem(f"{kind}: {type(error).__name__}: {error}")
             self.counts[kind] += 1
+
+    def acts(self) -> dict[str, Callable[[], Awaitable[None]]]:
+        """Return what each kind of client does, again and again."""
+        return {
+            "quitter": self.quit_early,
+            "reader": lambda: self.read(0.0),
+            "slow": lambda: self.read(SLOW_READ_S),
+            "vandal": self.send_nonsense,
+        }
 
     def body(self, number: int) -> dict[str, Any]:
         """Return the request of a prompt."""
@@ -205,10 +209,11 @@ def expected_answers(model_dir: Path) -> list[tuple[int, ...]]:
     return found
 
 
-async def play(options: argparse.Namespace, server: Running, stress: Stress) -> None:
-    """Run all clients, the killer, and what watches memory."""
+async def play(
+    options: argparse.Namespace, server: Running, stress: Stress, kinds: Sequence[str]
+) -> None:
+    """Run clients of some kinds, the killer, and what watches memory."""
     end_s = time.monotonic() + options.seconds
-    kinds = [KINDS[at % len(KINDS)] for at in range(options.connections)]
     memory: list[int] = []
 
     async def watch() -> None:
@@ -285,12 +290,18 @@ def main(argv: Sequence[str]) -> int:
             stress = Stress(server.port, expected_answers(model), options.seed)
             asyncio.run(stress.read(0.0))
             descriptors = len(open_files(server.pid))
-            asyncio.run(play(options, server, stress))
+            kinds = [KINDS[at % len(KINDS)] for at in range(options.connections)]
+            asyncio.run(play(options, server, stress, kinds))
             asyncio.run(settle(server, stress, descriptors))
             asyncio.run(stress.read(0.0))
-        log = (folder / "log").read_text(errors="replace")
-        if "Traceback" in log:
-            stress.problem(f"a traceback in the log:\n{log[log.index('Traceback') :][:3000]}")
+        return report(stress, folder / "log")
+
+
+def report(stress: Stress, log: Path) -> int:
+    """Print what happened; return 1 when something was wrong."""
+    text = log.read_text(errors="replace")
+    if "Traceback" in text:
+        stress.problem(f"a traceback in the log:\n{text[text.index('Traceback') :][:3000]}")
     refusals = sorted(stress.busy_s)
     counts = dict(sorted(stress.counts.items()))
     if refusals:
