@@ -70,6 +70,7 @@ def plan(  # noqa: PLR0913  what a plan is made from
     batch: int = 1,
     prompt: int = 512,
     new: int = 128,
+    max_model_len: int | None = None,
     cluster: ClusterLike | None = None,
     device_names: Sequence[str] = (),
     device_numbers: Sequence[int] = (),
@@ -86,6 +87,8 @@ def plan(  # noqa: PLR0913  what a plan is made from
         batch: number of sequences in the batch.
         prompt: longest prompt, in tokens.
         new: new tokens of each sequence.
+        max_model_len: tokens that a sequence may reach; ``prompt`` and ``new`` are then the usual
+            lengths.
         cluster: a ``Cluster``, a cluster file, or the content of one as a mapping.
         device_names: instead of a cluster, device types of the catalogue, one node each.
         device_numbers: how many devices of each type; by default one.
@@ -129,7 +132,9 @@ def plan(  # noqa: PLR0913  what a plan is made from
             device_numbers,
             has_tables=options.get("profile_dir") is not None,
         ),
-        workload=Workload(batch=batch, prompt_tokens=prompt, new_tokens=new),
+        workload=Workload(
+            batch=batch, prompt_tokens=prompt, new_tokens=new, context_tokens=max_model_len
+        ),
         dtype=number_format,
         kv_bits=8 if kv_bits == 8 else 8 * DTYPE_BYTES[number_format],
         theta_s=theta,

@@ -1,9 +1,10 @@
 """A plan for a host whose user states no lengths.
 
 It has the longest context that fits, up to the model's own, at bits that lose next to nothing (8 or
-more); among such plans it is the fastest. Where even ``SHORT_CONTEXT`` tokens do not fit so, it
-loses the least quality with them, and then has a shorter context. A long context is not worth bits:
-few answers come near it, and every answer has them.
+more) and with next to the speed that answers have with ``SHORT_CONTEXT`` tokens; among such plans
+it is the fastest for requests of usual lengths. Where even ``SHORT_CONTEXT`` tokens do not fit so,
+it loses the least quality with them, and then has a shorter context. A long context is not worth
+bits or speed: few answers come near it, and every answer has them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ SHORT_CONTEXT = 8192
 LEAST_CONTEXT = 512
 UNLIMITED_CONTEXT = 131072
 """Longest context that is tried for a model without a limit."""
-MAX_NEW_TOKENS = 1024
+USUAL_PROMPT, USUAL_ANSWER = 256, 512
+"""Tokens of the requests for which a plan is fast, or of shorter ones where that is its context."""
+NEXT_TO = 0.9
+"""Share of the speed with ``SHORT_CONTEXT`` tokens that answers keep with a longer context, unless
+its length is asked for: layers on a slower device make room for it."""
 NEAR_LOSSLESS = ((2**4 - 1) / (2**8 - 1)) ** 2
 """Loss of all layers at 8 bits, where it was not measured (``request.DEFAULT_OMEGA``)."""
 LEAST_LOSS_THETA_S = 1e9
@@ -48,19 +53,39 @@ def plan_longest_context(
     if max_model_len is not None and max_model_len < 2:
         raise SpecError(f"max_model_len: found {max_model_len}, expected at least 2")
     last: InfeasibleError | None = None
+    least: float | None = None
     for context, aims in _attempts(request, max_model_len):
-        work = request.workload
-        new_tokens = max(1, min(MAX_NEW_TOKENS, context // 4))
-        lengths = Workload(
-            batch=work.batch, prompt_tokens=context - new_tokens, new_tokens=new_tokens
-        )
-        wanted = with_stored_bits(replace(request, workload=lengths, **aims))
+        wanted = _with_context(request, context, aims)
         try:
-            return make_plan(wanted, command=command)
+            found = make_plan(wanted, command=command)
         except InfeasibleError as error:
             last = error
+            continue
+        if max_model_len is not None or context <= SHORT_CONTEXT:
+            return found
+        if least is None:
+            short = make_plan(_with_context(request, SHORT_CONTEXT, aims), command=command)
+            least = NEXT_TO * _speed(short)
+        if _speed(found) >= least:
+            return found
     assert last is not None
     raise last
+
+
+def _with_context(request: PlanRequest, context: int, aims: dict[str, Any]) -> PlanRequest:
+    answer = max(1, min(USUAL_ANSWER, context // 4))
+    work = Workload(
+        batch=request.workload.batch,
+        prompt_tokens=min(USUAL_PROMPT, context - answer),
+        new_tokens=answer,
+        context_tokens=context,
+    )
+    return with_stored_bits(replace(request, workload=work, **aims))
+
+
+def _speed(plan: Plan) -> float:
+    """Return the tokens a second of an answer."""
+    return plan.answer_tokens_per_s or 0.0
 
 
 def _attempts(
@@ -69,9 +94,10 @@ def _attempts(
     """Yield contexts and what to aim at, the best first."""
     own = request.model.max_positions or UNLIMITED_CONTEXT
     contexts = [max_model_len or own]
-    while max_model_len is None and contexts[-1] // 2 >= LEAST_CONTEXT:
-        contexts.append(contexts[-1] // 2)
     short = min(contexts[0], SHORT_CONTEXT)
+    while max_model_len is None and contexts[-1] // 2 >= LEAST_CONTEXT:
+        half = contexts[-1] // 2
+        contexts.append(short if half < short < contexts[-1] else half)
     is_stored = bool(request.model.stored)
     if not is_stored and max(request.bits) >= 8:
         budget = {"quality_budget": _loss_at_8_bits(request), "theta_s": None}

@@ -96,11 +96,7 @@ def plan_table(plan: Plan, dropped: Mapping[int, str]) -> str:
 
 
 def _title(plan: Plan) -> str:
-    work = plan.workload
-    return (
-        f"{plan.model.name} on {plan.cluster.name}: {work.batch} x {work.prompt_tokens} prompt "
-        f"tokens, {work.new_tokens} new tokens each"
-    )
+    return f"{plan.model.name} on {plan.cluster.name}: {plan.workload.text}"
 
 
 def memory_unit(largest_bytes: float) -> tuple[int, str, str]:

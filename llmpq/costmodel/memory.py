@@ -305,7 +305,7 @@ def temporary_bytes(  # noqa: PLR0913  what a step is, and where it runs
       + 1.4 * max( layer, compiled buffers + R h e, logits )
     """
     prompts = ForwardShape.of_prompts(
-        model, dtype, kv_bits, micro_batching.prefill, workload.prompt_tokens
+        model, dtype, kv_bits, micro_batching.prefill, workload.max_prompt_tokens
     )
     decode = ForwardShape(
         model=model, dtype=dtype, kv_bits=kv_bits, batch=micro_batching.decode, tokens=1,

@@ -51,7 +51,7 @@ def engine_limits(
     blocks_of_sequence = -(-work.max_context_tokens // KV_BLOCK_SIZE)
     num_blocks = options.num_blocks or work.batch * blocks_of_sequence
     config = options.speculative_config
-    chunk = min(work.prompt_tokens, PROMPT_CHUNK_TOKENS)
+    chunk = min(work.max_prompt_tokens, PROMPT_CHUNK_TOKENS)
     largest_step = max(sizes.prefill * chunk, sizes.decode)
     return EngineLimits(
         token_budget=options.token_budget or min(PROMPT_CHUNK_TOKENS, largest_step),

@@ -117,6 +117,14 @@ class WorkloadOptions:
     n: Annotated[int | None, Option(metavar="TOKENS", help="tokens to generate per sequence")] = (
         None
     )
+    max_model_len: Annotated[
+        int | None,
+        Option(
+            metavar="TOKENS",
+            help="tokens of prompt and answer that a sequence may reach; --s and --n are then the "
+            "usual lengths (default: s + n)",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -506,7 +506,7 @@ class Plan:
         that it sends.
         """
         if stage.phase is Phase.PREFILL:
-            return PREFILL_BUFFERS * self.micro_batching.prefill, self.workload.prompt_tokens
+            return PREFILL_BUFFERS * self.micro_batching.prefill, self.workload.max_prompt_tokens
         return self.workload.batch, self.workload.max_context_tokens
 
     @property
@@ -576,11 +576,8 @@ class Plan:
         )
 
     def _title_text(self) -> str:
-        work = self.workload
-        return (
-            f"{self.model.name} on {self.cluster.name}: {work.batch} x {work.prompt_tokens} prompt "
-            f"tokens, {work.new_tokens} new tokens each, {self.dtype}"
-            + ("" if self.head_width == 16 else f", head at {self.head_width} bits")
+        return f"{self.model.name} on {self.cluster.name}: {self.workload.text}, {self.dtype}" + (
+            "" if self.head_width == 16 else f", head at {self.head_width} bits"
         )
 
     def _stage_cells(self) -> list[tuple[str, ...]]:

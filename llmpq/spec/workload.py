@@ -49,8 +49,10 @@ class Workload:
 
     Attributes:
         batch: sequences held at once ``B``.
-        prompt_tokens: longest prompt ``s``.
+        prompt_tokens: prompt ``s``, the longest one unless ``context_tokens`` says otherwise.
         new_tokens: tokens to generate per sequence ``n``, the first one by prefill.
+        context_tokens: tokens that a sequence may reach: there is memory for them, while seconds
+            are those of the usual lengths above; ``None``: ``s + n``.
     """
 
     SCHEMA: ClassVar[int] = SCHEMA
@@ -58,6 +60,7 @@ class Workload:
     batch: Annotated[int, Rule(minimum=1, maximum=MAX_BATCH)]
     prompt_tokens: Annotated[int, Rule(minimum=1, maximum=MAX_TOKENS)]
     new_tokens: Annotated[int, Rule(minimum=1, maximum=MAX_TOKENS)]
+    context_tokens: Annotated[int | None, Rule(minimum=2, maximum=2 * MAX_TOKENS)] = None
 
     def __post_init__(self) -> None:
         limits = {"batch": MAX_BATCH, "prompt_tokens": MAX_TOKENS, "new_tokens": MAX_TOKENS}
@@ -68,16 +71,37 @@ class Workload:
                     f"workload: field '{field}': found {value}, "
                     f"expected a whole number in [1, {maximum}]"
                 )
+        usual, most = self.prompt_tokens + self.new_tokens, self.context_tokens
+        if most is not None and not usual <= most <= 2 * MAX_TOKENS:
+            raise SpecError(
+                f"workload: field 'context_tokens': found {most}, expected a whole number in "
+                f"[{usual}, {2 * MAX_TOKENS}], at least prompt_tokens + new_tokens"
+            )
 
     @property
     def name(self) -> str:
         """The name used in file names: ``s512-n100-b32``."""
-        return f"s{self.prompt_tokens}-n{self.new_tokens}-b{self.batch}"
+        most = "" if self.context_tokens is None else f"-c{self.context_tokens}"
+        return f"s{self.prompt_tokens}-n{self.new_tokens}-b{self.batch}{most}"
+
+    @property
+    def text(self) -> str:
+        """The workload in words, for titles."""
+        most = "" if self.context_tokens is None else f", room for {self.context_tokens:,} each"
+        return (
+            f"{self.batch} x {self.prompt_tokens} prompt tokens, {self.new_tokens} new tokens "
+            f"each{most}"
+        )
 
     @property
     def max_context_tokens(self) -> int:
-        """Tokens a sequence may reach, which is the length of a KV slot ``s + n``."""
-        return self.prompt_tokens + self.new_tokens
+        """Tokens a sequence may reach, which is the length of a KV slot."""
+        return self.context_tokens or self.prompt_tokens + self.new_tokens
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Tokens of the longest prompt."""
+        return self.prompt_tokens if self.context_tokens is None else self.context_tokens - 1
 
     @property
     def mean_context_tokens(self) -> float:
@@ -365,7 +389,7 @@ def fit_trace(
     Raises:
         SpecError: a request is too long, or none fits.
     """
-    prompt, context = work.prompt_tokens, work.max_context_tokens
+    prompt, context = work.max_prompt_tokens, work.max_context_tokens
     if too_long == "cut":
         cut = [replace(item, prompt_tokens=min(item.prompt_tokens, prompt)) for item in trace]
         return [

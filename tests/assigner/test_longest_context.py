@@ -1,20 +1,23 @@
 """Plans without given lengths: the longest context at bits that lose next to nothing."""
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
+import numpy as np
 import pytest
 from helpers.certificate import certify_memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmpq.assigner.longest_context import SHORT_CONTEXT, plan_longest_context
+from llmpq.assigner.forecast import evaluate_plan
+from llmpq.assigner.longest_context import NEXT_TO, SHORT_CONTEXT, plan_longest_context
 from llmpq.assigner.request import PlanRequest
 from llmpq.costmodel import build_costs
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 from llmpq.spec.huggingface.families import model_from_config
+from llmpq.spec.plan import MicroBatching, StageAssignment
 from llmpq.spec.precision import BITS, DTYPE_BYTES
 from llmpq.spec.workload import Workload
 from llmpq.units import GIB
@@ -71,6 +74,46 @@ def test_more_memory_is_never_worse():
         found.append((-loss, context(plan)))
     assert all(worse <= better for worse, better in pairwise(found))
     assert found[-1] > found[0]
+
+
+def fast_and_slow(sequences):
+    """A GPU whose memory ends between a short and the longest context, beside a slow CPU."""
+    groups = DeviceGroup(type="RTX4060Ti-16G", count=1), DeviceGroup(type="cpu", count=1)
+    node = Node(name="here", devices=groups)
+    return replace(request(1, batch=sequences), cluster=Cluster(name="host", nodes=(node,)))
+
+
+def test_a_longer_context_does_not_move_layers_to_a_slow_device():
+    plan = plan_longest_context(fast_and_slow(1))
+    assert [plan.device_of(stage).type for stage in plan.stages] == ["RTX4060Ti-16G"]
+    assert SHORT_CONTEXT < context(plan) < MODEL.max_positions
+    # Where it is asked for, it does: all is slower, every answer alike.
+    longest = plan_longest_context(fast_and_slow(1), MODEL.max_positions // 2)
+    assert len(longest.stages) == 2
+    assert longest.answer_tokens_per_s < NEXT_TO * plan.answer_tokens_per_s
+
+
+@pytest.mark.parametrize(("sequences", "tokens"), [(1, 50_000), (4, 15_000)])
+def test_no_split_with_the_same_context_answers_usual_requests_much_faster(sequences, tokens):
+    """The oracle is every split of the layers, in either order, at the plan's bits."""
+    plan = plan_longest_context(fast_and_slow(sequences), tokens)
+    costs = build_costs(MODEL, plan.cluster, dtype=plan.dtype, kv_bits=plan.kv_bits)
+    count, best = MODEL.num_layers, 0.0
+    for order, cut, decode in product(((0, 1), (1, 0)), range(1, count), (1, 2, sequences)):
+        stages = tuple(
+            StageAssignment(
+                rank=rank, device=device, first_layer=first, end_layer=end,
+                bits=(8,) * (end - first),
+            )
+            for rank, device, first, end in ((0, order[0], 0, cut), (1, order[1], cut, count))
+        )  # fmt: skip
+        sizes = MicroBatching(prefill=1, decode=min(decode, sequences))
+        other = replace(plan, stages=stages, micro_batching=sizes)
+        estimate, _ = evaluate_plan(other, costs, np.zeros((count, len(BITS))))
+        if all(one.memory.total <= one.capacity_bytes for one in estimate.stages):
+            best = max(best, replace(other, estimate=estimate).answer_tokens_per_s)
+    assert best > 0
+    assert plan.answer_tokens_per_s >= 0.97 * best
 
 
 def test_a_length_that_is_asked_for_is_kept():

@@ -73,7 +73,7 @@ def certify_memory(plan, costs) -> None:
         for layer, bits in zip(range(stage.first_layer, stage.end_layer), stage.bits, strict=True):
             kind = costs.model.layer_kinds[layer]
             needed += costs.layer_weight_bytes(device, kind, bits)
-            context = work.prompt_tokens + work.new_tokens
+            context = work.context_tokens or work.prompt_tokens + work.new_tokens
             needed += costs.layer_kv_bytes(kind, work.batch, context, device)
         assert needed <= costs.capacity_bytes(device)
         assert estimate.memory.total == needed

@@ -23,7 +23,14 @@ SCHEMAS = {
     )
     for name in ("plan", "cluster", "workload", "sensitivity")
 }
-WORKLOAD = {"schema": 1, "batch": 4, "prompt_tokens": 16, "new_tokens": 8}
+# The lengths fit into the context, whichever of them is replaced by its least or most.
+WORKLOAD = {
+    "schema": 1,
+    "batch": 4,
+    "prompt_tokens": 1,
+    "new_tokens": 1,
+    "context_tokens": 20_000_000,
+}
 CLUSTER = {
     "schema": 1,
     "name": "c",

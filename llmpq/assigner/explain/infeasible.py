@@ -237,7 +237,7 @@ def _first_parts(request: PlanRequest, pair: PairCosts, costs: ClusterCosts) -> 
     """Return what the first device holds besides layers, by cause: on that with the most memory."""
     group = int(pair.first_capacity_bytes.argmax())
     device = next(item for item in request.cluster.devices if item.group == group)
-    chunk = min(request.workload.prompt_tokens, PROMPT_CHUNK_TOKENS)
+    chunk = min(request.workload.max_prompt_tokens, PROMPT_CHUNK_TOKENS)
     master = costs.master_bytes(device)
     steps = int(pair.temporary_bytes[group] + pair.master_bytes[group]) - master
     return {

@@ -111,14 +111,15 @@ class Conversation:
     def _fitting_prompt(self, encoder: ChatEncoder) -> tuple[int, ...]:
         """Return the tokens of the conversation; forget its beginning where it is too long."""
         work = self._pipeline.plan.workload
+        most = work.max_context_tokens - work.new_tokens
         while True:
             tokens = encoder.encode([*self._first, *self._messages], {})
-            if len(tokens) <= work.prompt_tokens:
+            if len(tokens) <= most:
                 return tokens
             if len(self._messages) == 1:
                 print(
                     f"llmpq chat: found {len(tokens)} tokens, expected at most "
-                    f"{work.prompt_tokens}; --max_model_len allows more where they fit",
+                    f"{most}; --max_model_len allows more where they fit",
                     file=sys.stderr,
                 )
                 self._messages.clear()

@@ -15,10 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import numpy as np
-
 from llmpq import __version__
-from llmpq.assigner.forecast import evaluate_plan
 from llmpq.assigner.longest_context import plan_longest_context
 from llmpq.assigner.request import PlanRequest
 from llmpq.cli.front.host_devices import (
@@ -28,7 +25,6 @@ from llmpq.cli.front.host_devices import (
 )
 from llmpq.cli.front.hub import HubModel, HubName, hub_model, hub_name
 from llmpq.cli.render import aligned, compact_bits
-from llmpq.costmodel import build_costs
 from llmpq.errors import InfeasibleError, LlmpqError, SpecError
 from llmpq.profiler.device import host_cluster
 from llmpq.spec import catalog
@@ -41,8 +37,6 @@ from llmpq.spec.workload import Workload
 from llmpq.units import format_bytes, format_number
 
 MODEL_HELP = "folder, GGUF file, or model of the hub: ORG/NAME[:revision or GGUF file]"
-USUAL_PROMPT, USUAL_ANSWER = 256, 128
-"""Tokens of the request whose speed is printed: few are as long as the plan allows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +150,7 @@ def host_plan(model: str, options: argparse.Namespace) -> HostPlan:
         model=found,
         is_new=is_new,
         measured=tuple(sorted(types_of(cluster) - kept)),
-        answer_tokens_per_s=_usual_speed(plan, found.spec),
+        answer_tokens_per_s=plan.answer_tokens_per_s,
     )
 
 
@@ -248,19 +242,6 @@ def _kept(file: Path, cluster: Cluster) -> Plan | None:
         if room is None or estimate.memory.total > room:
             return None
     return plan
-
-
-def _usual_speed(plan: Plan, spec: ModelSpec) -> float | None:
-    """Return the forecast tokens a second of one answer after a prompt of usual length."""
-    longest = plan.workload.max_context_tokens
-    answer = max(1, min(USUAL_ANSWER, longest // 3))
-    work = replace(
-        plan.workload, prompt_tokens=min(USUAL_PROMPT, longest - answer), new_tokens=answer
-    )
-    short = replace(plan, workload=work)
-    costs = build_costs(spec, plan.cluster, dtype=plan.dtype, kv_bits=plan.kv_bits)
-    estimate, _ = evaluate_plan(short, costs, np.zeros((spec.num_layers, len(BITS))))
-    return replace(short, estimate=estimate).answer_tokens_per_s
 
 
 def plan_decisions(found: HostPlan) -> dict[str, Any]:

@@ -149,10 +149,13 @@ def cluster_of(asked: ClusterOptions) -> Cluster:
 def _workload(asked: WorkloadOptions) -> Workload:
     batch, prompt, new = asked.global_bz, asked.s, asked.n
     if asked.workload is not None and (batch, prompt, new) == (None, None, None):
-        return load_workload(asked.workload)
-    if asked.workload is not None or batch is None or prompt is None or new is None:
+        found = load_workload(asked.workload)
+    elif asked.workload is not None or batch is None or prompt is None or new is None:
         raise SpecError("expected either --workload, or all of --global_bz, --s and --n")
-    return Workload(batch=batch, prompt_tokens=prompt, new_tokens=new)
+    else:
+        found = Workload(batch=batch, prompt_tokens=prompt, new_tokens=new)
+    most = asked.max_model_len
+    return found if most is None else replace(found, context_tokens=most)
 
 
 def _sensitivity(

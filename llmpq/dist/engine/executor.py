@@ -542,7 +542,7 @@ def warm_up(
     work, sizes = plan.workload, plan.micro_batching
     if runner.layers is None:
         return
-    prompt = min(work.prompt_tokens, PROMPT_CHUNK_TOKENS)
+    prompt = min(work.max_prompt_tokens, PROMPT_CHUNK_TOKENS)
     rows = min(sizes.prefill, max(1, WARM_UP_TOKENS // prompt))
     one_each = None
     if runner.device.type == "cpu":
@@ -585,7 +585,7 @@ def capture_decode_steps(runner: StageRunner, sizes: DecodeSizes, reserve_bytes:
 def warm_up_master(plan: Plan, master: Master, runner: StageRunner) -> None:
     """Embed and project as a micro-batch of either phase would."""
     work, sizes = plan.workload, plan.micro_batching
-    for rows, tokens in ((sizes.prefill, work.prompt_tokens), (sizes.decode, 1)):
+    for rows, tokens in ((sizes.prefill, work.max_prompt_tokens), (sizes.decode, 1)):
         count = min(tokens, WARM_UP_TOKENS)
         ids = torch.zeros(1, rows * count, dtype=torch.int64, device=runner.device)
         hidden = master.embed(ids, torch.arange(count).repeat(rows)[None])

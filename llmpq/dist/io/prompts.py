@@ -117,7 +117,7 @@ def request_limits(
 ) -> RequestLimits:
     """Return the limits of requests for this plan and model."""
     return RequestLimits(
-        prompt_tokens=plan.workload.prompt_tokens if plan.is_split else plan.longest_sequence,
+        prompt_tokens=plan.workload.max_prompt_tokens if plan.is_split else plan.longest_sequence,
         context_tokens=plan.longest_sequence,
         new_tokens=plan.workload.new_tokens,
         max_positions=model.max_positions,

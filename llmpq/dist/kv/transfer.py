@@ -79,7 +79,7 @@ def kv_connector(
     """Return the connector of a stage with these links, ``None`` without any."""
     send_links, receive_links = links
     if send_links:
-        size = plan.micro_batching.prefill * blocks_of(plan.workload.prompt_tokens)
+        size = plan.micro_batching.prefill * blocks_of(plan.workload.max_prompt_tokens)
         return KVSender(cache, buffer_blocks=size, send_links=send_links, timeout_s=timeout_s)
     if receive_links:
         return KVReceiver(cache, receive_links=receive_links, timeout_s=timeout_s)

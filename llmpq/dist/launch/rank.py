@@ -164,7 +164,7 @@ def frame_limits(
         ),
         max_context=longest,
         prefill_rows=plan.micro_batching.prefill,
-        prefill_tokens=plan.workload.prompt_tokens,
+        prefill_tokens=plan.workload.max_prompt_tokens,
         decode_rows=max(plan.micro_batching.decode, MAX_STEP_TOKENS if has_drafts else 0),
         hidden_size=message_features(config),
         dtype=dtype,
@@ -589,7 +589,7 @@ class MasterRank:
             policy,
             self._limits,
             self._depth,
-            part_tokens=None if plan.is_split else plan.workload.prompt_tokens,
+            part_tokens=None if plan.is_split else plan.workload.max_prompt_tokens,
             # As many rows as the plan's frames and its head's memory are for.
             scored_tokens=max(plan.micro_batching.prefill, plan.micro_batching.decode),
             drafts=self._drafts,

@@ -297,9 +297,10 @@ def test_sequences_longer_than_planned_take_the_memory_of_several(tiny_model, st
     for prefill, decode, batch in ((2, 3, 4), (1, 2, 2)):
         plan = make_plan(CUTS[stages], prefill=prefill, decode=decode, batch=batch)
         plan = replace(plan, schedule=default_schedule(policy, batch))
-        assert plan.workload.prompt_tokens == 16
-        found, _ = run_threads(plan, model_dir, requests)
-        assert {number: list(tokens) for number, (tokens, _) in found.items()} == expected
+        usual = replace(plan.workload, prompt_tokens=4, new_tokens=2, context_tokens=24)
+        for work in (plan.workload, usual):
+            found, _ = run_threads(replace(plan, workload=work), model_dir, requests)
+            assert {number: list(tokens) for number, (tokens, _) in found.items()} == expected
 
 
 def test_no_requests_is_a_run_too(tiny_model):

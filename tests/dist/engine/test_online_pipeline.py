@@ -19,7 +19,7 @@ from llmpq.dist.io.generation import GenerationRequest
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.errors import SpecError
 from llmpq.options.engine import EngineOptions
-from llmpq.options.limits import max_model_len
+from llmpq.options.limits import engine_limits, max_model_len
 
 torch.set_num_threads(1)
 CUTS = {1: (0, 3), 2: (0, 1, 3), 3: (0, 1, 2, 3)}
@@ -117,6 +117,15 @@ def test_a_request_may_be_longer_than_those_of_the_plan(tiny_model, num_stages):
     model = load_reference(model_dir)
     model.generation_config.eos_token_id = None
     assert script.tokens("0") == generate_alone(model, prompt, 8)[0][150:]
+
+
+def test_a_plan_has_room_for_the_context_that_it_states():
+    plan = make_plan((0, 3), batch=4, prompt_tokens=16, new_tokens=8)
+    plan = replace(plan, workload=replace(plan.workload, context_tokens=4000))
+    assert max_model_len(plan, EngineOptions(), None) == 4000
+    limits = engine_limits(plan, EngineOptions())
+    assert limits.num_blocks == 4 * 250
+    assert limits.token_budget == 1024  # a step takes a chunk of the longest prompt
 
 
 @given(asked=st.integers(2, 400) | st.none(), positions=st.integers(2, 400) | st.none())
