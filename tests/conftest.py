@@ -37,6 +37,14 @@ def no_store_of_the_user() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def patient_searches() -> Iterator[None]:
+    """Searches for fleets end with a proof, however busy the machine is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("llmpq.assigner.fleet.planner.TIME_LIMIT_S", 3600.0)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def one_switch_of_kernels() -> Iterator[None]:
     """Rows switch between bf16 kernels at the same count everywhere: nothing hangs on timings."""
     with pytest.MonkeyPatch.context() as patch:

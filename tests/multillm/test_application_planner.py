@@ -7,6 +7,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from helpers.clocks import PATIENCE_S
 from helpers.random_apps import candidates, problem
 
 from llmpq.errors import SpecError
@@ -45,7 +46,7 @@ def brute_force(own, progress=None, best=math.inf):
 @pytest.mark.parametrize("seed", range(6))
 def test_the_exact_search_equals_brute_force(seed):
     own = problem(seed, models=2 + seed % 2, devices=2, requests=12)
-    found = find(own, "exact", limit_s=60.0)
+    found = find(own, "exact", limit_s=PATIENCE_S)
     assert found.is_optimal
     assert found.solution.makespan_s == pytest.approx(brute_force(own))
 
@@ -53,8 +54,8 @@ def test_the_exact_search_equals_brute_force(seed):
 @pytest.mark.parametrize("seed", range(25))
 def test_ours_is_close_to_the_best_and_no_bound_is_above_it(seed):
     own = problem(seed, models=3, devices=2, requests=15)
-    best = find(own, "exact", limit_s=60.0)
-    ours = find(own, "greedy", limit_s=60.0)
+    best = find(own, "exact", limit_s=PATIENCE_S)
+    ours = find(own, "greedy", limit_s=PATIENCE_S)
     assert best.is_optimal
     assert ours.solution.makespan_s <= 1.1 * best.solution.makespan_s
     assert best.bound_s <= best.solution.makespan_s * (1 + 1e-9)
@@ -144,4 +145,4 @@ def test_the_model_that_finishes_last_gets_devices_before_all_others():
     assert len(stage) == 2
     whole = complete(own, lambda now: critical_stage(own, now, [1.0, 1.0, 1e-9]))
     assert whole.makespan_s == pytest.approx(ends[2])
-    assert find(own, "greedy", limit_s=1.0).solution.makespan_s == pytest.approx(ends[2])
+    assert find(own, "greedy", limit_s=PATIENCE_S).solution.makespan_s == pytest.approx(ends[2])
