@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import socket
 import threading
 import time
 import weakref
@@ -24,7 +25,7 @@ from typing import Any, Generic, TypeVar
 
 from llmpq.dist.io.control_channel import AddedRequest, added_to_json, output_from_json
 from llmpq.dist.io.generation import GenerationRequest, ServingStats, TokenOutput
-from llmpq.dist.io.job import Task, check_model, checked_speculation, schedule_of
+from llmpq.dist.io.job import Job, Task, check_model, checked_speculation, schedule_of
 from llmpq.dist.io.prompts import Prompt, RequestId, prompt_to_json
 from llmpq.dist.io.results import Result, result_from_fields
 from llmpq.dist.io.sampling_params import StructuredOutputsParams, TokenLogprobs
@@ -213,9 +214,7 @@ class AsyncEngine:
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._is_draining = False
-        job, self._listener = ranks.socket_job(
-            model_dir, task=task, engine=own, **values_of(run, RunOptions)
-        )
+        job, self._listener = _engine_job(ranks, model_dir, own, run, task)
         ranks.start(job, self._ranks_ended)
 
     @classmethod
@@ -640,8 +639,14 @@ def run_engine_stages(
     model_dir, own, run = _checked_options(plan, model_dir, options)
     faults = FaultOptions(max_restarts=run.max_restarts)
     with Ranks(plan, faults, hosts=hosts, progress=progress, stop=stop) as ranks:
-        settings = values_of(run, RunOptions)
-        ranks.run(ranks.socket_job(model_dir, task="online", engine=own, **settings)[0])
+        ranks.run(_engine_job(ranks, model_dir, own, run)[0])
+
+
+def _engine_job(
+    ranks: Ranks, model_dir: Path, own: EngineOptions, run: LaunchOptions, task: Task = "online"
+) -> tuple[Job, socket.socket]:
+    """Return the job of an engine, and the socket that its master connects to."""
+    return ranks.socket_job(model_dir, task=task, engine=own, **values_of(run, RunOptions))
 
 
 def _checked_options(
