@@ -13,7 +13,7 @@ from llmpq.assigner.explain.infeasible import binding_text
 from llmpq.costmodel.tables.latency import RegressionLatencyModel
 from llmpq.spec import catalog
 from llmpq.spec.cluster import BF16_SETS, host_text, limited_set
-from llmpq.spec.devices.formats import offered_kernels
+from llmpq.spec.devices.figures import offered_kernels
 from llmpq.spec.fields import to_json
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import Plan, Search, StageAssignment, StageEstimate, seconds_of_requests

@@ -22,8 +22,7 @@ from llmpq.costmodel.tables.profiles import (
 from llmpq.errors import SpecError
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, Device, limited_set
-from llmpq.spec.devices.figures import DeviceSpec, PrecisionCost
-from llmpq.spec.devices.formats import compute_format
+from llmpq.spec.devices.figures import DeviceSpec, PrecisionCost, compute_format
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import DTYPE_BYTES, Dtype, Phase

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from llmpq.dist.async_engine import Session
 from llmpq.dist.io.job import Job, Rendezvous, check_model, schedule_of
 from llmpq.dist.io.prompts import (
     Prompt,
@@ -24,7 +25,6 @@ from llmpq.dist.launch.ranks import Hosts, Ranks
 from llmpq.dist.launch.signals import StopRequest
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import RunProgress
-from llmpq.dist.session import Session
 from llmpq.errors import SpecError
 from llmpq.options.declare import read_keywords, with_keywords
 from llmpq.options.run import FaultOptions

@@ -3,25 +3,31 @@
 A thread starts the ranks of this host, and starts them again when one dies. Requests and tokens
 pass over a control channel. The client keeps the tokens of every unfinished answer: after a restart
 it adds these requests again, and each answer goes on where its client is. On the other hosts of a
-plan, ``run_engine_stages`` runs the ranks. Needs no torch.
+plan, ``run_engine_stages`` runs the ranks. ``Session`` is for callers without an event loop. Needs
+no torch.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import socket
+import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+import weakref
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from llmpq.dist.io.control_channel import AddedRequest, added_to_json, output_from_json
 from llmpq.dist.io.generation import GenerationRequest, ServingStats, TokenOutput
-from llmpq.dist.io.job import Job, check_model, checked_speculation
+from llmpq.dist.io.job import Job, Task, check_model, checked_speculation, schedule_of
+from llmpq.dist.io.prompts import Prompt, RequestId, prompt_to_json
+from llmpq.dist.io.results import Result, result_from_fields
 from llmpq.dist.io.sampling_params import StructuredOutputsParams, TokenLogprobs
 from llmpq.dist.launch.ranks import CLOSE_TIMEOUT_S, Hosts, Ranks
 from llmpq.dist.launch.signals import StopRequest
@@ -30,9 +36,10 @@ from llmpq.dist.metrics.progress import RunProgress
 from llmpq.errors import SpecError, StageError, StoppedError
 from llmpq.logging import get_logger
 from llmpq.options.declare import read_keywords, values_of, with_keywords
-from llmpq.options.engine import EngineOptions
+from llmpq.options.engine import EngineOptions, SpeculationOptions
 from llmpq.options.limits import max_model_len as longest_sequence
 from llmpq.options.run import FaultOptions, LaunchOptions, RunOptions
+from llmpq.spec.fields import Fields
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.model_files.config import absolute_model_path
 from llmpq.spec.plan import Plan
@@ -42,15 +49,82 @@ __all__ = ["AsyncEngine", "GenerationRequest", "TokenOutput", "run_engine_stages
 MAX_LINE_BYTES = 1 << 28
 MAX_DEATHS = 2
 """A request fails after so many deaths of the ranks in a row without a new token of its own."""
+T = TypeVar("T")
 _log = get_logger(__name__)
 
 
-class _Answer:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewToken:
+    """A new token of a request; ``text`` is empty inside a character of several tokens."""
+
+    id: RequestId
+    token_id: int
+    text: str
+
+
+class _Unread(Generic[T]):
+    """What the ranks sent and its reader has not taken yet."""
+
+    def __init__(self) -> None:
+        self._pending: list[T] = []
+        self.is_over = False
+        self._error: BaseException | None = None
+        self._has_news = asyncio.Event()
+
+    def put(self, item: T) -> None:
+        """Add an item."""
+        self._pending.append(item)
+        self._has_news.set()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Add no more; an error is raised once everything is taken."""
+        self.is_over, self._error = True, error
+        self._has_news.set()
+
+    async def take(self) -> list[T]:
+        """Return everything that is new, waiting for it; nothing at the end."""
+        await self._has_news.wait()
+        pending, self._pending = self._pending, []
+        if not self.is_over:
+            self._has_news.clear()
+        elif self._error is not None and not pending:
+            raise self._error
+        return pending
+
+
+class _Batch(_Unread[NewToken | Result]):
+    """A batch of prompts that the ranks answer."""
+
+    def __init__(self, id: int) -> None:
+        super().__init__()
+        self.id = id
+        self.is_aborted = False
+
+    def receive(self, message: Mapping[str, Any]) -> None:
+        """Take a message of the ranks."""
+        for name, token, text in message.get("tokens", ()):
+            self.put(NewToken(id=name, token_id=token, text=text))
+        if "result" in message:
+            self.put(result_from_fields(Fields(message["result"], "result")))
+        if "error" in message:
+            self.end(SpecError(message["error"]))
+        elif "is_done" in message:
+            self.end()
+
+    def abort(self) -> None:
+        """End early."""
+        self.is_aborted = True
+        self._pending.clear()
+        self.end(StageError("this batch was ended by a later one"))
+
+
+class _Answer(_Unread[TokenOutput]):
     """An unfinished answer: what its client has, and what waits for it."""
 
     def __init__(
         self, request: GenerationRequest, token_ids: Sequence[int], arrival_s: float
     ) -> None:
+        super().__init__()
         self.request = request
         self.arrival_s = arrival_s
         self.num_deaths = 0  # of ranks that computed it, since its last token
@@ -58,9 +132,6 @@ class _Answer:
         self._token_ids = list(token_ids)
         self._needs_prompt_logprobs = request.sampling.prompt_logprobs is not None
         self._prompt_logprobs: list[TokenLogprobs] = []  # found in this start
-        self._pending: list[TokenOutput] = []
-        self._error: BaseException | None = None
-        self._has_news = asyncio.Event()
 
     def to_add(self) -> AddedRequest:
         """Return the request as the engine goes on with it."""
@@ -83,25 +154,11 @@ class _Answer:
             output = replace(output, prompt_logprobs=(None, *self._prompt_logprobs))
             self._prompt_logprobs.clear()
             self._needs_prompt_logprobs = False
-        self._pending.append(output)
-        self._has_news.set()
-
-    def fail(self, error: BaseException) -> None:
-        """End the answer with an error."""
-        self._error = error
-        self._has_news.set()
+        self.put(output)
 
     async def next(self) -> TokenOutput:
-        """Return everything that is new, waiting for it."""
-        await self._has_news.wait()
-        self._has_news.clear()
-        pending, self._pending = self._pending, []
-        if not pending:
-            assert self._error is not None
-            raise self._error
-        if self._error is not None:
-            self._has_news.set()  # it is raised after the tokens
-        return _merged(pending)
+        """Return everything that is new as one output, waiting for it."""
+        return _merged(await self.take())
 
 
 def _merged(outputs: Sequence[TokenOutput]) -> TokenOutput:
@@ -121,6 +178,8 @@ def _merged(outputs: Sequence[TokenOutput]) -> TokenOutput:
 class AsyncEngine:
     """A loaded plan that answers any number of requests at the same time; see :meth:`start`.
 
+    With the task ``serve`` it answers one batch of prompts at a time, for :class:`Session`.
+
     Attributes:
         stats: the latest counters.
         error: why the engine has ended for good, ``None`` while it has not.
@@ -129,24 +188,34 @@ class AsyncEngine:
         start_s: seconds of each step of the last start of rank 0.
     """
 
-    def __init__(self, ranks: Ranks, listener: socket.socket, forms: FormChecker) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        model_dir: Path,
+        own: EngineOptions,
+        run: LaunchOptions,
+        task: Task = "online",
+    ) -> None:
         self.stats = ServingStats()
         self.error: BaseException | None = None
         self.max_model_len = 0
         self.vocab_size = 0
         self.start_s: dict[str, float] = {}
         self._ranks = ranks
-        self._forms = forms
-        self._listener = listener
+        self._forms = FormChecker(model_dir, run.form_timeout_s)
         self._ended: Future[BaseException] = Future()  # of the thread that starts the ranks
         self._server: asyncio.Server | None = None
         self._writer: asyncio.StreamWriter | None = None  # of a loaded engine
         self._connection = asyncio.Lock()
         self._answers: dict[str, _Answer] = {}
+        self._batch: _Batch | None = None
+        self._batch_ids = itertools.count()
         self._is_started = asyncio.Event()  # or has ended
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._is_draining = False
+        job, self._listener = _engine_job(ranks, model_dir, own, run, task)
+        ranks.start(job, self._ranks_ended)
 
     @classmethod
     async def start(cls, plan: Plan, model_dir: str | Path, **options: Any) -> AsyncEngine:
@@ -187,10 +256,7 @@ class AsyncEngine:
         model_dir, own, run = _checked_options(plan, model_dir, options)
         faults = FaultOptions(max_restarts=run.max_restarts)
         ranks = Ranks(plan, faults, hosts=hosts, progress=progress, clock=clock)
-        job, listener = _engine_job(ranks, model_dir, own, run)
-        engine = cls(ranks, listener, FormChecker(model_dir, run.form_timeout_s))
-        ranks.start(job, engine._ranks_ended)
-        return engine
+        return cls(ranks, model_dir, own, run)
 
     async def ready(self) -> AsyncEngine:
         """Wait until all ranks are loaded; return this engine, which belongs to the running loop.
@@ -214,7 +280,7 @@ class AsyncEngine:
         return self
 
     def kill(self) -> None:
-        """End all ranks at once; for an engine whose :meth:`ready` was never called."""
+        """End all ranks at once; for an engine without a running event loop."""
         self._forms.close()
         self._ranks.stop()
         self._ranks.close()
@@ -283,6 +349,27 @@ class AsyncEngine:
             self._send("abort", id=id)
             answer.receive(TokenOutput(token_ids=(), finish_reason="abort"))
 
+    async def start_batch(self, prompts: Sequence[Prompt], *, streams: bool) -> _Batch:
+        """Answer a batch of prompts with different ids; an earlier batch is aborted.
+
+        Raises:
+            StageError: the engine has ended.
+        """
+        self._check_open()
+        if self._batch is not None:
+            self.abort_batch(self._batch)
+        batch = self._batch = _Batch(next(self._batch_ids))
+        lines = [prompt_to_json(prompt) for prompt in prompts]
+        self._send("batch", id=batch.id, prompts=lines, streams=streams)
+        return batch
+
+    def abort_batch(self, batch: _Batch) -> None:
+        """End a batch, if it is unfinished."""
+        if batch is self._batch:
+            self._batch = None
+            batch.abort()
+            self._send("abort", id=batch.id)
+
     async def drain(self, timeout_s: float) -> None:
         """Take no new requests; return when all are finished, at the latest after ``timeout_s``.
 
@@ -296,7 +383,7 @@ class AsyncEngine:
 
     async def close(self) -> None:
         """End all ranks; nothing of them is left when this returns."""
-        is_idle = not self._answers
+        is_idle = not self._answers and self._batch is None
         self._fail_all(StageError("the engine is closed; start another one"))
         self._forms.close()
         if self._writer is not None:
@@ -309,7 +396,9 @@ class AsyncEngine:
 
     def _check_open(self) -> None:
         if self.error is not None:
-            raise StageError(f"the engine has ended: {self.error}")
+            raise StageError(
+                f"the engine has ended, start another one; its error was: {self.error}"
+            )
         if self._is_draining:
             raise StoppedError("the engine drains and takes no new requests")
 
@@ -328,8 +417,11 @@ class AsyncEngine:
 
     def _fail_all(self, error: BaseException) -> None:
         for answer in self._answers.values():
-            answer.fail(error)
+            answer.end(error)
         self._answers.clear()
+        if self._batch is not None:
+            self._batch.end(error)
+            self._batch = None
         self._is_idle.set()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -355,7 +447,7 @@ class AsyncEngine:
             if answer.num_deaths == MAX_DEATHS:
                 self._forget(id)
                 text = f"the ranks died {MAX_DEATHS} times in a row without a token of this request"
-                answer.fail(StageError(text))
+                answer.end(StageError(text))
 
     def _handle(self, message: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         kind = message["kind"]
@@ -369,7 +461,9 @@ class AsyncEngine:
         elif kind == "refused":
             if (answer := self._answers.get(message["id"])) is not None:
                 self._forget(message["id"])
-                answer.fail(SpecError(message["message"]))
+                answer.end(SpecError(message["message"]))
+        elif kind == "batch":
+            self._receive_of_batch(message)
         elif kind == "ready":
             self._become_ready(message, writer)
 
@@ -381,6 +475,14 @@ class AsyncEngine:
             answer.receive(output)
             if output.finish_reason is not None:
                 self._forget(id)
+
+    def _receive_of_batch(self, message: dict[str, Any]) -> None:
+        batch = self._batch
+        if batch is None or batch.id != message["id"]:
+            return  # it was aborted meanwhile
+        batch.receive(message)
+        if batch.is_over:
+            self._batch = None
 
     def _become_ready(self, message: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         """Give the unfinished requests to ranks that have started."""
@@ -403,6 +505,108 @@ class AsyncEngine:
         self.error = error
         self._fail_all(error)
         self._is_started.set()
+
+
+class Session(contextlib.AbstractContextManager["Session"]):
+    """An engine for callers without an event loop; it answers one batch of prompts at a time.
+
+    Its event loop runs in a thread. The options are those of ``RunOptions``, and the engine's
+    ``speculative_config``; ``progress`` receives the events of the ranks.
+
+    Raises:
+        LlmpqError: ``SpecError`` for a model that the plan is not for, ``CapacityError`` when
+            memory ran out, ``StageError`` when a rank died, hung or failed.
+    """
+
+    @with_keywords(RunOptions, SpeculationOptions)
+    def __init__(
+        self, plan: Plan, model_dir: Path, *, progress: RunProgress | None = None, **options: Any
+    ) -> None:
+        run, asked = read_keywords(options, RunOptions, SpeculationOptions)
+        check_model(plan, model_dir, load_model_dir(model_dir))
+        schedule_of(plan, None)
+        speculation = checked_speculation(plan, asked.speculative_config, model_dir)
+        self._engine = engine = AsyncEngine(
+            Ranks(plan, FaultOptions(max_restarts=0), progress=progress),
+            model_dir,
+            EngineOptions(speculative_config=speculation),
+            LaunchOptions(**values_of(run)),
+            task="serve",
+        )
+        runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._loop = loop = runner.get_loop()
+        self._finalizer = weakref.finalize(self, _end_session, engine, loop)
+        self._thread = threading.Thread(
+            target=_run_loop, args=(runner,), daemon=True, name="llmpq session"
+        )
+        self._thread.start()
+        try:
+            self._await(engine.ready())
+        except BaseException:
+            self._finalizer()
+            raise
+
+    def run(
+        self, prompts: Sequence[Prompt], *, streams: bool = False
+    ) -> Iterator[NewToken | Result]:
+        """Answer a batch of prompts with different ids; an earlier batch is aborted.
+
+        Yields:
+            The result of each prompt as it finishes, after its tokens when ``streams``.
+
+        Raises:
+            SpecError: a prompt cannot be served; no other one is answered either.
+            LlmpqError: as for the class; the session has ended then.
+        """
+        batch = self._await(self._engine.start_batch(prompts, streams=streams))
+        try:
+            while items := self._await(batch.take()):
+                for item in items:
+                    yield item
+                    if batch.is_aborted:
+                        break
+        finally:  # also when the caller stops early
+            with contextlib.suppress(RuntimeError):  # the session is closed
+                self._loop.call_soon_threadsafe(self._engine.abort_batch, batch)
+
+    def generate(self, prompts: Sequence[Prompt]) -> list[Result]:
+        """Return the results of a batch in the order of its prompts; see :meth:`run`."""
+        answers = self.run(prompts)
+        results = {answer.id: answer for answer in answers if isinstance(answer, Result)}
+        return [results[prompt.id] for prompt in prompts]
+
+    def close(self) -> None:
+        """End all ranks; nothing of them is left when this returns."""
+        if self._finalizer.alive:
+            self._await(self._engine.close())
+            self._finalizer()
+            self._thread.join()
+
+    def __exit__(self, *error: object) -> None:
+        """Close the session."""
+        self.close()
+
+    def _await(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Return the result of a coroutine of the engine."""
+        if not self._finalizer.alive:
+            coroutine.close()
+            raise StageError("the pipeline is closed; make a new one")
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # where the caller was interrupted
+            raise
+
+
+def _run_loop(runner: asyncio.Runner) -> None:
+    with runner:
+        runner.get_loop().run_forever()
+
+
+def _end_session(engine: AsyncEngine, loop: asyncio.AbstractEventLoop) -> None:
+    engine.kill()
+    loop.call_soon_threadsafe(loop.stop)
 
 
 @with_keywords(EngineOptions, LaunchOptions)
@@ -439,10 +643,10 @@ def run_engine_stages(
 
 
 def _engine_job(
-    ranks: Ranks, model_dir: Path, own: EngineOptions, run: LaunchOptions
+    ranks: Ranks, model_dir: Path, own: EngineOptions, run: LaunchOptions, task: Task = "online"
 ) -> tuple[Job, socket.socket]:
     """Return the job of an engine, and the socket that its master connects to."""
-    return ranks.socket_job(model_dir, task="online", engine=own, **values_of(run, RunOptions))
+    return ranks.socket_job(model_dir, task=task, engine=own, **values_of(run, RunOptions))
 
 
 def _checked_options(

@@ -106,10 +106,14 @@ class DecoderStage(nn.Module):
         self._windows = [layer_window(config, index) for index in indices]
         self._chunks = [layer_chunk(config, index) for index in indices]
         # BLOOM and GPT-NeoX kept the name from before the cache was an object.
+        names = ("layer_past", "alibi", "shared_kv_states")
+        taken = [{name for name in names if accepts(layer.forward, name)} for layer in layers]
         self._cache_arguments = [
-            "layer_past" if accepts(layer.forward, "layer_past") else "past_key_values"
-            for layer in layers
+            "layer_past" if "layer_past" in own else "past_key_values" for own in taken
         ]
+        # Gemma 4 of transformers 5.17 leaves the last keys and values there, read by none.
+        self._leaves_shared = ["shared_kv_states" in own for own in taken]
+        self._ignores_alibi = [self._alibi is None and "alibi" in own for own in taken]
         self.eval()
 
     @property
@@ -272,11 +276,10 @@ class DecoderStage(nn.Module):
         found = []
         for index in range(len(self.layers)):
             own = dict(shared)
-            if self._alibi is None and accepts(self.layers[index].forward, "alibi"):
+            if self._ignores_alibi[index]:
                 own["alibi"] = None
             own[self._cache_arguments[index]] = view
-            if accepts(self.layers[index].forward, "shared_kv_states"):
-                # Gemma 4 of transformers 5.17 leaves the last keys and values there, read by none.
+            if self._leaves_shared[index]:
                 own["shared_kv_states"] = {}
             own["attention_mask"] = LayerAttention(
                 step=step,

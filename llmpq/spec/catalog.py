@@ -45,8 +45,6 @@ GPUS = ("cuda", "xpu")
 _ANY_GPU = re.compile(r"(gpu|cuda|rocm|nvidia|amd)s?(:\d+)?", re.IGNORECASE)
 """What names a GPU in other programs, but not which one."""
 
-_PAPER_NAMES = {"opt": "facebook/opt-{}", "bloom": "bigscience/bloom-{}"}
-
 
 def model(name: str) -> ModelSpec:
     """Return the catalogue's model of that name, in any case and with or without its owner.
@@ -68,11 +66,7 @@ def model_names() -> tuple[str, ...]:
 
 def paper_model_name(family: str, size: str) -> str:
     """Translate the paper's ``--model-name opt --model_size 30b`` into a catalogue name."""
-    pattern = _PAPER_NAMES.get(family.lower())
-    if pattern is None:
-        raise _unknown("model family", family, _PAPER_NAMES)
-    name = pattern.format(size.lower()).removesuffix("-176b")
-    return model(name).name
+    return model(f"{family}-{size}".lower().removesuffix("-176b")).name
 
 
 def resolve_model(name_or_dir: str | Path) -> tuple[ModelSpec, Path | None]:

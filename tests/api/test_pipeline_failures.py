@@ -49,7 +49,7 @@ def test_a_killed_rank_is_named_and_later_calls_say_so(tiny_model, victim):
     assert len(pids) == 2
     assert not any(is_running(pid) for pid in pids.values())
     for _ in range(3):
-        with pytest.raises(StageError, match=r"has ended, make a new one; .*SIGKILL") as error:
+        with pytest.raises(StageError, match=r"has ended, start another one; .*SIGKILL") as error:
             llm.generate(PROMPTS)
         assert str(error.value).count("has ended") == 1
     llm.close()

@@ -23,7 +23,6 @@ OTHERS = {
     },
     "llmpq/profiler/whole_device.py": {"llama"},
     "llmpq/quant/modules/layer.py": {"dbrx", "jetmoe", "llama"},
-    "llmpq/spec/catalog.py": {"bloom", "opt"},
 }  # fmt: skip
 """Families that are still named by code elsewhere. A name may only leave."""
 OTHER_PROGRAM = re.compile(r"llama[-_.](?:cpp|quantize|server)|llama\.cpp")

@@ -13,8 +13,12 @@ from llmpq.costmodel import build_costs
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec import catalog
 from llmpq.spec.cluster import cluster_of_types
-from llmpq.spec.devices.figures import DeviceEntry
-from llmpq.spec.devices.formats import LEAST_CAPABILITY, compute_format, offered_kernels
+from llmpq.spec.devices.figures import (
+    LEAST_CAPABILITY,
+    DeviceEntry,
+    compute_format,
+    offered_kernels,
+)
 from llmpq.spec.plan import read_plan, write_plan
 from llmpq.spec.precision import BITS, DTYPE_BYTES
 from llmpq.spec.workload import Workload

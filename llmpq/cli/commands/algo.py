@@ -30,13 +30,13 @@ from llmpq.cli.common import (
     progress_bar,
     run_command,
 )
-from llmpq.cli.planning.fleet import add_fleet_options, run_fleet
+from llmpq.cli.planning.fleet import run_fleet
 from llmpq.cli.planning.request import add_plan_options, request_of, scheduled
 from llmpq.cli.planning.trust import plan_trust, trust_record, trust_text
 from llmpq.costmodel import build_costs
 from llmpq.errors import SpecError
 from llmpq.options.declare import add_options, read_options
-from llmpq.options.plan import DraftOptions, PlanOutput
+from llmpq.options.plan import DraftOptions, PlanOutput, ReplicaOptions
 from llmpq.spec.catalog import resolve_model
 from llmpq.spec.fields import dump_json, write_text
 from llmpq.spec.plan import DRAFT_HEAD_BITS, Plan, write_plan
@@ -58,7 +58,8 @@ def _parser() -> argparse.ArgumentParser:
         NAME, "Plan which device runs which layers at how many bits, and the micro-batch sizes."
     )
     add_plan_options(parser)
-    add_fleet_options(parser)
+    replicas = "Cut the cluster into pipelines that serve side by side."
+    add_options(parser.add_argument_group("replicas", replicas), ReplicaOptions)
     drafts = parser.add_argument_group("speculative decoding with a draft model")
     add_options(drafts, DraftOptions)
     add_options(parser.add_argument_group("result"), PlanOutput, export={"choices": tuple(ENGINES)})

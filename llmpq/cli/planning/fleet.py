@@ -31,8 +31,6 @@ from llmpq.cli.render import (
     requests_text,
 )
 from llmpq.errors import CapacityError, SpecError
-from llmpq.options.declare import add_options
-from llmpq.options.plan import ReplicaOptions
 from llmpq.spec.fields import read_json
 from llmpq.spec.plan import Fleet, FleetMember, Plan, read_fleet, write_fleet, write_plan
 from llmpq.units import format_bytes, format_seconds
@@ -41,14 +39,6 @@ MORE_TIME = 4
 """How many times as long a time limit is proposed where the time was up."""
 
 Show = Callable[[Callable[[Progress], FleetPlan]], FleetPlan]
-
-
-def add_fleet_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of ``llmpq-algo`` that make a fleet."""
-    group = parser.add_argument_group(
-        "replicas", "Cut the cluster into pipelines that serve side by side."
-    )
-    add_options(group, ReplicaOptions)
 
 
 def run_fleet(options: argparse.Namespace, request: PlanRequest, output: Path, show: Show) -> int:

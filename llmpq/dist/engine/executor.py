@@ -159,7 +159,7 @@ def cast_hidden_states(hidden: Tensor, device: torch.device, dtype: torch.dtype 
     """Return hidden states ``[..., H]`` of another stage on ``device``, rounded to ``dtype``.
 
     Stages may compute in different number formats. A state travels in the format of its sender and
-    is rounded once, on arrival (``llmpq.spec.devices.formats`` has what is exact).
+    is rounded once, on arrival (``llmpq.spec.devices.figures`` has what is exact).
 
     Args:
         hidden: the states.

@@ -75,15 +75,18 @@ def serve(
     """
     with master_rank(context) as master:
         with contextlib.suppress(EOFError):
-            channel.send("ready")
+            channel.send(
+                "ready",
+                max_model_len=limits.context_tokens,
+                vocab_size=limits.vocab_size,
+                start_s=dict(context.recorder.start.seconds),
+            )
             while True:
                 message = channel.receive(MAX_IDLE_WAIT_S)
                 if message is None:
                     master.check_stages()
                 elif message["kind"] == "batch":
-                    _Batch(channel, tokenizer, streams=message["streams"]).run(
-                        master, message, limits
-                    )
+                    _Batch(channel, tokenizer, message).run(master, limits)
         return master.finish()
 
 
@@ -91,23 +94,19 @@ class _Batch:
     """The messages of one batch while the engine answers it."""
 
     def __init__(
-        self, channel: ControlChannel, tokenizer: Tokenizer | None, *, streams: bool
+        self, channel: ControlChannel, tokenizer: Tokenizer | None, message: Message
     ) -> None:
         self._channel = channel
         self._tokenizer = tokenizer
-        self._streams = streams
+        self._message = message
         self._decoders: defaultdict[RequestId, IncrementalDecoder] = defaultdict(
             lambda: IncrementalDecoder(None if tokenizer is None else tokenizer.decode)
         )
         self._is_cancelled = False
         self._poll_s = 0.0
 
-    def run(self, master: MasterRank, message: Message, limits: RequestLimits) -> None:
-        """Answer the batch, or refuse it whole.
-
-        Raises:
-            EOFError: the other end is closed.
-        """
+    def run(self, master: MasterRank, limits: RequestLimits) -> None:
+        """Answer the batch, or refuse it whole."""
         try:
             requests = [
                 make_request(
@@ -115,29 +114,29 @@ class _Batch:
                     limits,
                     self._tokenizer,
                 )
-                for line in message["prompts"]
+                for line in self._message["prompts"]
             ]
         except SpecError as error:
-            self._channel.send("refused", message=str(error))
+            self._send(error=str(error))
             return
-        on_tokens = self._send_tokens if self._streams else None
+        on_tokens = self._send_tokens if self._message["streams"] else None
         master.answer(requests, self._send_result, on_tokens, self._should_abort)
-        self._channel.send("done")
+        self._send(is_done=True)
 
     def _send_tokens(self, tokens: Sequence[tuple[Request, int]]) -> None:
         lines = [
             [request.id, token, self._decoders[request.id].add(token)] for request, token in tokens
         ]
         if lines:
-            self._send("tokens", tokens=lines)
+            self._send(tokens=lines)
 
     def _send_result(self, answer: FinishedAnswer) -> None:
-        self._send("result", result=result_to_json(result_of(answer, self._tokenizer)))
+        self._send(result=result_to_json(result_of(answer, self._tokenizer)))
 
-    def _send(self, kind: str, **fields: object) -> None:
+    def _send(self, **fields: object) -> None:
         # The batch ends in an orderly way also when no one reads its answers any more.
         try:
-            self._channel.send(kind, **fields)
+            self._channel.send("batch", id=self._message["id"], **fields)
         except EOFError:
             self._is_cancelled = True
 

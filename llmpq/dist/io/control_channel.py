@@ -1,15 +1,17 @@
 """ControlChannel: JSON objects, one a line, between a client and the master's process.
 
-Messages to the master have a ``kind``. Of a session: ``batch`` (``prompts``, ``streams``) starts a
-batch of requests, ``cancel`` ends it early. Messages from the master: ``ready`` once all ranks are
-loaded; then for each batch ``tokens`` after each step when it streams, ``result`` for each finished
-request, and at last ``done``, or ``refused`` when a request cannot be served.
+Messages have a ``kind``. From the master: ``ready`` once all ranks are loaded, with ``start_s``,
+the seconds of each step of the start, and limits of requests.
 
-Of ``AsyncEngine``: ``add`` (a request, with the tokens that its client has) and ``abort`` (``id``).
-From the engine: ``ready`` once all ranks are loaded (with ``start_s``, the seconds of each step of
-the start), ``refused`` (``id``, ``message``) for a request that cannot be served, ``started``
-(``ids``) before requests are computed or their forms compiled, ``tokens`` (``outputs``) after a
-step, ``stats`` (``stats``) many times a second. Needs no torch.
+To a master with the task ``serve``: ``batch`` (``id``, ``prompts``, ``streams``) starts a batch,
+``abort`` ends it early. From it: ``batch`` (``id``) with ``tokens`` after each step of one that
+streams, with the ``result`` of each finished request, and at last with ``is_done``, or with an
+``error`` when a request cannot be served.
+
+To a master with the task ``online``: ``add`` (a request, with the tokens that its client has) and
+``abort`` (``id``). From it: ``refused`` (``id``, ``message``) for a request that cannot be served,
+``started`` (``ids``) before requests are computed or their forms compiled, ``tokens`` (``outputs``)
+after a step, ``stats`` (``stats``) many times a second. Needs no torch.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -393,7 +394,7 @@ class KVCache:
         """Tokens that the blocks hold."""
         return self.num_blocks * self.block_size
 
-    @property
+    @cached_property
     def attends(self) -> bool:
         """Whether a compiled kernel attends to the blocks in place.
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from llmpq.kernels.base import SCALE_DTYPES, Capability, KernelBackend, PackedWeight, PreparedWeight
 from llmpq.kernels.gpu import triton_int
-from llmpq.spec.devices.formats import LEAST_CAPABILITY
+from llmpq.spec.devices.figures import LEAST_CAPABILITY
 from llmpq.spec.precision import Precision, linear_bytes
 
 _HALF_DTYPES = (torch.bfloat16, torch.float16)

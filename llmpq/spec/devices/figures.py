@@ -2,6 +2,14 @@
 
 A file of devices states what is known; the rest is taken from another type (``like``), or from the
 reference type of its kind.
+
+A run has one number format; a device that does not compute it runs its stage in the nearest one it
+has. Between stages a hidden state travels in the sender's format and is rounded once, on arrival:
+
+- to the same format, and from any format to float32: exact;
+- from bfloat16 to float16: exact from 2^-14 to 65504, beyond that an error of the stage; smaller
+  numbers within 2^-25;
+- to bfloat16: within 2^-8 of the number.
 """
 
 from __future__ import annotations
@@ -12,7 +20,7 @@ from typing import Annotated, ClassVar, Literal
 
 from llmpq.errors import SpecError, bad_field, missing_field
 from llmpq.spec.fields import SCHEMA, Rule
-from llmpq.spec.precision import BITS, DTYPE_BYTES, Phase
+from llmpq.spec.precision import BITS, DTYPE_BYTES, Dtype, Phase
 from llmpq.units import MIB
 
 DeviceKind = Literal["cpu", "cuda", "mps", "xpu"]
@@ -31,6 +39,16 @@ Measured seconds lie between ``1 - faster`` and ``1 + slower`` times the forecas
 """
 UNMEASURED: Deviation = (0.5, 1.0)
 """Of devices and bitwidths that no public table measured: a factor of two."""
+LEAST_CAPABILITY = {
+    "cuda_int4": (8, 0),
+    "triton_int": (8, 0),
+    "bnb_int8": (7, 5),
+    "cuda_int8": (7, 5),
+}
+"""By kernel, the lowest compute capability of an NVIDIA GPU that its project supports.
+
+Whether Triton runs below its own is tried when a rank starts."""
+_KERNELS = {8: ("bnb_int8", "cuda_int8"), 4: ("cuda_int4", "triton_int"), 3: ("triton_int",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,3 +311,54 @@ def check_unique(field: str, entries: Sequence[DeviceEntry]) -> None:
     twice = [name for name in names if names.count(name) > 1]
     if twice:
         raise SpecError(f"field '{field}': found type '{twice[0]}' twice, expected it once")
+
+
+def compute_format(spec: DeviceSpec, dtype: Dtype, wanted: Dtype | None = None) -> Dtype:
+    """Return the format in which a device runs its stage.
+
+    It is ``wanted``, or the run's ``dtype``, where the device computes it. Else it is float16 where
+    that is no slower than float32, which takes twice the memory, and float32 otherwise.
+
+    Raises:
+        SpecError: the device does not compute ``wanted``, or nothing as precise as float32 for a
+            float32 run.
+    """
+    rates = dict(spec.flops)
+    has = ", ".join(spec.formats)
+    if wanted is not None and wanted not in rates:
+        raise SpecError(
+            f"device {spec.type}: field 'dtype': found '{wanted}', expected one of {has}, which it "
+            "computes"
+        )
+    if (form := wanted or dtype) in rates:
+        return form
+    if dtype == "float32":
+        raise SpecError(
+            f"device {spec.type}: a float32 run found {has} alone, expected float32; plan with "
+            f"--dtype {has.split(', ')[0]}"
+        )
+    if rates.get("float16", 0.0) >= rates.get("float32", 0.0):
+        return "float16" if "float16" in rates else "bfloat16"
+    return "float32"
+
+
+def offered_kernels(spec: DeviceSpec, bits: int, dtype: Dtype) -> tuple[str, ...]:
+    """Return the kernels for weights of ``bits`` that a device may run, the preferred one first.
+
+    A GPU of unknown capability is offered those without a condition. Of ``reference``, which runs
+    anywhere, every call dequantizes the whole weight.
+    """
+    if bits == 16:
+        return ()
+    if spec.kind == "cpu":
+        with_int8 = "cpu_llm_int8" if bits == 8 else "cpu_packed_int8"
+        return (with_int8, "cpu_packed") if bits == 8 or dtype != "float32" else ("cpu_packed",)
+    found = []
+    for name in _KERNELS[bits] if spec.kind == "cuda" else ():
+        least = LEAST_CAPABILITY[name]
+        is_new = spec.compute_capability is not None and spec.compute_capability >= least
+        # Triton also drives AMD's GPUs, which have no compute capability.
+        is_new = is_new or (name == "triton_int" and spec.compute_capability is None)
+        if is_new and not (name == "cuda_int4" and dtype != "bfloat16"):
+            found.append(name)
+    return (*found, "reference")

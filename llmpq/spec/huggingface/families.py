@@ -109,7 +109,8 @@ def _read(sizes: Sizes, fields: Config, family: str, name: str) -> ModelSpec:
 
 def _layers(sizes: Sizes, fields: Config) -> list[LayerSpec]:
     norms = sizes.layer_norm_parameters(fields)
-    parts = sizes.attention(fields), sizes.feed_forward(fields), sizes.windows(fields)
+    windows = [None] * fields.layers() if sizes.windows is None else sizes.windows(fields)
+    parts = sizes.attention(fields), sizes.feed_forward(fields), windows
     return [
         LayerSpec(
             linears=attention.linears + feed_forward.linears,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from llmpq.spec.huggingface import windows
 from llmpq.spec.huggingface.attention import Attentions, SelfAttention
 from llmpq.spec.huggingface.config import HIDDEN, POSITIONS, Config
 from llmpq.spec.huggingface.feed_forward import FeedForwards, Gated
+from llmpq.spec.huggingface.windows import Windows
 
 
 def positions_of(fields: Config) -> int | None:
@@ -42,7 +42,7 @@ class Sizes:
     square norms, rotary positions.
 
     Attributes:
-        attention, feed_forward, windows: of every layer.
+        attention, feed_forward, windows: of every layer; no windows: ``None``.
         norms: norms of the hidden size in a layer.
         norm_tensors: parameters of each and feature: 2 with a bias, 0 without any.
         final_norms: such norms after the last layer.
@@ -58,7 +58,7 @@ class Sizes:
 
     attention: Attentions = _ATTENTION
     feed_forward: FeedForwards = _FEED_FORWARD
-    windows: windows.Windows = windows.no_windows
+    windows: Windows | None = None
     norms: int | Callable[[Config], int] = 2
     norm_tensors: int | Callable[[Config], int] = 1
     final_norms: int | Callable[[Config], int] = 1

@@ -15,11 +15,6 @@ LINEAR = ("linear_attention", "mamba", "conv")
 _WINDOW_KINDS = (FULL, SLIDING, CHUNKED, *LINEAR)
 
 
-def no_windows(fields: Config) -> Sequence[int | None]:
-    """Return no window for any layer (Llama, Gemma)."""
-    return [None] * fields.layers()
-
-
 def everywhere(fields: Config) -> Sequence[int | None]:
     """Return ``sliding_window`` for all layers; null is none (Mistral, Phi-3)."""
     return by_name(fields, [_window(fields)] * fields.layers())
