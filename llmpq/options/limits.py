@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from llmpq.batching import uniform_depth
+from llmpq.batching.blocks import OffloadLimits
 from llmpq.batching.engine_step import DraftLimits, EngineLimits, planned_limits
 from llmpq.batching.speculation import SpeculativeConfig, row_cost_of
 from llmpq.errors import SpecError
@@ -20,7 +21,12 @@ from llmpq.spec.model import ModelSpec
 from llmpq.spec.model_files.config import LengthScaling, absolute_model_path
 from llmpq.spec.plan import Plan
 from llmpq.spec.precision import DTYPE_BYTES, Phase
-from llmpq.spec.runtime_constants import KV_BLOCK_SIZE, PROMPT_CHUNK_TOKENS, kept_blocks
+from llmpq.spec.runtime_constants import (
+    KV_BLOCK_SIZE,
+    KV_FILE_HEADER_BYTES,
+    PROMPT_CHUNK_TOKENS,
+    kept_blocks,
+)
 
 NO_SCALING = LengthScaling()
 MOST_FIRST_COST = 0.5
@@ -68,6 +74,32 @@ def engine_limits(
         grows_after=scaling.grows_after,
         window_tokens=own_window(plan, window_tokens),
         num_window_blocks=min(window_blocks(plan, window_tokens) or 0, num_blocks),
+        offload=offload_limits(plan, options, window_blocks(plan, window_tokens) or 0),
+    )
+
+
+def offload_limits(plan: Plan, options: EngineOptions, num_window_blocks: int) -> OffloadLimits:
+    """Return how many copies of blocks fit into an engine's budgets, those of all stages together.
+
+    Blocks of layers with windows and others have a share as of the plan's memory.
+
+    Args:
+        plan: the strategy.
+        options: of the engine.
+        num_window_blocks: of the plan, in layers with windows; 0 where all have the same.
+    """
+    work, stages = plan.workload, plan.estimate.stages
+    blocks = work.batch * -(-work.max_context_tokens // KV_BLOCK_SIZE)
+    kv_bytes = sum(stage.memory.kv for stage in stages)
+    files = (blocks + num_window_blocks) * len(stages)
+    file_bytes = kv_bytes + files * KV_FILE_HEADER_BYTES
+    host = options.kv_offloading_bytes
+    disk = 0 if options.kv_offloading_folder is None else options.kv_offloading_disk_bytes
+    return OffloadLimits(
+        host_blocks=blocks * host // kv_bytes,
+        disk_blocks=blocks * disk // file_bytes,
+        host_window_blocks=num_window_blocks * host // kv_bytes,
+        disk_window_blocks=num_window_blocks * disk // file_bytes,
     )
 
 
@@ -86,7 +118,14 @@ def policy_limits(
     """
     slots = plan.workload.batch
     num_blocks = slots * kept_blocks(plan.workload.max_context_tokens, None)
-    options = replace(options, num_blocks=num_blocks, max_sequences=slots, prefix_caching=False)
+    options = replace(
+        options,
+        num_blocks=num_blocks,
+        max_sequences=slots,
+        prefix_caching=False,
+        kv_offloading_bytes=0,
+        kv_offloading_folder=None,
+    )
     return engine_limits(plan, options, window_tokens=window_tokens, scaling=scaling)
 
 

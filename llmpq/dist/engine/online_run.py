@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
+from operator import mul
 from typing import Protocol
 
-from llmpq.batching.block_scheduler import BlockScheduler
+from llmpq.batching.block_scheduler import OFFLOAD_TIERS, BlockScheduler
 from llmpq.batching.engine_step import EngineLimits, EngineRequest
 from llmpq.batching.queue_order import QueueOrder
 from llmpq.batching.speculation import SpeculativeConfig
@@ -72,6 +73,7 @@ class OnlineRun:
         speculative: where drafts come from; ``None`` for no speculative decoding.
         draft_model: proposes them where ``limits.draft`` has its size.
         clock: seconds, for arrivals.
+        block_bytes: of a block on all stages, and of one of layers with windows.
     """
 
     def __init__(  # noqa: PLR0913  the parts of an engine
@@ -86,13 +88,16 @@ class OnlineRun:
         speculative: SpeculativeConfig | None = None,
         draft_model: Drafter | None = None,
         clock: Callable[[], float] = time.monotonic,
+        block_bytes: tuple[int, int] = (0, 0),
     ) -> None:
         self._channel = channel
+        self._block_bytes = block_bytes
         self._executor = executor
         self._limits = limits
         self._model = model
         self._grammars = grammars
         self.scheduler = BlockScheduler(limits, order)
+        self.scheduler.copy_blocks = executor.copy_blocks
         self._engine = Engine(
             executor=executor,
             scheduler=self.scheduler,
@@ -303,6 +308,7 @@ class OnlineRun:
 
     def _current_stats(self) -> ServingStats:
         scheduler, limits = self.scheduler, self._limits
+        kept = {tier: scheduler.offloaded(tier) for tier in OFFLOAD_TIERS}
         return ServingStats(
             running=scheduler.num_running,
             waiting=scheduler.num_waiting + len(self._compiling),
@@ -312,6 +318,13 @@ class OnlineRun:
             num_preemptions=scheduler.num_preemptions,
             prefix_cache_queries=scheduler.prefix_cache_queries,
             prefix_cache_hits=scheduler.prefix_cache_hits,
+            prefix_tier_hits=dict(scheduler.tier_hits),
+            kv_offload_bytes={
+                tier: sum(map(mul, one.held, self._block_bytes)) for tier, one in kept.items()
+            },
+            kv_offload_saves={tier: one.num_saved for tier, one in kept.items()},
+            kv_offload_loads={tier: one.num_loaded for tier, one in kept.items()},
+            kv_offload_unread=scheduler.num_unread,
             num_blocks=limits.num_blocks,
             token_budget=limits.token_budget,
             block_size=limits.block_size,
