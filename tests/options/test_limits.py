@@ -133,7 +133,7 @@ def test_a_host_has_memory_for_its_stages_and_the_copies_of_their_blocks():
     check_host_memory(plan, options, [1], 4 * GIB + 5)
     with pytest.raises(CapacityError, match=r"size: found 8.00 GiB, expected at most 6.00 GiB: .*"):
         check_host_memory(plan, options, [1], 3 * GIB + 5)
-    with pytest.raises(CapacityError, match="expected at most 0 B.*stages take 10 B"):
+    with pytest.raises(CapacityError, match=r"expected at most 0 B.*stages take 10 B"):
         check_host_memory(plan, options, [0, 1], 3)
 
 

@@ -153,7 +153,7 @@ class OnlineRun:
             self._executor.await_result(STATS_PERIOD_S)
         else:
             self._executor.check()
-            is_quiet = self._stats == self._current_stats()
+            is_quiet = self._stats == self.stats()
             wait_s = MAX_IDLE_WAIT_S if is_quiet else STATS_PERIOD_S
             self._take_messages(COMPILE_POLL_S if self._compiling else wait_s)
 
@@ -306,7 +306,8 @@ class OnlineRun:
             del self._numbers[added.request.id]
         return output_to_json(added.request.id, output)
 
-    def _current_stats(self) -> ServingStats:
+    def stats(self) -> ServingStats:
+        """Return the counters of now."""
         scheduler, limits = self.scheduler, self._limits
         kept = {tier: scheduler.offloaded(tier) for tier in OFFLOAD_TIERS}
         return ServingStats(
@@ -318,7 +319,7 @@ class OnlineRun:
             num_preemptions=scheduler.num_preemptions,
             prefix_cache_queries=scheduler.prefix_cache_queries,
             prefix_cache_hits=scheduler.prefix_cache_hits,
-            prefix_tier_hits=dict(scheduler.tier_hits),
+            prefix_tier_hits={**scheduler.tier_hits},
             kv_offload_bytes={
                 tier: sum(map(mul, one.held, self._block_bytes)) for tier, one in kept.items()
             },
@@ -339,7 +340,7 @@ class OnlineRun:
         if now_s - self._stats_s < STATS_PERIOD_S:
             return
         self._stats_s = now_s
-        stats = self._current_stats()
+        stats = self.stats()
         if stats != self._stats:
             self._stats = stats
             self._channel.send("stats", stats=asdict(stats))

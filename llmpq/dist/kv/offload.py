@@ -190,7 +190,9 @@ class OffloadedKV:
             end = _end_of_group(copies, first)
             group = copies[first:end]
             self._check(group)
-            if group[0].target == "blocks":
+            if not self._sizes[group[0].has_window]:
+                pass  # no layer of this stage has these blocks
+            elif group[0].target == "blocks":
                 data = self._stored(group)
                 found = [place for place, one in enumerate(data) if one is not None]
                 unread += [first + place for place, one in enumerate(data) if one is None]

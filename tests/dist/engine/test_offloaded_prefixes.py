@@ -6,6 +6,7 @@ What leaves the pool is kept in host memory and in files, on every stage its own
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmpq.batching.blocks import OffloadLimits, blocks_of
+from llmpq.dist.engine.online_run import OnlineRun
 from llmpq.dist.io.generation import GenerationRequest
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.kv.offload import OffloadedKV
@@ -102,7 +104,7 @@ def play(plan, model_dir, prompts, transport="threads", **options):
         script.add(1 + 40 * number, item)
     serve_script(plan, model_dir, script, EngineOptions(**options), transport)
     assert not script.refused
-    return [script.tokens(str(number)) for number in range(len(prompts))], script.stats
+    return [script.tokens(str(number)) for number in range(len(prompts))]
 
 
 def expected_tokens(model_dir, prompts):
@@ -121,16 +123,20 @@ def growing(starts, turns, length):
 
 
 @pytest.fixture
-def kept(monkeypatch):
-    """What the ranks of a run keep in host memory."""
-    found = []
+def made(monkeypatch):
+    """What the ranks of a run keep in host memory, and the master's run."""
+    found = SimpleNamespace(kept=[], runs=[])
 
-    class Recorded(OffloadedKV):
-        def __init__(self, *values):
-            super().__init__(*values)
-            found.append(self)
+    def recorded(kind, made):
+        class Recorded(kind):
+            def __init__(self, *values, **options):
+                super().__init__(*values, **options)
+                made.append(self)
 
-    monkeypatch.setattr(rank_module, "OffloadedKV", Recorded)
+        monkeypatch.setattr(rank_module, kind.__name__, Recorded)
+
+    recorded(OffloadedKV, found.kept)
+    recorded(OnlineRun, found.runs)
     return found
 
 
@@ -145,7 +151,7 @@ def kept(monkeypatch):
     ],
 )
 def test_prefixes_are_found_again_and_change_no_token(
-    tiny_model, tmp_path, kept, num_stages, transport, kv_bits, host, disk
+    tiny_model, tmp_path, made, num_stages, transport, kv_bits, host, disk
 ):
     model_dir, prompts = tiny_model("llama", seed=1), growing((7, 11, 5), 2, 38)
     plan, block = plan_of(model_dir, num_stages, kv_bits)
@@ -156,22 +162,23 @@ def test_prefixes_are_found_again_and_change_no_token(
         "kv_offloading_folder": tmp_path if disk else None,
         "kv_offloading_disk_bytes": disk * (block + num_stages * 128),
     }
-    found, stats = play(plan, model_dir, prompts, transport, **options)
+    found = play(plan, model_dir, prompts, transport, **options)
+    stats = made.runs[0].stats()
     if kv_bits == 32:
         assert found == expected_tokens(model_dir, prompts)
     else:
         alone = {"prefix_caching": False, "token_budget": 24}
-        assert found == play(plan, model_dir, prompts, **alone)[0]
+        assert found == play(plan, model_dir, prompts, **alone)
     # Each of three conversations finds the two full blocks of its first turn.
-    tiers = stats["prefix_tier_hits"]
-    assert stats["prefix_cache_hits"] == sum(tiers.values()) == 3 * 2 * 16
+    tiers = stats.prefix_tier_hits
+    assert stats.prefix_cache_hits == sum(tiers.values()) == 3 * 2 * 16
     assert (tiers["host"] > 0, tiers["disk"] > 0) == (host > 0, disk > 0)
-    assert stats["kv_offload_unread"] == 0
+    assert stats.kv_offload_unread == 0
     for tier, most in (("host", host), ("disk", disk)):
-        assert 0 <= stats["kv_offload_bytes"][tier] <= most * block
-        assert bool(stats["kv_offload_saves"][tier]) == bool(most)
-    assert len(kept) == num_stages
-    assert sum(one.nbytes for one in kept) == host * block
+        assert 0 <= stats.kv_offload_bytes[tier] <= most * block
+        assert bool(stats.kv_offload_saves[tier]) == bool(most)
+    assert len(made.kept) == num_stages
+    assert sum(one.nbytes for one in made.kept) == host * block
     files = [path for path in tmp_path.rglob("block-*")]
     assert sum(path.stat().st_size for path in files) <= options["kv_offloading_disk_bytes"]
     assert {path.parent.name for path in files} == {
@@ -179,20 +186,19 @@ def test_prefixes_are_found_again_and_change_no_token(
     }
 
 
-def test_layers_with_windows_are_kept_apart_and_change_no_token(tiny_model, kept):
+def test_layers_with_windows_are_kept_apart_and_change_no_token(tiny_model, made):
     shape = {"sliding_window": 9, "max_position_embeddings": 2048}
     model_dir, long = tiny_model("gemma3", seed=1, **shape), PROMPT_CHUNK_TOKENS + 150
     prompts = growing((7, 11), 2, long)
     plan, block = plan_of(model_dir, 2, prompt_tokens=long)
     budget = 3 * blocks_of(long) * block
     options = {"num_blocks": blocks_of(long + NEW) + 6, "kv_offloading_bytes": budget}
-    found, stats = play(plan, model_dir, prompts, **options)
-    assert found == expected_tokens(model_dir, prompts)
-    assert stats["prefix_tier_hits"]["host"] > long
-    assert sum(one.nbytes for one in kept) <= budget
+    assert play(plan, model_dir, prompts, **options) == expected_tokens(model_dir, prompts)
+    assert made.runs[0].stats().prefix_tier_hits["host"] > long
+    assert 0 < sum(one.nbytes for one in made.kept) <= budget
 
 
-def test_damaged_files_of_one_stage_are_computed_again(tiny_model, tmp_path, monkeypatch):
+def test_damaged_files_of_one_stage_are_computed_again(tiny_model, tmp_path, monkeypatch, made):
     """A stage that is not the master's misses what it wrote: all stages compute it."""
     model_dir, prompts = tiny_model("llama", seed=1), growing((7, 11, 5), 2, 38)
     plan, block = plan_of(model_dir, 2)
@@ -205,10 +211,11 @@ def test_damaged_files_of_one_stage_are_computed_again(tiny_model, tmp_path, mon
             path.write_bytes(path.read_bytes()[:-1] + b"x")
 
     monkeypatch.setattr(rank_module.BlockFiles, "write", damage)
-    found, stats = play(
+    found = play(
         plan, model_dir, prompts, num_blocks=5, token_budget=24, kv_offloading_folder=tmp_path,
         kv_offloading_disk_bytes=40 * (block + 256),
     )  # fmt: skip
     assert found == expected_tokens(model_dir, prompts)
-    assert stats["prefix_cache_hits"] == 0
-    assert stats["kv_offload_unread"] > 0
+    stats = made.runs[0].stats()
+    assert stats.prefix_cache_hits == 0
+    assert stats.kv_offload_unread > 0

@@ -17,6 +17,7 @@ from helpers.ranks import make_plan
 
 import llmpq
 from llmpq.dist.io.prompts import Prompt, make_request, request_limits
+from llmpq.dist.launch.ranks import Ranks
 from llmpq.dist.launch.signals import clean_up_if_killed
 from llmpq.errors import SpecError
 from llmpq.spec.huggingface.families import load_model_dir
