@@ -167,6 +167,15 @@ class BlockScheduler:
         """Blocks without a user in layers with windows, where these have blocks of their own."""
         return 0 if self._windows is None else self._windows.num_free
 
+    def restore(self, stored: Sequence[tuple[bool, BlockKey, int]]) -> None:
+        """Find blocks in files that an engine before this one has left.
+
+        Args:
+            stored: whether of layers with windows, key and place of each, the oldest first.
+        """
+        for own, one in enumerate(self._offloaded):
+            one.restore("disk", [(key, place) for window, key, place in stored if window == own])
+
     def offloaded(self, tier: Tier) -> OffloadCounts:
         """Return what is kept of blocks that were allocated again."""
         held = [one.count(tier) for one in self._offloaded]

@@ -124,6 +124,18 @@ class OffloadedBlocks:
         self.num_saved = dict.fromkeys(self._places, 0)
         self.num_loaded = dict.fromkeys(self._places, 0)
 
+    def restore(self, tier: Tier, stored: Iterable[tuple[BlockKey, int]]) -> None:
+        """Find content that an engine before this one has left.
+
+        Args:
+            tier: where it is; nothing else is there.
+            stored: keys and places, the least recently used one first.
+        """
+        size = dict(self._tiers).get(tier, 0)
+        self._places[tier].update((key, place) for key, place in stored if place < size)
+        taken = set(self._places[tier].values())
+        self._free[tier] = [place for place in range(size - 1, -1, -1) if place not in taken]
+
     def tier_of(self, key: BlockKey) -> Tier | None:
         """Return the nearest tier that has this content, ``None`` if none has."""
         return next((tier for tier, _ in self._tiers if key in self._places[tier]), None)

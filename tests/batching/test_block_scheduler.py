@@ -92,6 +92,7 @@ class Engine:
         self.history = []
         self.kept = {}  # (tier, whether of windows, place) -> entries of a block, by offset
         self.copies = []  # of the next step
+        self.made = []  # copies so far
         self.unread = lambda: False  # whether the next file is damaged
         scheduler.copy_blocks = self.copy
 
@@ -104,6 +105,7 @@ class Engine:
         return unread
 
     def make_copies(self, copies):
+        self.made += copies
         for one in copies:
             memory = self.window_memory if one.has_window else self.memory
             if one.source == "blocks":
@@ -667,6 +669,21 @@ def test_a_file_that_cannot_be_read_is_computed_and_not_found_again():
     assert scheduler.num_unread == scheduler.offloaded("disk").num_loaded - loaded > 0
     engine.run()
     assert engine.tokens[9] == engine.tokens[0]
+
+
+def test_files_of_an_engine_before_are_found():
+    scheduler, engine = _play_conversations(disk_blocks=40)
+    files = {one.key: one.target_place for one in engine.made if one.target == "disk"}
+    limits = _limits(num_blocks=8, token_budget=64, offload=OffloadLimits(disk_blocks=40))
+    scheduler = BlockScheduler(limits, queue_order("fcfs"))
+    stored = [(False, key, place) for key, place in files.items()]
+    scheduler.restore([(False, b"beyond the budget", 40), (True, b"no windows", 1), *stored])
+    assert scheduler.offloaded("disk").held == (len(files), 0)
+    again = Engine(scheduler, 4, limits=limits)
+    again.kept = engine.kept
+    again.add(_request(9, (0,) * 28, 4), 4)
+    again.run()
+    assert scheduler.tier_hits == {"blocks": 0, "host": 0, "disk": 24}
 
 
 def test_a_preempted_sequence_finds_its_blocks_again():

@@ -74,6 +74,7 @@ class OnlineRun:
         draft_model: proposes them where ``limits.draft`` has its size.
         clock: seconds, for arrivals.
         block_bytes: of a block on all stages, and of one of layers with windows.
+        stored: blocks in files of the ranks before, as ``BlockScheduler.restore`` takes them.
     """
 
     def __init__(  # noqa: PLR0913  the parts of an engine
@@ -89,6 +90,7 @@ class OnlineRun:
         draft_model: Drafter | None = None,
         clock: Callable[[], float] = time.monotonic,
         block_bytes: tuple[int, int] = (0, 0),
+        stored: Sequence[tuple[bool, bytes, int]] = (),
     ) -> None:
         self._channel = channel
         self._block_bytes = block_bytes
@@ -98,6 +100,7 @@ class OnlineRun:
         self._grammars = grammars
         self.scheduler = BlockScheduler(limits, order)
         self.scheduler.copy_blocks = executor.copy_blocks
+        self.scheduler.restore(stored)
         self._engine = Engine(
             executor=executor,
             scheduler=self.scheduler,

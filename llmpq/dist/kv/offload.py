@@ -41,6 +41,7 @@ BLOCKS_AT_ONCE = 16
 """Blocks that are gathered or scattered together: more would take memory alone."""
 _MAGIC = b"LPKV"
 _FIXED = struct.Struct("<4sI32s32sQ")
+_DIGEST_END = struct.calcsize("<4sI32s")
 _CHECKSUM = struct.Struct("<I")
 
 
@@ -132,6 +133,25 @@ class BlockFiles:
             return None
         return torch.frombuffer(found, dtype=torch.uint8, offset=KV_FILE_HEADER_BYTES)
 
+    def found(self) -> list[tuple[str, bytes]]:
+        """Return names and keys of the files, oldest first; remove those of others."""
+        found: list[tuple[int, str, bytes]] = []
+        with contextlib.suppress(OSError):
+            for path in self.folder.iterdir():
+                with path.open("rb") as file:
+                    header = file.read(_FIXED.size)
+                if header[:_DIGEST_END] == self._header(b"", 0)[:_DIGEST_END] and not path.suffix:
+                    key = _FIXED.unpack(header)[3]
+                    found.append((path.stat().st_mtime_ns, path.name, key))
+                else:
+                    path.unlink()
+        return [(name, key) for _, name, key in sorted(found)]
+
+    def remove(self, name: str) -> None:
+        """Remove a file."""
+        with contextlib.suppress(OSError):
+            (self.folder / name).unlink()
+
     def _header(self, key: bytes, size: int) -> bytes:
         return _FIXED.pack(_MAGIC, 1, self.digest, key, size)
 
@@ -176,6 +196,28 @@ class OffloadedKV:
     def nbytes(self) -> int:
         """Bytes of host memory."""
         return sum(part.nbytes for part in self._host)
+
+    def stored(self) -> list[tuple[bool, bytes, int]]:
+        """Return what the files of ranks that ended hold, oldest first; remove other files.
+
+        Returns:
+            Whether of layers with windows, key and place of each block.
+        """
+        if self._files is None:
+            return []
+        places = {
+            _name(place, has_window=has_window): (has_window, place)
+            for has_window in (False, True)
+            for place in range(self._num_disk[has_window])
+        }
+        found = []
+        for name, key in self._files.found():
+            if name in places:
+                has_window, place = places[name]
+                found.append((has_window, key, place))
+            else:
+                self._files.remove(name)
+        return found
 
     @torch.inference_mode()
     def copy(self, copies: Sequence[BlockCopy]) -> list[int]:

@@ -591,6 +591,7 @@ class MasterRank:
             LlmpqError: what went wrong here or on any other rank.
         """
         plan, job, config = self._context.plan, self._context.job, self._config
+        offload = self._runner.offload
         OnlineRun(
             channel=channel,
             executor=self._executor,
@@ -606,6 +607,7 @@ class MasterRank:
             speculative=job.engine.speculative_config,
             draft_model=self._draft_model,
             block_bytes=block_bytes(plan, config),
+            stored=() if offload is None else offload.stored(),
         ).run(self._context.recorder.start.seconds)
 
     def check_stages(self) -> None:

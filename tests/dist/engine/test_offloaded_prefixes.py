@@ -198,6 +198,22 @@ def test_layers_with_windows_are_kept_apart_and_change_no_token(tiny_model, made
     assert 0 < sum(one.nbytes for one in made.kept) <= budget
 
 
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_files_survive_a_restart_of_the_ranks(tiny_model, tmp_path, made, num_stages):
+    model_dir, prompts = tiny_model("llama", seed=1), growing((7, 11, 5), 1, 38)
+    plan, block = plan_of(model_dir, num_stages)
+    options = {
+        "num_blocks": 3,  # of one conversation
+        "kv_offloading_folder": tmp_path,
+        "kv_offloading_disk_bytes": 40 * (block + num_stages * 128),
+    }
+    expected = expected_tokens(model_dir, prompts)
+    for _ in range(2):
+        assert play(plan, model_dir, prompts, **options) == expected
+    first, second = (run.stats().prefix_tier_hits["disk"] for run in made.runs)
+    assert (first, second) == (0, 2 * 32)  # the blocks of the last one were not taken
+
+
 def test_damaged_files_of_one_stage_are_computed_again(tiny_model, tmp_path, monkeypatch, made):
     """A stage that is not the master's misses what it wrote: all stages compute it."""
     model_dir, prompts = tiny_model("llama", seed=1), growing((7, 11, 5), 2, 38)

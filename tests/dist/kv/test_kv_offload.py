@@ -45,7 +45,7 @@ def filled_cache(kv_bits=None, *, has_windows=False):
         kv_bits=kv_bits,
     )
     torch.manual_seed(0)
-    for layer, size in enumerate(cache.token_bytes[:2], 1):  # the third one has no heads
+    for layer, size in enumerate(cache.token_bytes[:2], 1):  # the third layer has no heads
         tokens = tokens_of(cache, range(BLOCKS))
         data = torch.randint(0, 100, (BLOCKS * SIZE, size), dtype=torch.uint8)
         cache.unpack(layer, tokens, data)
@@ -165,6 +165,21 @@ def test_files_of_another_model_plan_or_rank_are_a_miss(tmp_path):
     read = [file_copy(("disk", 0), ("blocks", 1))]
     assert OffloadedKV(cache, LIMITS, opened(tmp_path, b"e" * 32)).copy(read) == [0]
     assert OffloadedKV(cache, LIMITS, opened(tmp_path)).copy(read) == []
+
+
+def test_files_of_ranks_that_ended_are_found_by_the_next_ones(tmp_path):
+    kept = OffloadedKV(filled_cache(), LIMITS, opened(tmp_path))
+    for number in range(6):
+        kept.copy([file_copy(("blocks", 0), ("disk", number % DISK), KEYS[number])])
+    folder = tmp_path / "rank-0"
+    (folder / "block-1").write_bytes(b"damaged")
+    (folder / "block-9").write_bytes((folder / "block-2").read_bytes())  # beyond the budget
+    (folder / "block-0.tmp").write_bytes(b"cut short")
+    again = OffloadedKV(filled_cache(), LIMITS, opened(tmp_path))
+    assert set(again.stored()) == {(False, KEYS[4], 0), (False, KEYS[2], 2), (False, KEYS[3], 3)}
+    assert sorted(path.name for path in folder.iterdir()) == ["block-0", "block-2", "block-3"]
+    assert OffloadedKV(filled_cache(), LIMITS, opened(tmp_path, b"e" * 32)).stored() == []
+    assert OffloadedKV(filled_cache(), LIMITS, None).stored() == []
 
 
 def test_a_full_disk_is_one_warning_and_a_miss(tmp_path, caplog):
