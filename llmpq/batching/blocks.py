@@ -226,7 +226,7 @@ class BlockAllocator:
     def find(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
         """Return the longest prefix of ``keys`` whose content is cached, in any tier."""
         for count, key in enumerate(keys):
-            if self.tier_of(key) is None:
+            if key not in self._block and self.tier_of(key) is None:
                 return keys[:count]
         return keys
 

@@ -322,7 +322,7 @@ class OnlineRun:
             num_preemptions=scheduler.num_preemptions,
             prefix_cache_queries=scheduler.prefix_cache_queries,
             prefix_cache_hits=scheduler.prefix_cache_hits,
-            prefix_tier_hits={**scheduler.tier_hits},
+            prefix_tier_hits=dict(scheduler.tier_hits),
             kv_offload_bytes={
                 tier: sum(map(mul, one.held, self._block_bytes)) for tier, one in kept.items()
             },

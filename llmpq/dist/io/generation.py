@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from llmpq.batching.blocks import Tier
 from llmpq.dist.io.sampling_params import SamplingParams, StructuredOutputsParams, TokenLogprobs
 
 GenerationEnd = Literal["stop", "length", "abort", "error"]
@@ -94,10 +95,10 @@ class ServingStats:
     num_preemptions: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
-    prefix_tier_hits: Mapping[str, int] = field(default_factory=dict)
-    kv_offload_bytes: Mapping[str, int] = field(default_factory=dict)
-    kv_offload_saves: Mapping[str, int] = field(default_factory=dict)
-    kv_offload_loads: Mapping[str, int] = field(default_factory=dict)
+    prefix_tier_hits: Mapping[Tier, int] = field(default_factory=dict)
+    kv_offload_bytes: Mapping[Tier, int] = field(default_factory=dict)
+    kv_offload_saves: Mapping[Tier, int] = field(default_factory=dict)
+    kv_offload_loads: Mapping[Tier, int] = field(default_factory=dict)
     kv_offload_unread: int = 0
     num_blocks: int = 0
     block_size: int = 0
