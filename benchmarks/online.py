@@ -415,7 +415,11 @@ def turns_of(options: argparse.Namespace, number: int, turn: int) -> list[Query]
     """Return the requests of a turn: each begins with that of the turn before."""
     first = number * ROUND_NUMBERS
     return [
-        Query(first + agent, options.prompt_tokens * turn, options.new_tokens)
+        Query(
+            number=first + agent,
+            prompt_tokens=options.prompt_tokens * turn,
+            new_tokens=options.new_tokens,
+        )
         for agent in range(options.agents)
     ]
 
