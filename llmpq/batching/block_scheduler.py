@@ -168,7 +168,7 @@ class BlockScheduler:
         return 0 if self._windows is None else self._windows.num_free
 
     def restore(self, stored: Sequence[tuple[bool, BlockKey, int]]) -> None:
-        """Find blocks in files that an engine before this one has left.
+        """Find blocks in files that the engine before has left.
 
         Args:
             stored: whether of layers with windows, key and place of each, the oldest first.

@@ -125,7 +125,7 @@ class OffloadedBlocks:
         self.num_loaded = dict.fromkeys(self._places, 0)
 
     def restore(self, tier: Tier, stored: Iterable[tuple[BlockKey, int]]) -> None:
-        """Find content that an engine before this one has left.
+        """Find content that the engine before has left.
 
         Args:
             tier: where it is; nothing else is there.
