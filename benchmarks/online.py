@@ -5,6 +5,7 @@
     python benchmarks/online.py --folder DIR --case arrivals         # Poisson and Azure arrivals
     python benchmarks/online.py --folder DIR --case overhead         # the engine alone, and HTTP
     python benchmarks/online.py --folder DIR --case orders           # queue orders: real, simulated
+    python benchmarks/online.py --folder DIR --case agents           # long prefixes, few blocks
     python benchmarks/online.py --folder DIR --case batched          # llama.cpp without its server
     python benchmarks/online.py --folder DIR --case vllm_bench       # by ``vllm bench serve``
     python benchmarks/online.py --folder DIR --case capacity         # a mixed cluster, predicted
@@ -79,6 +80,7 @@ from llmpq.spec.workload import (
     slice_trace,
     with_arrivals,
 )
+from llmpq.units import GIB
 
 VOCABULARY = SMALL_LLAMA["vocab"]
 CONCURRENCY = (1, 4, 16, 64)
@@ -99,6 +101,10 @@ LLAMA_SETTINGS = (("-kvu",), (), ("-kvu", "--poll", "0"), ("-kvu", "--cache-ram"
 store of prompts. Flash attention, other samplers and one thread were tried and are not faster."""
 ORDERS = ("fcfs", "larry", "no_preempt")
 WARM_UP = 2
+KEPT_BYTES = 2 * GIB
+"""Most bytes that leave the blocks of an engine and are kept."""
+STATS_S = 0.3
+"""Until an engine's counters are here."""
 ROUND_NUMBERS = 1_000_000
 """Numbers of requests between those of two rounds. No server sees a number twice, as it would
 find the prompt in its cache."""
@@ -144,7 +150,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--new_tokens", type=int, default=64, help="closed, overhead")
     parser.add_argument("--orders", nargs="+", default=ORDERS, help="queue orders")
     parser.add_argument("--alpha", type=float, default=1.0, help="of larry")
-    parser.add_argument("--num_blocks", type=int, default=160, help="orders: KV blocks")
+    parser.add_argument("--num_blocks", type=int, default=160, help="orders, agents: KV blocks")
+    parser.add_argument("--agents", type=int, default=8, help="agents: conversations")
+    parser.add_argument("--turns", type=int, default=4, help="agents: requests of each")
     parser.add_argument("--token_budget", type=int, default=256, help="orders: tokens of a step")
     parser.add_argument("--trace", type=Path, default=AZURE, help="Azure's layout or ours")
     parser.add_argument("--trace_first", type=int, default=0, help="first request of the trace")
@@ -347,7 +355,7 @@ def orders(options: argparse.Namespace, number: int) -> None:
             await drive(equal(options, WARM_UP, -1), send, WARM_UP)
             before = engine.stats.num_preemptions
             samples = await drive(queries, send)
-            await asyncio.sleep(0.3)  # until the counters are there
+            await asyncio.sleep(STATS_S)
             return samples, engine.stats.num_preemptions - before
 
     bits = options.bits[0]
@@ -366,6 +374,54 @@ def orders(options: argparse.Namespace, number: int) -> None:
                 *(["--profile", str(options.profile)] if options.profile else []),
             ])  # fmt: skip
             add(options, {"round": number, **what, "simulated": json.loads(text)["rates"][0]})
+
+
+def agents(options: argparse.Namespace, number: int) -> None:
+    """Let agents take turns, each with a longer prompt, in blocks that do not hold all of them.
+
+    What leaves the blocks is lost, or kept in host memory or in files.
+    """
+    tiers: dict[str, dict[str, Any]] = {
+        "blocks": {},
+        "host": {"kv_offloading_bytes": KEPT_BYTES},
+        "disk": {
+            "kv_offloading_folder": options.folder / "blocks",
+            "kv_offloading_disk_bytes": KEPT_BYTES,
+        },
+    }
+
+    async def play(bits: int, settings: dict[str, Any]) -> tuple[list[Sample], float]:
+        settings = {**settings, "num_blocks": options.num_blocks}
+        async with engine_alone(options, bits, **settings) as (engine, send):
+            await drive(equal(options, WARM_UP, -1), send, WARM_UP)
+            await asyncio.sleep(STATS_S)
+            before, samples = engine.stats, []
+            for turn in range(1, options.turns + 1):
+                samples += await drive(turns_of(options, number, turn), send, 1)
+            await asyncio.sleep(STATS_S)
+            hits = engine.stats.prefix_cache_hits - before.prefix_cache_hits
+            queries = engine.stats.prefix_cache_queries - before.prefix_cache_queries
+            return samples, hits / queries
+
+    for bits in options.bits:
+        for tier, settings in tiers.items():
+            samples, rate = asyncio.run(play(bits, settings))
+            print(f"{bits} bits, {tier}: {rate:.1%} of prompt tokens found", file=sys.stderr)
+            what = {"tier": tier, "bits": bits, "num_blocks": options.num_blocks}
+            keep(options, number, samples, **what, hit_rate=rate)
+
+
+def turns_of(options: argparse.Namespace, number: int, turn: int) -> list[Query]:
+    """Return the requests of a turn: each begins with that of the turn before."""
+    first = number * ROUND_NUMBERS
+    return [
+        Query(
+            number=first + agent,
+            prompt_tokens=options.prompt_tokens * turn,
+            new_tokens=options.new_tokens,
+        )
+        for agent in range(options.agents)
+    ]
 
 
 def batched(options: argparse.Namespace, number: int) -> None:
@@ -472,6 +528,7 @@ CASES = {
     "arrivals": arrivals,
     "overhead": overhead,
     "orders": orders,
+    "agents": agents,
     "batched": batched,
     "vllm_bench": vllm_bench,
 }
@@ -587,7 +644,17 @@ def show(options: argparse.Namespace) -> None:
 
 def label(run: Reply) -> str:
     """Return what a run was, without its round."""
-    names = ("server", "order", "bits", "concurrency", "arrivals", "rate", "load", "num_blocks")
+    names = (
+        "server",
+        "tier",
+        "order",
+        "bits",
+        "concurrency",
+        "arrivals",
+        "rate",
+        "load",
+        "num_blocks",
+    )
     parts = [f"{name} {run[name]}" for name in names if name in run]
     return ", ".join([*parts, *(["simulated"] if "simulated" in run else [])])
 

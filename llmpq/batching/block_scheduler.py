@@ -16,6 +16,10 @@ reads (``WindowBlocks``); where they run out, sequences are preempted likewise.
 A pipeline has several steps in flight; a sequence is in at most one of them. The steps must be
 computed in the order of their numbers: a block may be found by its content from the next step on.
 
+Content of blocks that are allocated again may be kept in host memory and on disk
+(``OffloadedBlocks``). While a step is scheduled, ``copy_blocks`` copies it before the step runs;
+what cannot be read from disk is computed.
+
 With speculative decoding, a sequence that decodes may have draft tokens after its next one. They
 take what is left of the budget after everything else, and free blocks only while no request waits.
 How many are worth their time depends on the seconds of the steps before, from the caller's clock.
@@ -25,10 +29,19 @@ The blocks of rejected draft tokens stay with their sequence, for its next token
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
-from llmpq.batching.blocks import BlockAllocator, BlockKey, next_key, root_key
+from llmpq.batching.blocks import (
+    BlockAllocator,
+    BlockCopy,
+    BlockKey,
+    OffloadedBlocks,
+    Tier,
+    next_key,
+    root_key,
+)
 from llmpq.batching.engine_step import (
     NO_TOKENS,
     DraftCandidate,
@@ -54,6 +67,23 @@ other requests: each of these tokens passes the head and has its log-probabiliti
 REMEMBERED_STEPS = 16
 """Steps after the last other request that keep to that share: the next one would wait for all large
 steps in flight."""
+CopyBlocks = Callable[[Sequence[BlockCopy]], Collection[int]]
+"""Copies blocks on all stages, in order; returns the places in the list that could not be read."""
+
+OFFLOAD_TIERS: tuple[Tier, ...] = ("host", "disk")
+
+
+class OffloadCounts(NamedTuple):
+    """Copies of blocks in a tier.
+
+    Attributes:
+        held: blocks there now, and those of layers with windows.
+        num_saved, num_loaded: blocks of both kinds copied to and from it so far.
+    """
+
+    held: tuple[int, int]
+    num_saved: int
+    num_loaded: int
 
 
 class BlockScheduler:
@@ -64,6 +94,9 @@ class BlockScheduler:
         order: of the waiting queue.
         propose: finds the draft tokens of a sequence that decodes, while a step is scheduled;
             ``None`` for no speculative decoding, and with a draft model.
+
+    Attributes:
+        copy_blocks: may be set later; ``None`` copies nothing, in a simulation.
     """
 
     def __init__(
@@ -71,8 +104,16 @@ class BlockScheduler:
     ) -> None:
         self._limits = limits
         self._order = order
-        self._allocator = BlockAllocator(limits.num_blocks)
-        self._windows = None if limits.window_tokens is None else WindowBlocks(limits)
+        self.copy_blocks: CopyBlocks | None = None
+        self._copies: list[BlockCopy] = []  # not made yet
+        sizes = zip(OFFLOAD_TIERS, limits.offload.sizes, strict=True)
+        self._offloaded = [OffloadedBlocks([*sizes], self._copies, has_window=False)]
+        self._allocator = BlockAllocator(limits.num_blocks, self._offloaded[0])
+        self._windows: WindowBlocks | None = None
+        if limits.window_tokens is not None:
+            sizes = zip(OFFLOAD_TIERS, limits.offload.window_sizes, strict=True)
+            self._offloaded.append(OffloadedBlocks([*sizes], self._copies, has_window=True))
+            self._windows = WindowBlocks(limits, self._offloaded[1])
         self._chunk_tokens = limits.chunk_tokens
         self._watermark = int(limits.watermark * limits.num_blocks)
         self._sequences: dict[int, EngineSequence] = {}
@@ -95,6 +136,10 @@ class BlockScheduler:
         """Prompt tokens of admitted requests."""
         self.prefix_cache_hits = 0
         """Those of them whose keys and values were found."""
+        self.tier_hits: dict[Tier, int] = {"blocks": 0, "host": 0, "disk": 0}
+        """These by where they were found."""
+        self.num_unread = 0
+        """Blocks that could not be read from disk."""
         self.wake_s = math.inf
 
     @property
@@ -121,6 +166,24 @@ class BlockScheduler:
     def free_window_blocks(self) -> int:
         """Blocks without a user in layers with windows, where these have blocks of their own."""
         return 0 if self._windows is None else self._windows.num_free
+
+    def restore(self, stored: Sequence[tuple[bool, BlockKey, int]]) -> None:
+        """Find blocks in files that the engine before has left.
+
+        Args:
+            stored: whether of layers with windows, key and place of each, the oldest first.
+        """
+        for own, one in enumerate(self._offloaded):
+            one.restore("disk", [(key, place) for window, key, place in stored if window == own])
+
+    def offloaded(self, tier: Tier) -> OffloadCounts:
+        """Return what is kept of blocks that were allocated again."""
+        held = [one.count(tier) for one in self._offloaded]
+        return OffloadCounts(
+            (held[0], sum(held[1:])),
+            sum(one.num_saved[tier] for one in self._offloaded),
+            sum(one.num_loaded[tier] for one in self._offloaded),
+        )
 
     @property
     def queued_tokens(self) -> int:
@@ -207,10 +270,11 @@ class BlockScheduler:
         chunks, left = self._continue()
         if self.num_preemptions == before:
             chunks += self._admit(left, now_s)
+        if self.drafts.is_on and chunks:
+            self._add_drafts(chunks)
+        self._make_copies()
         if not chunks:
             return None
-        if self.drafts.is_on:
-            self._add_drafts(chunks)
         works, preempted = self.drafts.take_works(), tuple(self._newly_preempted)
         step = EngineStep(self._next_step, tuple(chunks), preempted, works)
         self._newly_preempted.clear()
@@ -447,34 +511,77 @@ class BlockScheduler:
         tokens = sequence.tokens
         if self._order.reserves_answer:
             tokens = request.prompt_tokens + request.max_tokens - 1
-        shared: list[int] = []
-        if limits.prefix_caching and not request.scores_prompt:
-            # The last token is always computed, because its output is needed.
-            shared = self._allocator.find(
-                sequence.keys[: (sequence.tokens - 1) // limits.block_size]
-            )
-        if self._windows is not None:
-            if not self._has_window_blocks(tokens):
-                return False
-            shared = shared[: self._windows.longest_prefix(sequence.keys[: len(shared)])]
-        missing = limits.blocks_for(tokens) - len(shared)
         share = limits.num_blocks // RESERVED_SHARE if is_further else 0
-        reserve = max(share, self._watermark)
-        room = self.free_blocks - (reserve if self._running else 0)
-        if missing + self._allocator.count_free(shared) > room:
-            return False
-        sequence.blocks = self._allocator.allocate(missing, shared)
-        sequence.table = tuple(sequence.blocks)
-        sequence.computed = len(shared) * limits.block_size
-        if self._windows is not None:
-            self._windows.start(sequence, sequence.keys[: len(shared)])
+        reserve = max(share, self._watermark) if self._running else 0
+        found: Counter[Tier | None] = Counter()
+        is_loaded = False
+        while not is_loaded:
+            prefix = self._prefix(sequence)
+            if self._windows is not None and not self._has_window_blocks(tokens):
+                return False
+            missing = limits.blocks_for(tokens) - len(prefix)
+            if missing + self._allocator.count_taken(prefix) > self.free_blocks - reserve:
+                return False
+            found = Counter(map(self._allocator.tier_of, prefix))
+            is_loaded = self._take_blocks(sequence, missing, prefix)
         if not sequence.was_admitted:
             sequence.was_admitted = True
             self.prefix_cache_queries += sequence.tokens
             self.prefix_cache_hits += sequence.computed
+            for tier in self.tier_hits:
+                self.tier_hits[tier] += found[tier] * limits.block_size
         self._running[request.request] = sequence
         self._turns.start(request.group, sequence.turn)
         return True
+
+    def _prefix(self, sequence: EngineSequence) -> Sequence[BlockKey]:
+        """Return the keys of a waiting sequence's longest prefix that is cached."""
+        if not self._limits.prefix_caching or sequence.request.scores_prompt:
+            return ()
+        # The last token is always computed, because its output is needed.
+        most = (sequence.tokens - 1) // self._limits.block_size
+        prefix = self._allocator.find(sequence.keys[:most])
+        if self._windows is not None:
+            prefix = prefix[: self._windows.longest_prefix(prefix)]
+        return prefix
+
+    def _take_blocks(
+        self, sequence: EngineSequence, count: int, prefix: Sequence[BlockKey]
+    ) -> bool:
+        """Give a sequence the blocks of a prefix and further ones.
+
+        Returns:
+            Whether the whole prefix could be read; otherwise the sequence has no blocks, and what
+            could not be read is not cached any more.
+        """
+        sequence.blocks = self._allocator.allocate(count, prefix)
+        sequence.table = tuple(sequence.blocks)
+        sequence.computed = len(prefix) * self._limits.block_size
+        if self._windows is not None:
+            self._windows.start(sequence, prefix)
+        if not any(copy.source == "disk" for copy in self._copies):
+            return True  # memory is always read
+        unread = self._make_copies()
+        for copy in unread:
+            if copy.has_window:
+                assert self._windows is not None
+                self._windows.forget(copy.key)
+            else:
+                self._allocator.forget(copy.key)
+        if unread:
+            self._free(sequence)
+            sequence.blocks, sequence.table, sequence.computed = [], (), 0
+        return not unread
+
+    def _make_copies(self) -> list[BlockCopy]:
+        """Copy what is to be copied before the next step; return what could not be read."""
+        copies = tuple(self._copies)
+        self._copies.clear()
+        if not copies or self.copy_blocks is None:
+            return []
+        unread = [copies[place] for place in self.copy_blocks(copies)]
+        self.num_unread += len(unread)
+        return unread
 
     def _has_window_blocks(self, tokens: int) -> bool:
         """Return whether a sequence that grows to ``tokens`` finds blocks for its windows."""
@@ -609,12 +716,13 @@ class WindowBlocks:
 
     Args:
         limits: of the engine; ``window_tokens`` is set.
+        offloaded: keeps the content of blocks that are allocated again.
     """
 
-    def __init__(self, limits: EngineLimits) -> None:
+    def __init__(self, limits: EngineLimits, offloaded: OffloadedBlocks) -> None:
         self._limits = limits
         self._size = limits.block_size
-        self._allocator = BlockAllocator(limits.num_window_blocks)
+        self._allocator = BlockAllocator(limits.num_window_blocks, offloaded)
 
     @property
     def num_free(self) -> int:
@@ -625,7 +733,7 @@ class WindowBlocks:
         """Return how many blocks of a prefix can be reused: the window before its end is cached."""
         longest = run = 0
         for place, key in enumerate(keys):
-            run = run + 1 if self._allocator.block_of(key) is not None else 0
+            run = run + 1 if self._allocator.tier_of(key) is not None else 0
             if run > place - self._first_seen((place + 1) * self._size):
                 longest = place + 1
         return longest
@@ -633,10 +741,7 @@ class WindowBlocks:
     def start(self, sequence: EngineSequence, keys: Sequence[BlockKey]) -> None:
         """Let a sequence hold the window before the end of a prefix that was found."""
         first = self._first_seen(len(keys) * self._size)
-        found = [self._allocator.block_of(key) for key in keys[first:]]
-        shared = [block for block in found if block is not None]
-        assert len(shared) == len(found)
-        sequence.window_blocks = [0] * first + self._allocator.allocate(0, shared)
+        sequence.window_blocks = [0] * first + self._allocator.allocate(0, keys[first:])
         sequence.window_first = first
         sequence.window_table = tuple(sequence.window_blocks)
 
@@ -667,6 +772,10 @@ class WindowBlocks:
         """Record the content of the full block ``place`` of a sequence, if it holds it."""
         if place >= sequence.window_first:
             self._allocator.cache(sequence.window_blocks[place], key)
+
+    def forget(self, key: BlockKey) -> None:
+        """Forget content in use that could not be loaded."""
+        self._allocator.forget(key)
 
     def release(self, sequence: EngineSequence) -> None:
         """Release all blocks of a sequence."""

@@ -31,7 +31,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from llmpq.batching.blocks import BlockAllocator, BlockKey
+from llmpq.batching.blocks import NOTHING_KEPT, BlockAllocator, BlockKey, OffloadLimits
 from llmpq.batching.speculation import (
     CREDIT_OF_TOKEN,
     FIRST_ACCEPTED,
@@ -88,6 +88,7 @@ class EngineLimits:
         window_tokens: largest window of a model whose layers with windows have blocks of their own;
             ``None`` where all layers have the same.
         num_window_blocks: these blocks.
+        offload: copies of blocks that are kept when the blocks are allocated again.
     """
 
     token_budget: int
@@ -104,6 +105,7 @@ class EngineLimits:
     grows_after: int | None = None
     window_tokens: int | None = None
     num_window_blocks: int = 0
+    offload: OffloadLimits = NOTHING_KEPT
 
     def __post_init__(self) -> None:
         for name in (

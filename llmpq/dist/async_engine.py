@@ -29,14 +29,16 @@ from llmpq.dist.io.job import Job, Task, check_model, checked_speculation, sched
 from llmpq.dist.io.prompts import Prompt, RequestId, prompt_to_json
 from llmpq.dist.io.results import Result, result_from_fields
 from llmpq.dist.io.sampling_params import StructuredOutputsParams, TokenLogprobs
-from llmpq.dist.launch.ranks import CLOSE_TIMEOUT_S, Hosts, Ranks
+from llmpq.dist.launch.ranks import CLOSE_TIMEOUT_S, Hosts, Ranks, ranks_of_node
 from llmpq.dist.launch.signals import StopRequest
 from llmpq.dist.limited.form_checker import FormChecker
+from llmpq.dist.metrics.control_groups import available_memory_bytes
 from llmpq.dist.metrics.progress import RunProgress
 from llmpq.errors import SpecError, StageError, StoppedError
 from llmpq.logging import get_logger
 from llmpq.options.declare import read_keywords, values_of, with_keywords
 from llmpq.options.engine import EngineOptions, SpeculationOptions
+from llmpq.options.limits import check_host_memory
 from llmpq.options.limits import max_model_len as longest_sequence
 from llmpq.options.run import FaultOptions, LaunchOptions, RunOptions
 from llmpq.spec.fields import Fields
@@ -253,7 +255,7 @@ class AsyncEngine:
             SpecError: the plan is not for this model, has stages of its own for each phase, or does
                 not hold ``max_model_len``; or a draft model has another vocabulary.
         """
-        model_dir, own, run = _checked_options(plan, model_dir, options)
+        model_dir, own, run = _checked_options(plan, model_dir, options, hosts)
         faults = FaultOptions(max_restarts=run.max_restarts)
         ranks = Ranks(plan, faults, hosts=hosts, progress=progress, clock=clock)
         return cls(ranks, model_dir, own, run)
@@ -636,7 +638,7 @@ def run_engine_stages(
         StoppedError: they were asked to end.
         LlmpqError: a rank failed, or the master's host did not come within the time of a start.
     """
-    model_dir, own, run = _checked_options(plan, model_dir, options)
+    model_dir, own, run = _checked_options(plan, model_dir, options, hosts)
     faults = FaultOptions(max_restarts=run.max_restarts)
     with Ranks(plan, faults, hosts=hosts, progress=progress, stop=stop) as ranks:
         ranks.run(_engine_job(ranks, model_dir, own, run)[0])
@@ -646,11 +648,13 @@ def _engine_job(
     ranks: Ranks, model_dir: Path, own: EngineOptions, run: LaunchOptions, task: Task = "online"
 ) -> tuple[Job, socket.socket]:
     """Return the job of an engine, and the socket that its master connects to."""
+    if own.kv_offloading_folder is not None:
+        own = replace(own, kv_offloading_folder=ranks.make_folder(own.kv_offloading_folder))
     return ranks.socket_job(model_dir, task=task, engine=own, **values_of(run, RunOptions))
 
 
 def _checked_options(
-    plan: Plan, model_dir: str | Path, options: Mapping[str, Any]
+    plan: Plan, model_dir: str | Path, options: Mapping[str, Any], hosts: Hosts | None
 ) -> tuple[Path, EngineOptions, LaunchOptions]:
     """Return the absolute path of the model and the options of an engine.
 
@@ -669,4 +673,8 @@ def _checked_options(
     speculation = checked_speculation(plan, own.speculative_config, model_dir)
     own = replace(own, speculative_config=speculation)
     longest_sequence(plan, own, model.max_positions)
+    if own.kv_offloading_bytes:
+        here = hosts or Hosts()
+        ranks = ranks_of_node(plan, here.node_rank, here.num_nodes)
+        check_host_memory(plan, own, ranks, available_memory_bytes())
     return model_dir, own, run

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 from llmpq.batching.queue_order import ALPHA, SERVED_ORDERS
 from llmpq.batching.speculation import SpeculativeConfig, as_speculative_config
 from llmpq.errors import SpecError
 from llmpq.options.declare import Option, check_options
+from llmpq.options.run import folder
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE, PROMPT_CHUNK_TOKENS
+from llmpq.units import GIB
 
 MAX_SEQUENCES = 256
 """Most running sequences where no other number is given, as in vLLM."""
@@ -107,6 +110,35 @@ class EngineOptions(SpeculationOptions):
             help="compute every prompt, also where its beginning is in the cache",
         ),
     ] = True
+    kv_offloading_bytes: Annotated[
+        int,
+        Option(
+            flags=("kv_offloading_size",),
+            unit=GIB,
+            maximum=2**60,
+            metavar="GIB",
+            help="host memory of all stages together, beyond the plan, for beginnings of prompts "
+            "whose KV blocks others take (default %(default)g)",
+        ),
+    ] = 0
+    kv_offloading_folder: Annotated[
+        Path | None,
+        Option(
+            accept=folder,
+            metavar="DIR",
+            help="write what leaves that memory into files here, which are removed at the end",
+        ),
+    ] = None
+    kv_offloading_disk_bytes: Annotated[
+        int,
+        Option(
+            flags=("kv_offloading_disk_size",),
+            unit=GIB,
+            maximum=2**60,
+            metavar="GIB",
+            help="most bytes of these files (default %(default)g)",
+        ),
+    ] = 32 * GIB
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -114,6 +146,9 @@ class EngineOptions(SpeculationOptions):
             raise SpecError(
                 f"alpha: found with scheduler {self.scheduler}, expected scheduler larry"
             )
+        for name in ("kv_offloading_bytes", "kv_offloading_folder"):
+            if getattr(self, name) and not self.prefix_caching:
+                raise SpecError(f"{name}: found without prefix caching, expected both")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,21 +6,29 @@ Needs no torch.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
 from llmpq.batching import uniform_depth
+from llmpq.batching.blocks import NOTHING_KEPT, OffloadLimits
 from llmpq.batching.engine_step import DraftLimits, EngineLimits, planned_limits
 from llmpq.batching.speculation import SpeculativeConfig, row_cost_of
-from llmpq.errors import SpecError
+from llmpq.errors import CapacityError, SpecError
 from llmpq.options.engine import MAX_SEQUENCES, EngineOptions
-from llmpq.spec.catalog import resolve_model
+from llmpq.spec.catalog import device, resolve_model
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.model_files.config import LengthScaling, absolute_model_path
-from llmpq.spec.plan import Plan
+from llmpq.spec.plan import Plan, draft_bytes
 from llmpq.spec.precision import DTYPE_BYTES, Phase
-from llmpq.spec.runtime_constants import KV_BLOCK_SIZE, PROMPT_CHUNK_TOKENS, kept_blocks
+from llmpq.spec.runtime_constants import (
+    KV_BLOCK_SIZE,
+    KV_FILE_HEADER_BYTES,
+    PROMPT_CHUNK_TOKENS,
+    kept_blocks,
+)
+from llmpq.units import format_bytes
 
 NO_SCALING = LengthScaling()
 MOST_FIRST_COST = 0.5
@@ -68,7 +76,68 @@ def engine_limits(
         grows_after=scaling.grows_after,
         window_tokens=own_window(plan, window_tokens),
         num_window_blocks=min(window_blocks(plan, window_tokens) or 0, num_blocks),
+        offload=offload_limits(plan, options, window_blocks(plan, window_tokens) or 0),
     )
+
+
+def offload_limits(plan: Plan, options: EngineOptions, num_window_blocks: int) -> OffloadLimits:
+    """Return how many copies of blocks fit into an engine's budgets, those of all stages together.
+
+    Blocks of layers with windows and others have a share as of the plan's memory.
+
+    Args:
+        plan: the strategy.
+        options: of the engine.
+        num_window_blocks: of the plan, in layers with windows; 0 where all have the same.
+    """
+    host = options.kv_offloading_bytes
+    disk = 0 if options.kv_offloading_folder is None else options.kv_offloading_disk_bytes
+    if not host + disk:
+        return NOTHING_KEPT
+    work, stages = plan.workload, plan.estimate.stages
+    blocks = work.batch * -(-work.max_context_tokens // KV_BLOCK_SIZE)
+    kv_bytes = sum(stage.memory.kv for stage in stages)
+    files = (blocks + num_window_blocks) * len(stages)
+    file_bytes = kv_bytes + files * KV_FILE_HEADER_BYTES
+    return OffloadLimits(
+        host_blocks=blocks * host // kv_bytes,
+        disk_blocks=blocks * disk // file_bytes,
+        host_window_blocks=num_window_blocks * host // kv_bytes,
+        disk_window_blocks=num_window_blocks * disk // file_bytes,
+    )
+
+
+def check_host_memory(
+    plan: Plan, options: EngineOptions, ranks: Collection[int], available_bytes: int
+) -> None:
+    """Check that a host has memory for its CPU stages and its part of the copies of blocks.
+
+    Args:
+        plan: the strategy.
+        options: of the engine.
+        ranks: of this host.
+        available_bytes: of this host's memory.
+
+    Raises:
+        CapacityError: it has less.
+    """
+    here = [(plan.stages[rank], plan.estimate.stages[rank].memory) for rank in ranks
+            if rank < len(plan.stages)]  # fmt: skip
+    planned = sum(
+        memory.total + draft_bytes(plan.draft, stage.device)
+        for stage, memory in here
+        if device(plan.device_of(stage).type, plan.cluster).kind == "cpu"
+    )
+    asked, kv_bytes = options.kv_offloading_bytes, sum(memory.kv for _, memory in here)
+    all_bytes = sum(stage.memory.kv for stage in plan.estimate.stages)
+    kept = asked * kv_bytes // all_bytes
+    if planned + kept > available_bytes:
+        most = max(0, available_bytes - planned) * all_bytes // max(1, kv_bytes)
+        raise CapacityError(
+            f"kv_offloading_size: found {format_bytes(asked)}, expected at most "
+            f"{format_bytes(most)}: this host has {format_bytes(available_bytes)} available, and "
+            f"its stages take {format_bytes(planned)}"
+        )
 
 
 def policy_limits(
@@ -86,7 +155,14 @@ def policy_limits(
     """
     slots = plan.workload.batch
     num_blocks = slots * kept_blocks(plan.workload.max_context_tokens, None)
-    options = replace(options, num_blocks=num_blocks, max_sequences=slots, prefix_caching=False)
+    options = replace(
+        options,
+        num_blocks=num_blocks,
+        max_sequences=slots,
+        prefix_caching=False,
+        kv_offloading_bytes=0,
+        kv_offloading_folder=None,
+    )
     return engine_limits(plan, options, window_tokens=window_tokens, scaling=scaling)
 
 

@@ -40,7 +40,8 @@ def _is_address(host: str) -> bool:
     return True
 
 
-def _folder(given: str | Path | None) -> Path | None:
+def folder(given: str | Path | None) -> Path | None:
+    """Return the absolute path of a folder that an option names."""
     return None if given is None else Path(given).resolve()
 
 
@@ -70,7 +71,7 @@ class RunOptions:
     store: Annotated[
         Path | None,
         Option(
-            accept=_folder,
+            accept=folder,
             metavar="DIR|off",
             help="cache of quantized layers, so that the next start quantizes nothing",
         ),

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from llmpq.dist.io.generation import EngineClient
+from llmpq.dist.io.generation import EngineClient, ServingStats
 from llmpq.server.admission import RequestAdmission, Ticket
 
 LATENCY_BUCKETS = (
@@ -216,6 +216,7 @@ class _EngineCollector(Collector):
             ("num_preemptions", stats.num_preemptions, "Preemptions"),
             ("prefix_cache_queries", stats.prefix_cache_queries, "Prompt tokens looked up"),
             ("prefix_cache_hits", stats.prefix_cache_hits, "Prompt tokens found in the cache"),
+            ("kv_offload_unread", stats.kv_offload_unread, "KV blocks whose file was missed"),
             ("spec_decode_num_drafts", stats.num_drafts, "Drafts verified"),
             ("spec_decode_num_draft_tokens", stats.num_draft_tokens, "Draft tokens verified"),
             (
@@ -227,6 +228,7 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(f"vllm:{name}", text, labels=LABELS)
             counter.add_metric(self._labels, value)
             yield counter
+        yield from self._of_tiers(stats)
         rejections = CounterMetricFamily(
             "vllm:admission_rejections", "Refused requests", labels=("model_name", "reason")
         )
@@ -240,3 +242,22 @@ class _EngineCollector(Collector):
         )
         info.add_metric((*self._labels, str(stats.block_size), str(stats.num_blocks)), 1)
         yield info
+
+    def _of_tiers(self, stats: ServingStats) -> Iterator[Metric]:
+        """Yield what is found and kept in blocks, host memory and files."""
+        labels = (*LABELS, "tier")
+        held = GaugeMetricFamily(
+            "vllm:kv_offload_bytes", "Bytes of KV blocks kept beyond the pool", labels=labels
+        )
+        for tier, count in stats.kv_offload_bytes.items():
+            held.add_metric((*self._labels, tier), count)
+        yield held
+        for name, values, text in (
+            ("prefix_cache_tier_hits", stats.prefix_tier_hits, "Prompt tokens found, by tier"),
+            ("kv_offload_saves", stats.kv_offload_saves, "KV blocks copied to a tier"),
+            ("kv_offload_loads", stats.kv_offload_loads, "KV blocks loaded from a tier"),
+        ):
+            counter = CounterMetricFamily(f"vllm:{name}", text, labels=labels)
+            for tier, count in values.items():
+                counter.add_metric((*self._labels, tier), count)
+            yield counter

@@ -39,6 +39,8 @@ PANEL_COLUMNS: Final = 32
 """Weights of 16 bits with a multiple of so many columns are kept in panels on a CPU."""
 KV_BLOCK_SIZE: Final = 16
 """Tokens of a block of keys and values."""
+KV_FILE_HEADER_BYTES: Final = 128
+"""A file with a block begins with so many bytes."""
 PROMPT_CHUNK_TOKENS: Final = 1024
 """Most tokens of a sequence that layers compute at a time; a longer prompt takes several passes.
 Also the tokens of a step of the engine that serves, where no other number is given."""

@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 
 from llmpq.batching.block_scheduler import (
     FURTHER_STARTS,
+    OFFLOAD_TIERS,
     REMEMBERED_STEPS,
     SCORED_SHARE,
     BlockScheduler,
 )
+from llmpq.batching.blocks import OffloadLimits
 from llmpq.batching.engine_step import EngineLimits, EngineRequest
 from llmpq.batching.queue_order import QUEUE_ORDERS, queue_order
 from llmpq.batching.speculation import DraftCredit
@@ -88,6 +90,36 @@ class Engine:
         self.done = set()
         self.steps = deque()
         self.history = []
+        self.kept = {}  # (tier, whether of windows, place) -> entries of a block, by offset
+        self.copies = []  # of the next step
+        self.made = []  # copies so far
+        self.unread = lambda: False  # whether the next file is damaged
+        scheduler.copy_blocks = self.copy
+
+    def copy(self, copies):
+        """Copy with the next step; what is on disk may be damaged."""
+        unread = [
+            place for place, one in enumerate(copies) if one.source == "disk" and self.unread()
+        ]
+        self.copies += [one for place, one in enumerate(copies) if place not in unread]
+        return unread
+
+    def make_copies(self, copies):
+        self.made += copies
+        for one in copies:
+            memory = self.window_memory if one.has_window else self.memory
+            if one.source == "blocks":
+                found = [memory[one.source_place, offset] for offset in range(self.size)]
+            else:
+                found = self.kept[one.source, one.has_window, one.source_place]
+            if one.target == "blocks":
+                for offset, entry in enumerate(found):
+                    memory[one.target_place, offset] = entry
+                continue
+            limits = self.limits.offload
+            sizes = limits.window_sizes if one.has_window else limits.sizes
+            assert 0 <= one.target_place < sizes[one.target == "disk"]
+            self.kept[one.target, one.has_window, one.target_place] = found
 
     def add(self, request, wanted):
         self.scheduler.add(request)
@@ -106,12 +138,13 @@ class Engine:
     def schedule(self, now_s=0.0):
         step = self.scheduler.schedule(now_s)
         if step is not None:
-            busy = {chunk.request for other in self.steps for chunk in other.chunks}
+            busy = {chunk.request for other, _ in self.steps for chunk in other.chunks}
             own = [chunk.request for chunk in step.chunks]
             assert len(set(own)) == len(own)
             assert not busy & set(own)
-            self.steps.append(step)
+            self.steps.append((step, self.copies))
             self.history.append(step)
+            self.copies = []
         return step
 
     def check_reads(self, chunk, sequence):
@@ -134,7 +167,8 @@ class Engine:
             assert [memory[entries[place]] for place in content] == list(content.values())
 
     def complete(self):
-        step = self.steps.popleft()
+        step, copies = self.steps.popleft()
+        self.make_copies(copies)
         new, finished, accepted = {}, set(), {}
         for chunk in step.chunks:
             sequence = self.tokens[chunk.request]
@@ -528,19 +562,32 @@ def with_windows(limits, window, more):
     ),
     window=st.sampled_from([None, None, 1, 3, 7, 30]),
     more=st.integers(0, 9),
+    kept=st.sampled_from([(0, 0), (0, 0), (3, 0), (30, 0), (0, 5), (1, 40), (8, 8)]),
 )
 def test_random_schedules_compute_the_tokens_of_an_undisturbed_run(
-    seed, name, share, angles, window, more, **given_
+    seed, name, share, angles, window, more, kept, **given_
 ):
-    limits = EngineLimits(**given_, **angles)
+    host, disk = kept
+    offload = OffloadLimits(
+        host_blocks=host, disk_blocks=disk, host_window_blocks=host, disk_window_blocks=disk // 2
+    )
+    limits = EngineLimits(**given_, **angles, offload=offload)
     if window is not None:
         limits = with_windows(limits, window, more)
     drafts = Drafts(seed, share) if limits.num_speculative_tokens else None
     scheduler = BlockScheduler(limits, queue_order(name), drafts)
     run = RandomRun(seed, scheduler, limits, drafts)
+    run.engine.unread = lambda: run.chance.random() < 0.2
     for _ in range(80):
         run.act()
         assert scheduler.num_running <= limits.max_sequences
+        for tier, most, most_windows in zip(
+            OFFLOAD_TIERS, offload.sizes, offload.window_sizes, strict=True
+        ):
+            held = scheduler.offloaded(tier).held
+            assert held[0] <= most
+            assert held[1] <= most_windows
+    assert sum(scheduler.tier_hits.values()) == scheduler.prefix_cache_hits
     run.engine.run()
     assert scheduler.free_blocks == limits.num_blocks
     if window is not None:
@@ -581,6 +628,75 @@ def test_a_prefix_is_found_only_with_the_window_before_its_end():
     engine.add(_request(3, prompt, 1), 1)
     engine.run()
     assert scheduler.prefix_cache_hits == 40
+
+
+def _play_conversations(**offload):
+    """Two conversations in turn, in a pool that holds one; return the scheduler at the end."""
+    limits = _limits(num_blocks=8, token_budget=64, offload=OffloadLimits(**offload))
+    scheduler = BlockScheduler(limits, queue_order("fcfs"))
+    engine = Engine(scheduler, 4, limits=limits)
+    for number in range(4):
+        engine.add(_request(number, (number % 2,) * 28, 4), 4)
+        engine.run()
+    return scheduler, engine
+
+
+@pytest.mark.parametrize(
+    ("offload", "hits"),
+    [
+        ({}, {"blocks": 0, "host": 0, "disk": 0}),
+        ({"host_blocks": 16}, {"blocks": 0, "host": 48, "disk": 0}),
+        ({"disk_blocks": 16}, {"blocks": 0, "host": 0, "disk": 48}),
+        ({"host_blocks": 2, "disk_blocks": 12}, {"blocks": 0, "host": 12, "disk": 36}),
+    ],
+)
+def test_prefixes_whose_blocks_were_taken_are_found_in_host_memory_and_on_disk(offload, hits):
+    scheduler, _ = _play_conversations(**offload)
+    assert scheduler.tier_hits == hits
+    assert scheduler.prefix_cache_hits == sum(hits.values())
+    for tier in OFFLOAD_TIERS:
+        counts = scheduler.offloaded(tier)
+        assert counts.num_loaded == hits[tier] / 4
+        assert bool(counts.num_saved) == (f"{tier}_blocks" in offload)
+
+
+def test_a_file_that_cannot_be_read_is_computed_and_not_found_again():
+    scheduler, engine = _play_conversations(disk_blocks=20)
+    loaded = scheduler.offloaded("disk").num_loaded
+    engine.unread = lambda: True
+    engine.add(_request(9, (0,) * 28, 4), 4)
+    assert engine.schedule().chunks[0].first == 0
+    assert scheduler.num_unread == scheduler.offloaded("disk").num_loaded - loaded > 0
+    engine.run()
+    assert engine.tokens[9] == engine.tokens[0]
+
+
+def test_files_of_an_engine_before_are_found():
+    scheduler, engine = _play_conversations(disk_blocks=40)
+    files = {one.key: one.target_place for one in engine.made if one.target == "disk"}
+    limits = _limits(num_blocks=8, token_budget=64, offload=OffloadLimits(disk_blocks=40))
+    scheduler = BlockScheduler(limits, queue_order("fcfs"))
+    stored = [(False, key, place) for key, place in files.items()]
+    scheduler.restore([(False, b"beyond the budget", 40), (True, b"no windows", 1), *stored])
+    assert scheduler.offloaded("disk").held == (len(files), 0)
+    again = Engine(scheduler, 4, limits=limits)
+    again.kept = engine.kept
+    again.add(_request(9, (0,) * 28, 4), 4)
+    again.run()
+    assert scheduler.tier_hits == {"blocks": 0, "host": 0, "disk": 24}
+
+
+def test_a_preempted_sequence_finds_its_blocks_again():
+    limits = _limits(num_blocks=9, token_budget=64, offload=OffloadLimits(host_blocks=20))
+    scheduler = BlockScheduler(limits, queue_order("fcfs"))
+    engine = Engine(scheduler, 4, limits=limits)
+    engine.add(_request(0, (0,) * 16, 16), 16)
+    engine.add(_request(1, (1,) * 16, 8), 8)
+    engine.run()
+    assert scheduler.num_preemptions
+    resumed = [chunk for step in engine.history for chunk in step.chunks if chunk.request == 1]
+    assert all(chunk.first for chunk in resumed[1:])  # nothing is computed from the start again
+    assert scheduler.offloaded("host").num_loaded
 
 
 def test_too_few_blocks_for_the_window_of_a_sequence_are_refused():

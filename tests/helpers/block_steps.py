@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from helpers.tiny_models import load_reference
 
+from llmpq.batching.blocks import BlockCopy
 from llmpq.dist.transport.frames import Row
 from llmpq.errors import StageError
 
@@ -29,6 +30,8 @@ class BlockSteps:
         self.steps: deque[tuple[int, list[list[int]], Sequence[int]]] = deque()
         self.delay = 0  # calls of has_result before a step is back
         self.waits = 0
+        self.kept: dict[tuple[str, int], np.ndarray] = {}  # beyond the blocks
+        self.misses: Callable[[], bool] = lambda: False  # whether the next file is damaged
         self.known: dict[tuple[int, ...], torch.Tensor] = {}
         self.fails_at: int | None = None
         self.dispatched = 0
@@ -54,6 +57,22 @@ class BlockSteps:
         self.steps.append((number, contexts, list(outputs)))
         self.most_in_flight = max(self.most_in_flight, len(self.steps))
         self.waits = self.delay
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> list[int]:
+        """Copy tokens at once: the steps before have written theirs."""
+        unread = []
+        for place, copy in enumerate(copies):
+            if copy.source == "blocks":
+                tokens = self.cells[copy.source_place].copy()
+            else:
+                tokens = self.kept[copy.source, copy.source_place]
+            if copy.source == "disk" and self.misses():
+                unread.append(place)
+            elif copy.target == "blocks":
+                self.cells[copy.target_place] = tokens
+            else:
+                self.kept[copy.target, copy.target_place] = tokens
+        return unread
 
     def has_result(self) -> bool:
         self.waits -= 1

@@ -29,6 +29,9 @@ def merged(outputs: list[TokenOutput]) -> TokenOutput:
     )
 
 
+FAKE_TIERS = {"host": 1000, "disk": 2000}
+
+
 class FakeEngine:
     """Has the interface of ``EngineClient``.
 
@@ -83,6 +86,11 @@ class FakeEngine:
             num_blocks=64,
             block_size=16,
             token_budget=256,
+            prefix_tier_hits={"blocks": 300, "host": 20, "disk": 1},
+            kv_offload_bytes=FAKE_TIERS,
+            kv_offload_saves=FAKE_TIERS,
+            kv_offload_loads=FAKE_TIERS,
+            kv_offload_unread=3,
         )
 
     def token(self, request: GenerationRequest, place: int) -> int:

@@ -6,19 +6,31 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from helpers.ranks import make_plan
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import BloomConfig, OPTConfig
 
 from llmpq.assigner.forecast import costs_of_plan
+from llmpq.batching.blocks import OffloadLimits
 from llmpq.cli.commands import serve, sim
 from llmpq.cli.engine_simulation import simulated_limits
 from llmpq.dist.io.job import Job, read_job, write_job
 from llmpq.dist.launch.rank import limits_of_model
+from llmpq.errors import CapacityError, SpecError
 from llmpq.multillm.engine.law import plan_law
 from llmpq.options.declare import read_options
 from llmpq.options.engine import EngineOptions
-from llmpq.options.limits import planned_speculation
+from llmpq.options.limits import (
+    check_host_memory,
+    engine_limits,
+    planned_speculation,
+    policy_limits,
+    window_blocks,
+)
 from llmpq.spec import catalog
 from llmpq.spec.plan import Plan, PlannedDraft, read_plan
+from llmpq.spec.runtime_constants import KV_FILE_HEADER_BYTES
 
 ROOT = Path(__file__).resolve().parents[2]
 STRATEGIES = sorted((ROOT / "strategies").glob("*.json"))
@@ -77,3 +89,60 @@ def test_applications_are_planned_with_the_limits_of_the_run(file, tmp_path):
     for name in ("token_budget", "num_blocks", "block_size"):
         assert getattr(law, name) == getattr(limits, name)
     assert law.max_sequences <= limits.max_sequences
+
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("batch", [1, 3])
+@given(host=st.integers(0, 10**7), disk=st.integers(0, 10**7), block=st.integers(1, 5000))
+def test_copies_of_blocks_never_take_more_than_their_budgets(batch, window, host, disk, block):
+    plan = make_plan((0, 1, 3), batch=batch, prompt_tokens=1100, new_tokens=20)
+    num_windows = window_blocks(plan, window) or 0
+    blocks = batch * 70
+    assert (num_windows > 0) == (window is not None)
+    kv = [blocks * block, blocks * block + num_windows * 7]  # bytes of both stages
+    stages = [
+        replace(one, memory=replace(one.memory, kv=size))
+        for one, size in zip(plan.estimate.stages, kv, strict=True)
+    ]
+    plan = replace(plan, estimate=replace(plan.estimate, stages=tuple(stages)))
+    options = EngineOptions(
+        kv_offloading_bytes=host,
+        kv_offloading_folder="files",
+        kv_offloading_disk_bytes=disk,
+        num_blocks=5 * batch,
+    )
+    kept = engine_limits(plan, options, window_tokens=window).offload
+    each = 2 * block
+    assert kept.host_blocks * each + kept.host_window_blocks * 7 <= host
+    files = 2 * KV_FILE_HEADER_BYTES
+    taken = kept.disk_blocks * (each + files) + kept.disk_window_blocks * (7 + files)
+    assert taken <= disk
+    assert host - kept.host_blocks * each - kept.host_window_blocks * 7 < each + 7
+    without = replace(options, kv_offloading_folder=None)
+    assert engine_limits(plan, without, window_tokens=window).offload.disk_blocks == 0
+    assert policy_limits(plan, options, window_tokens=window).offload == OffloadLimits()
+
+
+def test_a_host_has_memory_for_its_stages_and_the_copies_of_their_blocks():
+    plan = make_plan((0, 1, 3), batch=3)  # each stage takes 5 bytes, 1 of them for keys and values
+    options = EngineOptions(kv_offloading_bytes=8 * GIB)
+    check_host_memory(plan, options, [0, 1], 8 * GIB + 10)
+    check_host_memory(plan, options, [1], 4 * GIB + 5)
+    with pytest.raises(CapacityError, match=r"size: found 8.00 GiB, expected at most 6.00 GiB: .*"):
+        check_host_memory(plan, options, [1], 3 * GIB + 5)
+    with pytest.raises(CapacityError, match=r"expected at most 0 B.*stages take 10 B"):
+        check_host_memory(plan, options, [0, 1], 3)
+
+
+def test_copies_of_blocks_are_of_the_prefix_cache():
+    with pytest.raises(SpecError, match="kv_offloading_bytes: found without prefix caching"):
+        EngineOptions(kv_offloading_bytes=1, prefix_caching=False)
+    words = ["--kv_offloading_size", "1.5", "--kv_offloading_folder", "files"]
+    options = serve._parser().parse_args(["--strat_file_name", "plan.json", *words])
+    engine = read_options(EngineOptions, options)
+    assert engine.kv_offloading_bytes == 1.5 * GIB
+    assert engine.kv_offloading_folder == Path("files").resolve()
+    assert engine.kv_offloading_disk_bytes == 32 * GIB

@@ -554,6 +554,16 @@ def test_metrics_have_the_names_and_values_of_vllm():
     assert value("vllm:request_params_n_sum") == 6
     for name in ("drafts", "draft_tokens", "accepted_tokens"):
         assert value(f"vllm:spec_decode_num_{name}_total") == 0
+    for name, kind in (
+        ("kv_offload_bytes", ""), ("kv_offload_saves", "_total"), ("kv_offload_loads", "_total"),
+    ):  # fmt: skip
+        for tier, expected in (("host", 1000.0), ("disk", 2000.0)):
+            line = f'vllm:{name}{kind}{{engine="0",model_name="demo",tier="{tier}"}} {expected}'
+            assert line in text.splitlines()
+    for tier, expected in (("blocks", 300.0), ("host", 20.0), ("disk", 1.0)):
+        labels = f'{{engine="0",model_name="demo",tier="{tier}"}}'
+        assert f"vllm:prefix_cache_tier_hits_total{labels} {expected}" in text.splitlines()
+    assert value("vllm:kv_offload_unread_total") == 3
     assert value("vllm:num_requests_running") == 0
     assert value("vllm:num_requests_waiting") == 0
     assert value("vllm:kv_cache_usage_perc") == ServingStats().kv_cache_usage

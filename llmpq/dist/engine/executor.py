@@ -17,6 +17,7 @@ Shapes: R rows (sequences) with an output, V vocabulary, N tokens of all rows, H
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
@@ -26,10 +27,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llmpq.batching.blocks import slot_blocks, slot_window_blocks
+from llmpq.batching.blocks import BlockCopy, slot_blocks, slot_window_blocks
 from llmpq.dist.engine.compiled_steps import StepRunner
 from llmpq.dist.engine.cuda_graphs import DecodeGraphs, DecodeSizes
 from llmpq.dist.kv.cache import KVCache
+from llmpq.dist.kv.offload import MAX_COPIES, OffloadedKV, copies_of_frame, copy_frame
 from llmpq.dist.kv.transfer import KVConnector
 from llmpq.dist.metrics.stats import StageClock, synchronize, tokens_read
 from llmpq.dist.transport.communicator import Communicator, error_from_frame
@@ -58,6 +60,7 @@ class StageRunner:
         steps: the layers with captured or compiled steps, where possible.
         dtype: number format of the layers, ``None`` for that of any hidden states.
         chunk_tokens: most tokens of a row that the layers compute at a time.
+        offload: host memory and files for blocks of the cache, ``None`` without any.
     """
 
     layers: DecoderStage | None
@@ -68,6 +71,7 @@ class StageRunner:
     steps: StepRunner | None = None
     dtype: torch.dtype | None = None
     chunk_tokens: int = PROMPT_CHUNK_TOKENS
+    offload: OffloadedKV | None = None
 
     def close(self) -> None:
         """Close the links for keys and values."""
@@ -82,6 +86,10 @@ class StageRunner:
         """Declare that :meth:`run` is done with the rows given to :meth:`acquire`."""
         if self.kv_connector is not None:
             self.kv_connector.release(rows)
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> list[int]:
+        """Make copies of blocks in order; return the places of those that could not be read."""
+        return [] if self.offload is None else self.offload.copy(copies)
 
     def run(self, hidden: Tensor, rows: Sequence[Row], only: Sequence[int] | None = None) -> Tensor:
         """Run the layers over the tokens of one step, of long rows ``chunk_tokens`` at a time.
@@ -258,6 +266,8 @@ class StageWorker:
             frame = self._communicator.recv()
             if frame.kind in STEP_KINDS:
                 self._communicator.send(self._compute(frame))
+            elif frame.kind is FrameKind.COPY:
+                self._copy(frame)
             elif frame.kind is FrameKind.SHUTDOWN:
                 self._communicator.send(self._stats())
                 self._communicator.send(frame)
@@ -283,9 +293,21 @@ class StageWorker:
         self._clock.record(phase, len(frame.rows), spent_s, tokens)
         return answer
 
+    def _copy(self, frame: Frame) -> None:
+        """Copy blocks; only what is read from files goes back to the master."""
+        copies, unread = copies_of_frame(frame)
+        unread = sorted({*unread, *self._runner.copy_blocks(copies)})
+        if not self._runner.is_last or _reads_files(copies):
+            self._communicator.send(copy_frame(copies, unread))
+
     def _stats(self) -> Frame:
         stats = self._clock.stats(self._communicator.rank, self._runner.device)
         return Frame(kind=FrameKind.STATS, text=json.dumps(to_json(stats)).encode())
+
+
+def _reads_files(copies: Sequence[BlockCopy]) -> bool:
+    """Return whether some of the copies may fail."""
+    return any(copy.source == "disk" for copy in copies)
 
 
 def micro_batch_frame(
@@ -324,6 +346,17 @@ class StepExecutor(Protocol):
             token_ids: of all rows, one after the other.
             rows: of the step.
             outputs: rows whose last token's scores are wanted.
+
+        Raises:
+            StageError: a stage failed.
+        """
+        ...
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> Collection[int]:
+        """Copy blocks on all stages, in order: after the steps before, before the next one.
+
+        Returns:
+            Places in ``copies`` of those that a stage could not read from a file.
 
         Raises:
             StageError: a stage failed.
@@ -402,6 +435,30 @@ class PipelineExecutor:
         self._local_phases = local_phases
         self._in_flight: dict[int, _SentStep] = {}  # by number, in order
         self._collected: tuple[_SentStep, float] | None = None
+        self._arrived: deque[Frame] = deque()  # steps that came back while files were read
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> Collection[int]:
+        """Copy blocks on all stages; wait for the other stages only where files are read."""
+        unread = set(self._runner.copy_blocks(copies))
+        if self._communicator is None:
+            return unread
+        for first in range(0, len(copies), MAX_COPIES):
+            part = copies[first : first + MAX_COPIES]
+            self._communicator.send(copy_frame(part))
+            if _reads_files(part):
+                unread.update(first + place for place in self._unread_elsewhere())
+        return unread
+
+    def _unread_elsewhere(self) -> list[int]:
+        """Wait until a frame of copies is back; return what the other stages could not read."""
+        assert self._communicator is not None
+        while (frame := self._communicator.recv()).kind is not FrameKind.COPY:
+            if frame.kind is FrameKind.ERROR:
+                raise error_from_frame(frame)
+            if frame.hidden is not None:  # a step, in memory that the next frame may be put into
+                frame = replace(frame, hidden=frame.hidden.clone())
+            self._arrived.append(frame)
+        return copies_of_frame(frame)[1]
 
     def dispatch(
         self,
@@ -439,13 +496,15 @@ class PipelineExecutor:
 
     def has_result(self) -> bool:
         """Return whether :meth:`collect` would return or raise at once."""
-        return self._local() is not None or (
-            self._communicator is not None and self._communicator.has_frame()
+        return (
+            self._local() is not None
+            or bool(self._arrived)
+            or (self._communicator is not None and self._communicator.has_frame())
         )
 
     def await_result(self, longest_s: float) -> bool:
         """Wait until :meth:`collect` would return or raise at once; return whether it would."""
-        if self._local() is not None or self._communicator is None:
+        if self._local() is not None or self._arrived or self._communicator is None:
             return True
         return self._communicator.await_frame(longest_s)
 
@@ -500,7 +559,7 @@ class PipelineExecutor:
     def _receive(self) -> tuple[int, Tensor]:
         """Receive the next step; those of two rings come back in the order of each."""
         assert self._communicator is not None
-        frame = self._communicator.recv()
+        frame = self._arrived.popleft() if self._arrived else self._communicator.recv()
         if frame.kind is FrameKind.ERROR:
             raise error_from_frame(frame)
         sent = [(number, step) for number, step in self._in_flight.items() if step.hidden is None]

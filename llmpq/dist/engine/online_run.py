@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
+from operator import mul
 from typing import Protocol
 
-from llmpq.batching.block_scheduler import BlockScheduler
+from llmpq.batching.block_scheduler import OFFLOAD_TIERS, BlockScheduler
 from llmpq.batching.engine_step import EngineLimits, EngineRequest
 from llmpq.batching.queue_order import QueueOrder
 from llmpq.batching.speculation import SpeculativeConfig
@@ -72,6 +73,8 @@ class OnlineRun:
         speculative: where drafts come from; ``None`` for no speculative decoding.
         draft_model: proposes them where ``limits.draft`` has its size.
         clock: seconds, for arrivals.
+        block_bytes: of a block on all stages, and of one of layers with windows.
+        stored: blocks in files of the ranks before, as ``BlockScheduler.restore`` takes them.
     """
 
     def __init__(  # noqa: PLR0913  the parts of an engine
@@ -86,13 +89,18 @@ class OnlineRun:
         speculative: SpeculativeConfig | None = None,
         draft_model: Drafter | None = None,
         clock: Callable[[], float] = time.monotonic,
+        block_bytes: tuple[int, int] = (0, 0),
+        stored: Sequence[tuple[bool, bytes, int]] = (),
     ) -> None:
         self._channel = channel
+        self._block_bytes = block_bytes
         self._executor = executor
         self._limits = limits
         self._model = model
         self._grammars = grammars
         self.scheduler = BlockScheduler(limits, order)
+        self.scheduler.copy_blocks = executor.copy_blocks
+        self.scheduler.restore(stored)
         self._engine = Engine(
             executor=executor,
             scheduler=self.scheduler,
@@ -148,7 +156,7 @@ class OnlineRun:
             self._executor.await_result(STATS_PERIOD_S)
         else:
             self._executor.check()
-            is_quiet = self._stats == self._current_stats()
+            is_quiet = self._stats == self.stats()
             wait_s = MAX_IDLE_WAIT_S if is_quiet else STATS_PERIOD_S
             self._take_messages(COMPILE_POLL_S if self._compiling else wait_s)
 
@@ -301,8 +309,10 @@ class OnlineRun:
             del self._numbers[added.request.id]
         return output_to_json(added.request.id, output)
 
-    def _current_stats(self) -> ServingStats:
+    def stats(self) -> ServingStats:
+        """Return the counters of now."""
         scheduler, limits = self.scheduler, self._limits
+        kept = {tier: scheduler.offloaded(tier) for tier in OFFLOAD_TIERS}
         return ServingStats(
             running=scheduler.num_running,
             waiting=scheduler.num_waiting + len(self._compiling),
@@ -312,6 +322,13 @@ class OnlineRun:
             num_preemptions=scheduler.num_preemptions,
             prefix_cache_queries=scheduler.prefix_cache_queries,
             prefix_cache_hits=scheduler.prefix_cache_hits,
+            prefix_tier_hits=dict(scheduler.tier_hits),
+            kv_offload_bytes={
+                tier: sum(map(mul, one.held, self._block_bytes)) for tier, one in kept.items()
+            },
+            kv_offload_saves={tier: one.num_saved for tier, one in kept.items()},
+            kv_offload_loads={tier: one.num_loaded for tier, one in kept.items()},
+            kv_offload_unread=scheduler.num_unread,
             num_blocks=limits.num_blocks,
             token_budget=limits.token_budget,
             block_size=limits.block_size,
@@ -326,7 +343,7 @@ class OnlineRun:
         if now_s - self._stats_s < STATS_PERIOD_S:
             return
         self._stats_s = now_s
-        stats = self._current_stats()
+        stats = self.stats()
         if stats != self._stats:
             self._stats = stats
             self._channel.send("stats", stats=asdict(stats))

@@ -5,10 +5,11 @@ Values only. Needs no torch.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from llmpq.batching.blocks import Tier
 from llmpq.dist.io.sampling_params import SamplingParams, StructuredOutputsParams, TokenLogprobs
 
 GenerationEnd = Literal["stop", "length", "abort", "error"]
@@ -73,7 +74,11 @@ class ServingStats:
         kv_cache_usage: share of the KV blocks in use, 0 to 1.
         num_preemptions: since the start, as all that follow.
         prefix_cache_queries: prompt tokens looked up in the prefix cache.
-        prefix_cache_hits: prompt tokens found there.
+        prefix_cache_hits: prompt tokens found there, and so not computed.
+        prefix_tier_hits: these by where they were found: ``blocks``, ``host`` memory, ``disk``.
+        kv_offload_bytes: bytes of blocks kept now in ``host`` memory and on ``disk``, all stages.
+        kv_offload_saves, kv_offload_loads: blocks copied there, and loaded from there.
+        kv_offload_unread: blocks whose files could not be read.
         num_blocks: KV blocks in all.
         block_size: tokens of a block.
         token_budget: tokens of all sequences in one step.
@@ -90,6 +95,11 @@ class ServingStats:
     num_preemptions: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    prefix_tier_hits: Mapping[Tier, int] = field(default_factory=dict)
+    kv_offload_bytes: Mapping[Tier, int] = field(default_factory=dict)
+    kv_offload_saves: Mapping[Tier, int] = field(default_factory=dict)
+    kv_offload_loads: Mapping[Tier, int] = field(default_factory=dict)
+    kv_offload_unread: int = 0
     num_blocks: int = 0
     block_size: int = 0
     token_budget: int = 0

@@ -94,6 +94,11 @@ class KVStorage(ABC):
         """Bytes held."""
         return sum(tensor.nbytes for tensor in self._tensors)
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token: those that ``pack`` returns."""
+        return sum(tensor[0, :, 0].nbytes for tensor in self._tensors)
+
     @abstractmethod
     def write(self, tokens: TokenIndex, key: Tensor, value: Tensor) -> None:
         """Store ``[1, h, N, d]``."""
@@ -383,6 +388,11 @@ class KVCache:
         and a scale of two.
         """
         return sum(layer.nbytes for layer in self._layers)
+
+    @property
+    def token_bytes(self) -> list[int]:
+        """Bytes of a token in each layer."""
+        return [layer.token_bytes for layer in self._layers]
 
     @property
     def buffer_bytes(self) -> int:

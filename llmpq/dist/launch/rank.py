@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from llmpq.batching import PipelineDepth, PolicyScheduler
-from llmpq.batching.blocks import blocks_of
+from llmpq.batching.blocks import NOTHING_KEPT, blocks_of
 from llmpq.batching.engine_step import EngineLimits
 from llmpq.batching.queue_order import queue_order
 from llmpq.batching.speculation import MAX_STEP_TOKENS
@@ -41,6 +41,7 @@ from llmpq.dist.io.model_files import eos_token_ids
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.structured_outputs import GrammarCompiler
 from llmpq.dist.kv.cache import KVCache, token_bytes
+from llmpq.dist.kv.offload import BlockFiles, OffloadedKV
 from llmpq.dist.kv.transfer import kv_connector
 from llmpq.dist.launch.draft_runner import (
     DTYPES,
@@ -86,6 +87,7 @@ from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.model_files.config import config_bytes
 from llmpq.spec.plan import Plan, draft_bytes, plan_text
 from llmpq.spec.precision import Phase
+from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
 from llmpq.units import format_bytes
 
 
@@ -346,9 +348,51 @@ def load_runner(context: RankContext, device: torch.device) -> StageRunner:
         kv_connector=kv_connector(plan, cache, links, timeout_s=job.step_timeout_s),
         steps=step_runner_of(layers, cache) if captures else None,
         dtype=dtype,
+        offload=offloaded_kv(context, cache, layers.config),
     )
     context.recorder.mark("decode steps")
     return runner
+
+
+def offloaded_kv(
+    context: RankContext, cache: KVCache, config: PreTrainedConfig
+) -> OffloadedKV | None:
+    """Return host memory and files for blocks of a stage, ``None`` without any."""
+    job, plan = context.job, context.plan
+    if job.task != "online":
+        return None
+    limits, files = limits_of_model(plan, job.engine, config).offload, None
+    if limits == NOTHING_KEPT:
+        return None
+    if job.engine.kv_offloading_folder is not None:
+        folder = job.engine.kv_offloading_folder / f"rank-{context.rank}"
+        files = BlockFiles.opened(folder, content_digest(plan, job.model_dir, context.rank))
+    return OffloadedKV(cache, limits, files)
+
+
+def content_digest(plan: Plan, model_dir: Path, rank: int) -> bytes:
+    """Return 32 bytes that change with what keys and values of a stage depend on, but for tokens.
+
+    These are the plan with its number formats, the stage, and names, sizes and times of the model's
+    files.
+    """
+    digest = hashlib.sha256(f"{rank} {plan_text(plan)}".encode())
+    for path in sorted(model_dir.iterdir()) if model_dir.is_dir() else (model_dir,):
+        found = path.stat()
+        digest.update(repr((path.name, found.st_size, found.st_mtime_ns)).encode())
+    return digest.digest()
+
+
+def block_bytes(plan: Plan, config: PreTrainedConfig) -> tuple[int, int]:
+    """Return the bytes of a block on all stages, and those of one of layers with windows."""
+    found, has_own = [0, 0], window_of(plan, config) is not None
+    for stage in plan.stages:
+        dtype = DTYPES[plan.dtype_of(stage)]
+        bits = 8 if plan.kv_bits == 8 else None
+        for shape in kv_shapes(config, stage.first_layer, stage.end_layer):
+            has_window = has_own and shape.kept_tokens is not None
+            found[has_window] += KV_BLOCK_SIZE * token_bytes(shape, dtype, bits)
+    return found[0], found[1]
 
 
 def load_master_of(context: RankContext, device: torch.device) -> Master:
@@ -547,6 +591,7 @@ class MasterRank:
             LlmpqError: what went wrong here or on any other rank.
         """
         plan, job, config = self._context.plan, self._context.job, self._config
+        offload = self._runner.offload
         OnlineRun(
             channel=channel,
             executor=self._executor,
@@ -561,6 +606,8 @@ class MasterRank:
             grammars=self._grammars,
             speculative=job.engine.speculative_config,
             draft_model=self._draft_model,
+            block_bytes=block_bytes(plan, config),
+            stored=() if offload is None else offload.stored(),
         ).run(self._context.recorder.start.seconds)
 
     def check_stages(self) -> None:

@@ -128,6 +128,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         self._resources = contextlib.ExitStack()
         name = self._resources.enter_context(tempfile.TemporaryDirectory(prefix="llmpq-"))
         self.folder = Path(name)
+        self._others: list[Path] = []  # folders that are removed, too
         self.state: State = "starting"
         self.restarts: list[Restart] = []
         self._job: Job | None = None
@@ -148,6 +149,24 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
     def __exit__(self, *error: object) -> None:
         """Remove the folder."""
         self.close()
+
+    def make_folder(self, parent: Path) -> Path:
+        """Return a new folder that only this user can enter; it is removed at the end.
+
+        Args:
+            parent: where it is made; it is made, too, where it is missing, and stays.
+
+        Raises:
+            SpecError: it cannot be made.
+        """
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            made = tempfile.TemporaryDirectory(prefix="llmpq-", dir=parent)
+        except OSError as error:
+            reason = error.strerror or error
+            raise SpecError(f"{parent}: no folder can be made in it: {reason}") from None
+        self._others.append(Path(self._resources.enter_context(made)))
+        return self._others[-1]
 
     def socket_job(self, model_dir: Path, **options: Any) -> tuple[Job, socket.socket]:
         """Return a job for requests from a socket, and the socket that every master connects to.
@@ -179,7 +198,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         """
         job = replace(job, rendezvous=self._rendezvous(), launcher_pid=os.getpid())
         try:
-            with clean_up_if_killed(self.folder):
+            with clean_up_if_killed(self.folder, *self._others):
                 measurement = self._run_until_done(job)
         except BaseException as error:
             if not isinstance(error, StoppedError):

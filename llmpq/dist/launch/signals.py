@@ -128,9 +128,10 @@ def end_with(parent: int) -> None:
 
 
 @contextlib.contextmanager
-def clean_up_if_killed(folder: Path) -> Iterator[None]:
-    """Remove ``folder`` and end its ranks if this process is killed inside the context."""
-    command = [sys.executable, "-I", "-S", str(Path(__file__).resolve()), str(folder)]
+def clean_up_if_killed(folder: Path, *others: Path) -> Iterator[None]:
+    """Remove ``folder`` and ``others`` and end its ranks if this process is killed inside."""
+    names = map(str, (folder, *others))
+    command = [sys.executable, "-I", "-S", str(Path(__file__).resolve()), *names]
     with subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -144,15 +145,16 @@ def clean_up_if_killed(folder: Path) -> Iterator[None]:
             cleaner.kill()  # the caller removes its folder
 
 
-def clean_up(folder: Path) -> None:
-    """Wait for the end of standard input, then remove the folder."""
+def clean_up(folders: Sequence[Path]) -> None:
+    """Wait for the end of standard input, then end the first folder's ranks and remove all."""
     sys.stdin.buffer.read()
-    end_ranks(folder)
+    end_ranks(folders[0])
     deadline = time.monotonic() + GRACE_S
-    while folder.exists() and time.monotonic() < deadline:
+    for folder in folders:
+        while folder.exists() and time.monotonic() < deadline:
+            shutil.rmtree(folder, ignore_errors=True)
+            time.sleep(GRACE_S / 10)
         shutil.rmtree(folder, ignore_errors=True)
-        time.sleep(GRACE_S / 10)
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def end_ranks(folder: Path) -> None:
@@ -165,8 +167,8 @@ def end_ranks(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2:
-        clean_up(Path(sys.argv[1]))
+    if Path(sys.argv[1]).is_absolute():
+        clean_up([Path(name) for name in sys.argv[1:]])
     else:
         end_with(int(sys.argv[1]))
         os.execvp(sys.argv[2], sys.argv[2:])

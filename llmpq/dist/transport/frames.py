@@ -45,7 +45,7 @@ from llmpq.errors import StageError
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
 
 MAGIC = b"LPQ1"
-VERSION = 6
+VERSION = 7
 MAX_TEXT_BYTES = 64 * 1024
 """The longest text of a control frame."""
 
@@ -59,7 +59,8 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32)
 class FrameKind(IntEnum):
     """Purpose of a message between ranks: work, results, control.
 
-    A ``MIXED`` step has rows of both phases, where both share their stages.
+    A ``MIXED`` step has rows of both phases, where both share their stages. ``COPY`` names KV
+    blocks to copy to and from host memory and files.
     """
 
     PREFILL = 1
@@ -72,6 +73,7 @@ class FrameKind(IntEnum):
     TRACE = 8
     KV = 9
     MIXED = 10
+    COPY = 11
 
 
 _KINDS = {int(kind): kind for kind in FrameKind}

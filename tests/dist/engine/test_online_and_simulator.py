@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from llmpq.assigner.planner import even_plan
 from llmpq.batching.block_scheduler import BlockScheduler
+from llmpq.batching.blocks import BlockCopy
 from llmpq.batching.engine_step import DraftLimits, DraftWork, EngineLimits, EngineStep
 from llmpq.batching.queue_order import queue_order
 from llmpq.batching.speculation import SpeculativeConfig
@@ -177,6 +178,10 @@ class Pipeline:
         self.now_s += self._costs.project_s(shape)
         self._free_s[0] = self.now_s
         return number, scores if len(scores) else None
+
+    def copy_blocks(self, _: Sequence[BlockCopy]) -> list[int]:
+        """Copy nothing: tokens do not depend on the content of blocks here."""
+        return []
 
     def end_step(self) -> None:
         """Time passes in the other calls."""

@@ -17,6 +17,7 @@ from helpers.ranks import make_plan
 
 import llmpq
 from llmpq.dist.io.prompts import Prompt, make_request, request_limits
+from llmpq.dist.launch.ranks import Ranks
 from llmpq.dist.launch.signals import clean_up_if_killed
 from llmpq.errors import SpecError
 from llmpq.spec.huggingface.families import load_model_dir
@@ -96,6 +97,8 @@ def test_the_folder_of_a_killed_launcher_is_removed(tmp_path):
     folder = tmp_path / "private"
     folder.mkdir(mode=0o700)
     (folder / "job.json").write_text("{}")
+    other = tmp_path / "blocks on disk"
+    (other / "rank-0").mkdir(parents=True)
     # A rank that still imports its libraries and has not yet asked to end with its launcher.
     rank = subprocess.Popen(
         [sys.executable, "-c", "import time; time.sleep(600)", str(folder / "job.json")]
@@ -103,10 +106,11 @@ def test_the_folder_of_a_killed_launcher_is_removed(tmp_path):
     code = (
         "import sys, time; from pathlib import Path\n"
         "from llmpq.dist.launch.signals import clean_up_if_killed\n"
-        "with clean_up_if_killed(Path(sys.argv[1])): print('ready', flush=True); time.sleep(600)"
+        "with clean_up_if_killed(*map(Path, sys.argv[1:])):\n"
+        "    print('ready', flush=True); time.sleep(600)"
     )
     launcher = subprocess.Popen(
-        [sys.executable, "-c", code, str(folder)],
+        [sys.executable, "-c", code, str(folder), str(other)],
         stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": str(SOURCE.parent)},
     )
@@ -117,6 +121,19 @@ def test_the_folder_of_a_killed_launcher_is_removed(tmp_path):
     launcher.stdout.close()
     assert rank.wait(timeout=PATIENCE_S) == -9
     _wait_until_gone(folder)
+    _wait_until_gone(other)
+
+
+def test_a_run_removes_the_folders_that_it_made(tmp_path):
+    with Ranks(make_plan((0, 3))) as ranks:
+        made = ranks.make_folder(tmp_path / "blocks")
+        (made / "rank-0").mkdir()
+        assert made.parent == tmp_path / "blocks"
+        assert stat.S_IMODE(made.stat().st_mode) == 0o700
+    assert [*(tmp_path / "blocks").iterdir()] == []
+    (tmp_path / "file").touch()
+    with Ranks(make_plan((0, 3))) as ranks, pytest.raises(SpecError, match="no folder can be made"):
+        ranks.make_folder(tmp_path / "file")
 
 
 def test_the_cleanup_of_a_finished_run_removes_nothing(tmp_path):
