@@ -2,12 +2,15 @@
 
     python -m venv clients
     clients/bin/pip install "lm-eval[api]" transformers litellm aiperf anthropic openai
+    clients/bin/pip install "pydantic-ai-slim[openai]" instructor langchain-openai llm
+    clients/bin/pip install "smolagents[openai]"
     scripts/accept --python clients/bin/python
 
 The clients may live in another environment (``--python``). One that is not installed is skipped,
 with what to install. Exit status 1 when one fails. The server answers with ``models/demo`` in
-float32, which gets a chat template for this. ``lm-eval``'s log-likelihoods are compared with those
-that transformers computes directly.
+float32, which gets a chat template for this, and calls functions where a form is required: its free
+text is nonsense. ``lm-eval``'s log-likelihoods are compared with those that transformers computes
+directly. The programs of ``scripts/agent_clients`` use the libraries that agents are made of.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -35,10 +39,16 @@ REQUESTS, CONCURRENCY, PROMPT_TOKENS, NEW_TOKENS = 16, 4, 64, 16
 TOLERANCE = 1e-4
 CLIENT_TIMEOUT_S = 900
 """A client that imports torch starts slowly on a busy machine."""
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
+PLAN = {"bits": 16, "batch": 2, "prompt_tokens": 7680, "new_tokens": 512, "dtype": "float32"}
+MAX_LENGTH = PLAN["prompt_tokens"] + PLAN["new_tokens"]
+"""Agents have long system prompts; the model answers nonsense to them in any case."""
+CHAT_TEMPLATE = """\
+{%- if tools %}tools: {{ tools | tojson }}
+{% endif %}{% for message in messages %}{{ message.role }}: {{ message.content }}
+{%- for call in message.tool_calls or [] %}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}
+{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
 TASK = """\
 task: continuations
 dataset_path: json
@@ -50,6 +60,8 @@ doc_to_target: "{{{{continuation}}}}"
 target_delimiter: ""
 metric_list: [{{metric: acc}}]
 """
+LOCAL = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+"""Keeps litellm from asking for prices."""
 LITELLM = """
 import litellm, sys
 base = sys.argv[1] + "/v1"
@@ -106,7 +118,14 @@ assert whole.status == last.status == "incomplete", last
 assert last.usage.output_tokens == whole.usage.output_tokens == 8, last.usage
 more = client.responses.create(input="And then?", previous_response_id=whole.id, **options)
 assert more.usage.input_tokens > whole.usage.input_tokens + 8, more.usage
-print("response, stream, conversation")
+floats, packed = (
+    client.embeddings.create(model="demo", input=["one", "two"], encoding_format=kind)
+    for kind in ("float", openai.omit)
+)
+for one, other in zip(floats.data, packed.data, strict=True):
+    assert abs(sum(value * value for value in one.embedding) - 1) < 1e-5, one
+    assert max(abs(a - b) for a, b in zip(one.embedding, other.embedding)) < 1e-5
+print("response, stream, conversation, embeddings")
 """
 
 
@@ -215,9 +234,7 @@ def log_likelihoods(model_dir: Path, documents: list[dict[str, str]]) -> list[tu
 
 def litellm(setting: Setting) -> str:
     """Ask for chat, streams, log probabilities and an error."""
-    return setting.run(
-        setting.python, "-c", LITELLM, setting.url, LITELLM_LOCAL_MODEL_COST_MAP="True"
-    ).strip()
+    return setting.run(setting.python, "-c", LITELLM, setting.url, **LOCAL).strip()
 
 
 def anthropic(setting: Setting) -> str:
@@ -289,20 +306,81 @@ def vllm(setting: Setting) -> str:
     return f"{report['completed']} requests, {report['total_output_tokens']} tokens"
 
 
+def agent_client(name: str) -> Callable[[Setting], str]:
+    """Return what runs a program of ``scripts/agent_clients``."""
+    program = ROOT / "scripts" / "agent_clients" / f"use_{name}.py"
+
+    def act(setting: Setting) -> str:
+        return setting.run(setting.python, str(program), setting.url, **LOCAL).strip()
+
+    return act
+
+
+def aider(setting: Setting) -> str:
+    """Let aider ask for a change of a file, of which nonsense makes none."""
+    file, settings = setting.folder / "file.txt", setting.folder / "settings.yml"
+    file.write_text("one\n")
+    settings.write_text(f"- name: openai/{MODEL}\n  extra_params: {{max_tokens: 64}}\n")
+    setting.run(
+        setting.program("aider"), "--model", f"openai/{MODEL}", "--openai-api-base",
+        f"{setting.url}/v1", "--openai-api-key", "none", "--no-git", "--yes-always",
+        "--no-check-update", "--no-show-model-warnings", "--no-analytics", "--map-tokens", "0",
+        "--edit-format", "whole", "--model-settings-file", str(settings), "--message", "Write two",
+        str(file), HOME=str(setting.folder), **LOCAL,
+    )  # fmt: skip
+    text = (setting.folder / "output.txt").read_text()
+    assert re.search(r"Output tokens: ~[1-9]", text), text[-2000:]  # of an answer that is cut
+    return "a message, streamed until its limit"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Client:
-    """A client: its module, how to install it, and what is done with it."""
+    """A client: its module, how to install it, and what is done with it.
+
+    Attributes:
+        module: that it is imported by.
+        install: words for pip.
+        act: what is done with it.
+        package: that has its version; ``None`` where it is named as the module.
+    """
 
     module: str
     install: str
     act: Callable[[Setting], str]
+    package: str | None = None
 
 
 CLIENTS = {
-    "lm-eval": Client(module="lm_eval", install='"lm-eval[api]" transformers', act=lm_eval),
+    "lm-eval": Client(
+        module="lm_eval", install='"lm-eval[api]" transformers', act=lm_eval, package="lm-eval"
+    ),
     "litellm": Client(module="litellm", install="litellm", act=litellm),
     "anthropic": Client(module="anthropic", install="anthropic", act=anthropic),
     "openai": Client(module="openai", install="openai", act=openai),
+    "litellm-tools": Client(module="litellm", install="litellm", act=agent_client("litellm")),
+    "pydantic-ai": Client(
+        module="pydantic_ai",
+        install='"pydantic-ai-slim[openai]"',
+        act=agent_client("pydantic_ai"),
+        package="pydantic-ai-slim",
+    ),
+    "instructor": Client(module="instructor", install="instructor", act=agent_client("instructor")),
+    "langchain-openai": Client(
+        module="langchain_openai",
+        install="langchain-openai",
+        act=agent_client("langchain"),
+        package="langchain-openai",
+    ),
+    "llm": Client(module="llm", install="llm", act=agent_client("llm")),
+    "smolagents": Client(
+        module="smolagents", install='"smolagents[openai]"', act=agent_client("smolagents")
+    ),
+    "aider": Client(
+        module="aider",
+        install="aider-chat (into another environment: it states the versions of all it needs)",
+        act=aider,
+        package="aider-chat",
+    ),
     "aiperf": Client(module="aiperf", install="aiperf", act=aiperf),
     "guidellm": Client(module="guidellm", install="guidellm (needs torch)", act=guidellm),
     "vllm": Client(
@@ -319,9 +397,20 @@ def is_installed(python: str, module: str) -> bool:
     return subprocess.run([python, "-c", code], check=False).returncode == 0
 
 
+def version_of(python: str, client: Client) -> str:
+    """Return the version of a client that is installed."""
+    name = client.package or client.module
+    code = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
+    words = [python, "-c", code, name]
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
+
+
 def model_with_template(source: Path, output: Path) -> None:
-    """Copy a model, and add a chat template where there is none."""
+    """Copy a model, allow it long texts, and add a chat template where there is none."""
     shutil.copytree(source, output)
+    config = json.loads((output / "config.json").read_text())
+    config["max_position_embeddings"] = max(MAX_LENGTH, config["max_position_embeddings"])
+    (output / "config.json").write_text(json.dumps(config))
     if not (output / "chat_template.jinja").exists():
         (output / "chat_template.jinja").write_text(CHAT_TEMPLATE)
 
@@ -341,7 +430,7 @@ def main() -> int:
         folder = Path(temporary)
         model = folder / "model"
         model_with_template(options.model, model)
-        plan = make_plan(model, folder / "plan.json", bits=16, batch=8, dtype="float32")
+        plan = make_plan(model, folder / "plan.json", **PLAN)
         with llmpq_serve(model, plan, folder / "server.log", name=MODEL) as server:
             for name in options.only:
                 (folder / name).mkdir()
@@ -352,12 +441,14 @@ def main() -> int:
                     folder=folder / name,
                 )
                 outcomes[name] = run_client(CLIENTS[name], setting)
-                print(f"{name}: {outcomes[name]['outcome']}: {outcomes[name]['detail']}",
+                version = outcomes[name].get("version", "")
+                print(f"{name} {version}: {outcomes[name]['outcome']}: {outcomes[name]['detail']}",
                       file=sys.stderr, flush=True)  # fmt: skip
     if options.json:
         print(json.dumps(outcomes, indent=1))
     else:
-        print("\n".join(f"{name:10} {one['outcome']}" for name, one in outcomes.items()))
+        for name, one in outcomes.items():
+            print(f"{name:17} {one.get('version', ''):12} {one['outcome']}")
     return int(any(one["outcome"] == "failed" for one in outcomes.values()))
 
 
@@ -365,14 +456,15 @@ def run_client(client: Client, setting: Setting) -> dict[str, Any]:
     """Run a client if it is installed."""
     if not is_installed(setting.python, client.module):
         return {"outcome": "skipped", "detail": f"not installed: pip install {client.install}"}
-    start_s = time.monotonic()
+    version, start_s = version_of(setting.python, client), time.monotonic()
     try:
         detail, outcome = client.act(setting), "passed"
     except (
         AssertionError, KeyError, StopIteration, OSError, ValueError, subprocess.TimeoutExpired,
     ) as error:  # fmt: skip
         detail, outcome = f"{type(error).__name__}: {error}", "failed"
-    return {"outcome": outcome, "detail": detail, "seconds": round(time.monotonic() - start_s, 1)}
+    seconds = round(time.monotonic() - start_s, 1)
+    return {"outcome": outcome, "version": version, "detail": detail, "seconds": seconds}
 
 
 if __name__ == "__main__":

@@ -103,7 +103,11 @@ def lanes() -> tuple[Lane, ...]:
             name="clients",
             checks="clients of OpenAI's API that others wrote",
             command=("scripts/accept", "--python", "PYTHON"),
-            packages=("lm-eval[api]", "transformers", "litellm", "aiperf", "anthropic", "openai"),
+            packages=(
+                *("lm-eval[api]", "transformers", "litellm", "aiperf", "anthropic", "openai"),
+                *("pydantic-ai-slim[openai]", "instructor", "langchain-openai", "llm"),
+                "smolagents[openai]",
+            ),
         ),
         Lane(
             name="browser",

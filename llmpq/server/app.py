@@ -23,11 +23,12 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from llmpq import __version__
-from llmpq.dist.io.generation import EngineClient
+from llmpq.dist.io.generation import EngineClient, Pooling
 from llmpq.dist.transport.endpoint import MIN_TOKEN_BYTES, is_loopback, read_token
 from llmpq.errors import LlmpqError, SpecError, StageError, StoppedError
 from llmpq.options.server import ListenOptions, TransportLimits
 from llmpq.server.admission import AdmissionLimits, RequestAdmission
+from llmpq.server.apis.embeddings import embedding_settings, prepare_embeddings
 from llmpq.server.apis.messages import (
     CountTokensRequest,
     MessagesRequest,
@@ -51,6 +52,7 @@ from llmpq.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
     TokenizeRequest,
 )
 from llmpq.server.service import (
@@ -178,6 +180,11 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def count(body: CountTokensRequest) -> Response:
         """Return the tokens of a conversation of Anthropic's API."""
         return json_response({"input_tokens": await count_tokens(body, service.model)})
+
+    @app.post("/v1/embeddings")
+    async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
+        """Return the embeddings of inputs."""
+        return await _generate(service, prepare_embeddings, body, request)
 
     store = ResponseStore()
 
@@ -347,12 +354,14 @@ class ServerOptions(ListenOptions):
         names: of the model in requests and answers.
         admission: how much may wait.
         view: of the plan, for the page.
+        pooling: of embeddings; ``None`` for the model's own.
     """
 
     model_dir: Path
     names: tuple[str, ...]
     admission: AdmissionLimits = field(default_factory=AdmissionLimits)
     view: PlanView | None = None
+    pooling: Pooling | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -442,6 +451,7 @@ def make_service(
     model_dir: Path,
     names: tuple[str, ...],
     limits: AdmissionLimits | None = None,
+    pooling: Pooling | None = None,
 ) -> Service:
     """Return the service of a loaded engine.
 
@@ -451,6 +461,10 @@ def make_service(
         model_dir: directory of the model.
         names: of the model in requests and answers.
         limits: on what may wait; none by default.
+        pooling: of embeddings; ``None`` for the model's own.
+
+    Raises:
+        SpecError: a file of the model's defaults cannot be used.
     """
     limits = limits or AdmissionLimits()
     model = ServedModel(
@@ -462,6 +476,7 @@ def make_service(
         created_s=int(time.time()),
         default_sampling=default_sampling_of(model_dir),
         max_choices=limits.max_num_choices,
+        embeddings=embedding_settings(model_dir, pooling),
     )
     admission = RequestAdmission(limits)
     return Service(engine, model, admission, ServerMetrics(names[0], engine, admission))
@@ -716,7 +731,12 @@ async def _loaded(
         if tokenizer is not None:
             tokenizer.warm()
         service = make_service(
-            engine, tokenizer, options.model_dir, options.names, options.admission
+            engine,
+            tokenizer,
+            options.model_dir,
+            options.names,
+            options.admission,
+            options.pooling,
         )
         with contextlib.closing(service):
             yield service

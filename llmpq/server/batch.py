@@ -20,15 +20,22 @@ from pydantic import ValidationError
 from llmpq.dist.io.prompts import lines_of, parse_line
 from llmpq.dist.io.results import LineWriter, finished_ids
 from llmpq.errors import SpecError, StageError
+from llmpq.server.apis.embeddings import prepare_embeddings
 from llmpq.server.apis.openai import prepare_chat, prepare_completion
 from llmpq.server.errors import ApiError, bad_request, validation_error
-from llmpq.server.protocol import ChatCompletionRequest, CompletionRequest, ModelBody
+from llmpq.server.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    ModelBody,
+)
 from llmpq.server.service import Service, Translate
 from llmpq.spec.fields import Fields
 
 URLS: dict[str, tuple[type[ModelBody], Translate[Any]]] = {
     "/v1/completions": (CompletionRequest, prepare_completion),
     "/v1/chat/completions": (ChatCompletionRequest, prepare_chat),
+    "/v1/embeddings": (EmbeddingRequest, prepare_embeddings),
 }
 MAX_UNDER_WAY = 256
 """Requests that the engine has at once; the others wait in the file."""

@@ -199,7 +199,20 @@ class ResponseFormat(RequestBody):
     json_schema: JsonSchemaFormat | None = None
 
 
-class GenerationBody(ModelBody):
+class PromptBody(ModelBody):
+    """The fields of all requests whose prompts become tokens."""
+
+    user: str | None = None
+    # vLLM's own
+    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
+    truncation_side: Literal["left", "right"] | None = None
+    add_special_tokens: bool | None = None
+    priority: Annotated[int | None, Field(ge=-(2**31), lt=2**31)] = 0
+    request_id: Annotated[Text | None, Field(max_length=256)] = None
+    cache_salt: Annotated[Text | None, Field(min_length=1, max_length=256)] = None
+
+
+class GenerationBody(PromptBody):
     """The fields that completions and chat completions share."""
 
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = 0.0
@@ -211,7 +224,6 @@ class GenerationBody(ModelBody):
     stream_options: StreamOptions | None = None
     temperature: Annotated[float | None, Field(ge=0, le=1e6)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
-    user: str | None = None
     response_format: ResponseFormat | None = None
     # vLLM's own
     top_k: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
@@ -225,21 +237,15 @@ class GenerationBody(ModelBody):
     min_tokens: Count | None = 0
     skip_special_tokens: bool | None = True
     spaces_between_special_tokens: bool | None = True
-    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1, lt=2**31)] = None
-    truncation_side: Literal["left", "right"] | None = None
     allowed_token_ids: Annotated[list[TokenId] | None, Field(max_length=MAX_ALLOWED_TOKENS)] = None
     prompt_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     bad_words: Annotated[
         list[Annotated[Text, Field(max_length=MAX_STOP_LENGTH)]] | None, Field(max_length=MAX_WORDS)
     ] = None
-    add_special_tokens: bool | None = None
     structured_outputs: StructuredOutputs | None = None
-    priority: Annotated[int | None, Field(ge=-(2**31), lt=2**31)] = 0
-    request_id: Annotated[Text | None, Field(max_length=256)] = None
     return_tokens_as_token_ids: bool | None = False
     return_token_ids: bool | None = False
     best_of: Annotated[int | None, Field(ge=1)] = None
-    cache_salt: Annotated[Text | None, Field(min_length=1, max_length=256)] = None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -271,6 +277,20 @@ class CompletionRequest(GenerationBody):
     logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     max_tokens: Count | None = 16
     suffix: str | None = None
+
+
+class EmbeddingRequest(PromptBody):
+    """The body of ``/v1/embeddings``."""
+
+    input: Prompts
+    encoding_format: Literal["float", "base64"] | None = "float"
+    dimensions: Annotated[int | None, Field(ge=1, lt=2**31)] = None
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> EmbeddingRequest:
+        if self.stream:
+            raise ValueError("embeddings are not available when stream is true")
+        return self
 
 
 class ChatBody(RequestBody):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from llmpq.dist.io.detokenizer import Detokenizer
-from llmpq.dist.io.generation import EngineClient, GenerationRequest, TokenOutput
+from llmpq.dist.io.generation import EngineClient, GenerationRequest, Pooling, TokenOutput
 from llmpq.dist.io.sampling_params import SamplingParams, TokenLogprobs
 from llmpq.errors import LlmpqError, SpecError, StageError
 from llmpq.logging import get_logger
@@ -53,6 +53,20 @@ logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingSettings:
+    """How the embeddings of a model are made.
+
+    Attributes:
+        pooling: of the final hidden states.
+        dimensions: lengths to which an embedding may be cut; none for a model that was not trained
+            for it (Matryoshka).
+    """
+
+    pooling: Pooling = "last"
+    dimensions: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
     """What requests are checked against: the model's name, its limits, its tokenizer.
 
@@ -65,6 +79,7 @@ class ServedModel:
         created_s: when it was loaded, by the clock of the host.
         default_sampling: values for fields that a request leaves out.
         max_choices: most answers of a request.
+        embeddings: how they are made.
     """
 
     names: tuple[str, ...]
@@ -75,6 +90,7 @@ class ServedModel:
     created_s: int = 0
     default_sampling: Mapping[str, float] = field(default_factory=lambda: DEFAULT_SAMPLING)
     max_choices: int = MAX_CHOICES
+    embeddings: EmbeddingSettings = EmbeddingSettings()
 
     @property
     def name(self) -> str:
@@ -144,6 +160,7 @@ class PreparedRequest:
         tools: how the answers are split; ``None`` where they are text only.
         prompt_text: of a conversation.
         kept_tokens: special tokens that stay in the text of answers.
+        pooling: of the prompts, whose embeddings are the answers; ``None`` where texts are.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -161,6 +178,7 @@ class PreparedRequest:
     tools: PreparedTools | None = None
     prompt_text: str = ""
     kept_tokens: frozenset[str] = frozenset()
+    pooling: Pooling | None = None
 
     @property
     def num_choices(self) -> int:
@@ -197,6 +215,7 @@ class ChoiceDelta:
         is_first: whether nothing of the answer came before.
         num_tokens: of the answer so far.
         num_cached_tokens: prompt tokens found in the prefix cache.
+        embedding: of the prompt, as in ``TokenOutput``.
     """
 
     index: int
@@ -210,6 +229,7 @@ class ChoiceDelta:
     is_first: bool = False
     num_tokens: int = 0
     num_cached_tokens: int = 0
+    embedding: bytes | None = None
 
     def extend(self, other: ChoiceDelta) -> None:
         """Add the delta that follows."""
@@ -367,6 +387,7 @@ class ChoiceStream:
             priority=work.priority,
             cache_salt=work.cache_salt,
             group=self._id if work.num_choices > 1 else None,
+            pooling=work.pooling,
         )
         text = self._detokenizer(request)
         observer, is_first = self._observers[index], True
@@ -438,6 +459,7 @@ def _delta_of(
         finish_reason=output.finish_reason,
         stop_reason=output.stop_reason,
         num_cached_tokens=output.num_cached_tokens,
+        embedding=output.embedding,
     )
     count = len(output.token_ids)
     has_stop_token = output.finish_reason == "stop" and not output.is_form_complete

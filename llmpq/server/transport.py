@@ -29,7 +29,13 @@ from llmpq.server.json_output import dump_json
 OPEN_PATHS = frozenset({"/", "/health", "/ping", "/metrics", "/load", "/version"})
 """Paths that need no key: they hold numbers only, and the page, which asks for a key."""
 GENERATION_PATHS = frozenset(
-    {"/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"}
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/messages",
+        "/v1/responses",
+        "/v1/embeddings",
+    }
 )
 """Paths that a full server refuses."""
 LARGE_BODY_BYTES = 64 << 10

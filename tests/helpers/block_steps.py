@@ -11,6 +11,7 @@ import torch
 from helpers.tiny_models import load_reference
 
 from llmpq.batching.blocks import BlockCopy
+from llmpq.dist.engine.executor import StepResult
 from llmpq.dist.transport.frames import Row
 from llmpq.errors import StageError
 
@@ -27,7 +28,7 @@ class BlockSteps:
         self.block_size = block_size
         self.cells = np.full((num_blocks, block_size), -1)
         self.most = most
-        self.steps: deque[tuple[int, list[list[int]], Sequence[int]]] = deque()
+        self.steps: deque[tuple[int, list[list[int]], Sequence[int], Sequence[int]]] = deque()
         self.delay = 0  # calls of has_result before a step is back
         self.waits = 0
         self.kept: dict[tuple[str, int], np.ndarray] = {}  # beyond the blocks
@@ -37,7 +38,9 @@ class BlockSteps:
         self.dispatched = 0
         self.most_in_flight = 0
 
-    def dispatch(self, number, phase, token_ids: np.ndarray, rows: Sequence[Row], outputs) -> None:
+    def dispatch(
+        self, number, phase, token_ids: np.ndarray, rows: Sequence[Row], outputs, pooled=()
+    ) -> None:
         assert phase is None
         self.dispatched += 1
         if self.fails_at == self.dispatched:
@@ -54,7 +57,7 @@ class BlockSteps:
         for row in rows:
             held = self.cells[list(row.blocks)].reshape(-1)[: row.length]
             contexts.append([int(token) for token in held])
-        self.steps.append((number, contexts, list(outputs)))
+        self.steps.append((number, contexts, list(outputs), list(pooled)))
         self.most_in_flight = max(self.most_in_flight, len(self.steps))
         self.waits = self.delay
 
@@ -82,16 +85,23 @@ class BlockSteps:
         self.waits = 0
         return True
 
-    def collect(self) -> tuple[int, torch.Tensor | None]:
-        number, contexts, outputs = self.steps.popleft()
+    def collect(self) -> StepResult:
+        number, contexts, outputs, pooled = self.steps.popleft()
         scores = [self.scores(tuple(contexts[row])) for row in outputs]
-        return number, torch.stack(scores) if scores else None
+        states = [self.states(tuple(contexts[row]))[-1] for row in pooled]
+        return StepResult(
+            number, torch.stack(scores) if scores else None, torch.stack(states) if states else None
+        )
 
     def end_step(self) -> None:
         """No time passes."""
 
     def check(self) -> None:
         assert not self.steps
+
+    def states(self, tokens: tuple[int, ...]) -> torch.Tensor:
+        with torch.inference_mode():
+            return self.model.model(torch.tensor([tokens])).last_hidden_state[0].float()
 
     def scores(self, tokens: tuple[int, ...]) -> torch.Tensor:
         if tokens not in self.known:

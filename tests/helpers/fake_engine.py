@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
+import struct
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 
@@ -16,6 +17,13 @@ from llmpq.errors import StageError
 
 def number(*parts: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:6], "big")
+
+
+def embedding_of(token_ids: tuple[int, ...], pooling: str) -> list[float]:
+    """Return eight numbers of length 1 that follow from a prompt."""
+    found = [number(token_ids, pooling, place) / 2**48 - 0.5 for place in range(8)]
+    length = math.hypot(*found)
+    return [value / length for value in found]
 
 
 def merged(outputs: list[TokenOutput]) -> TokenOutput:
@@ -133,6 +141,12 @@ class FakeEngine:
         sampling = request.sampling
         limit = sampling.max_tokens or self.max_model_len
         await self.starts.wait()
+        if request.pooling is not None:
+            values = embedding_of(request.prompt_token_ids, request.pooling)
+            yield TokenOutput(
+                token_ids=(), finish_reason="length", embedding=struct.pack("<8f", *values)
+            )
+            return
         prompt = None
         if sampling.prompt_logprobs is not None:
             found = [self.logprobs(t, sampling.prompt_logprobs) for t in request.prompt_token_ids]

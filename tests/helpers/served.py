@@ -21,7 +21,7 @@ from llmpq.server.admission import AdmissionLimits, RequestAdmission
 from llmpq.server.app import build_app, listen
 from llmpq.server.metrics import ServerMetrics
 from llmpq.server.page.plan_view import PlanView
-from llmpq.server.service import ServedModel, Service
+from llmpq.server.service import EmbeddingSettings, ServedModel, Service
 from llmpq.server.text.tokenizer import ServerTokenizer
 from llmpq.server.transport import bounded_protocol
 
@@ -53,6 +53,7 @@ def make_service(
     tokenizer: ServerTokenizer | None = None,
     names: tuple[str, ...] = ("demo", "other-name"),
     has_tokenizer: bool = True,
+    embeddings: EmbeddingSettings | None = None,
 ) -> Service:
     admission = RequestAdmission(limits or AdmissionLimits())
     model = ServedModel(
@@ -62,6 +63,7 @@ def make_service(
         max_model_len=engine.max_model_len,
         vocab_size=engine.vocab_size,
         created_s=1,
+        embeddings=embeddings or EmbeddingSettings(),
     )
     return Service(engine, model, admission, ServerMetrics(names[0], engine, admission))
 

@@ -29,14 +29,15 @@ from llmpq.server.app import build_app
 
 OPERATIONS = Path(__file__).with_name("openai_operations.json")
 CASES = {
-    ("openai", "POST /v1/completions"): 350,
+    ("openai", "POST /v1/completions"): 300,
     ("openai", "POST /v1/chat/completions"): 200,
     ("openai", "GET /v1/models/{model}"): 200,
     ("own", "POST /v1/completions"): 150,
     ("own", "POST /v1/chat/completions"): 100,
-    ("own", "POST /v1/messages"): 250,
+    ("own", "POST /v1/messages"): 200,
     ("own", "POST /v1/messages/count_tokens"): 150,
     ("own", "POST /v1/responses"): 250,
+    ("own", "POST /v1/embeddings"): 100,
     ("own", "POST /tokenize"): 175,
     ("own", "POST /detokenize"): 175,
 }

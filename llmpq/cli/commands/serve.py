@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from llmpq.cli.common import command_start_s, make_parser, require, run_command
 from llmpq.cli.engine_options import (
@@ -37,6 +37,7 @@ from llmpq.cli.server_options import (
     say_ready,
 )
 from llmpq.dist import Hosts, model_dir_of
+from llmpq.dist.io.generation import Pooling
 from llmpq.dist.launch.process_environment import visible_devices
 from llmpq.dist.metrics.measurement import StartLog
 from llmpq.dist.metrics.progress import SilentProgress
@@ -99,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="MODEL",
         help=f"instead of a plan, planned for this host: {MODEL_HELP}",
     )
-    _add_name_option(files)
+    _add_model_options(files)
     balancer = {
         "default": None,
         "help": f"--fleet: which replica takes a request (default {RoutingOptions().balancer})",
@@ -114,12 +115,18 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_name_option(files: argparse._ActionsContainer) -> None:
+def _add_model_options(files: argparse._ActionsContainer) -> None:
     files.add_argument(
         "--served_model_name",
         nargs="+",
         metavar="NAME",
         help="names of the model in requests; answers use the first (default: the plan's)",
+    )
+    files.add_argument(
+        "--pooling",
+        choices=get_args(Pooling),
+        help="embeddings: the last token's final hidden state, or the mean of all (default: "
+        "1_Pooling/config.json of the model, else last)",
     )
 
 
@@ -192,6 +199,7 @@ def _run_engine(
         names=names,
         admission=admission,
         view=view,
+        pooling=options.pooling,
     )
     record: dict[str, Any] = {
         "models": list(names),
@@ -263,7 +271,7 @@ def stage_options(words: Sequence[str]) -> list[str]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_address_options(parser)
     _add_limit_options(parser)
-    _add_name_option(parser)
+    _add_model_options(parser)
     parser.add_argument("--json", action="store_true")
     return parser.parse_known_args(words)[1]
 

@@ -336,7 +336,7 @@ class BatchRun:
 
     def _take(self, made: NewTokens, now_s: float) -> None:
         """Take the new tokens of a request; end it where it is complete."""
-        sequence, tokens, reason = made
+        sequence, tokens, reason, _ = made
         if tokens[-1].error is not None:
             raise StageError(tokens[-1].error, is_permanent=True)
         number = sequence.number

@@ -136,7 +136,7 @@ class DraftModel:
     def _best(self, ids: Sequence[int], rows: Sequence[Row], outputs: Sequence[int]) -> list[int]:
         """Return the most likely token after each of some rows."""
         self._executor.dispatch(0, None, np.array(ids), rows, outputs)
-        _, scores = self._executor.collect()
+        scores = self._executor.collect().scores
         assert scores is not None
         best: list[int] = scores.argmax(dim=-1).tolist()
         return best

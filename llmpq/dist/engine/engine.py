@@ -42,7 +42,7 @@ from llmpq.batching.engine_step import (
 from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.dist.engine.drafters import Drafter, PromptLookup
 from llmpq.dist.engine.executor import StepExecutor
-from llmpq.dist.io.generation import GenerationEnd
+from llmpq.dist.io.generation import GenerationEnd, Pooling
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.results import FinishReason
 from llmpq.dist.io.sampling_params import GREEDY, SamplingParams, TokenLogprobs
@@ -63,6 +63,57 @@ ROWS_AT_ONCE = 64
 """Positions whose log probabilities are computed together; more would take memory alone."""
 
 
+NAN_STATES = NAN_SCORES.replace("scores", "hidden states", 1)
+
+
+class PooledPrompt:
+    """The embedding of a prompt: the mean of its final hidden states, or the last one.
+
+    Args:
+        pooling: which of both.
+        num_tokens: of the prompt.
+    """
+
+    def __init__(self, pooling: Pooling, num_tokens: int) -> None:
+        self.first = 0 if pooling == "mean" else num_tokens - 1
+        self._next = self.first
+        self._end = num_tokens
+        self._total: Tensor | None = None  # [H]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all states were added."""
+        return self._next == self._end
+
+    def next_rows(self, places: Iterable[tuple[int, int]]) -> list[int]:
+        """Return the rows of the states that were not added yet; they count as added.
+
+        Args:
+            places: row and position of states. A preempted prompt is computed again from its start.
+        """
+        found = []
+        for row, position in places:
+            if position == self._next:
+                found.append(row)
+                self._next += 1
+        return found
+
+    def add(self, states: Tensor) -> None:
+        """Add states ``[N, H]``."""
+        # In float64, the steps that a prompt is computed in do not show in the float32 embedding.
+        total = states.sum(dim=0, dtype=exact_dtype(states.device)).cpu()
+        self._total = total if self._total is None else self._total + total
+
+    def embedding(self) -> bytes | None:
+        """Return the mean of length 1, float32 and little-endian; ``None`` if it is not finite."""
+        assert self._total is not None
+        mean = self._total / (self._end - self.first)
+        if not bool(mean.isfinite().all()):
+            return None
+        unit = torch.nn.functional.normalize(mean, dim=0)
+        return unit.numpy().astype("<f4").tobytes()
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class RunningSequence:
     """An unfinished request with its tokens, and the draft of its next ones.
@@ -74,6 +125,7 @@ class RunningSequence:
         state: the tokens of the answer, and how the next one is chosen.
         max_tokens: of the answer.
         prompt_logprobs: found so far, ``None`` when they are not asked for.
+        pooled: the embedding that is the answer; ``None`` where tokens are.
         num_cached_tokens: of the prompt, whose keys and values were found; ``None`` before its
             first step.
         lookup: finds drafts, ``None`` without prompt lookup.
@@ -87,13 +139,18 @@ class RunningSequence:
     max_tokens: int
     prompt_logprobs: list[TokenLogprobs] | None = None
     _num_taken: int = 0  # of ``prompt_logprobs``
+    pooled: PooledPrompt | None = None
     num_cached_tokens: int | None = None
     lookup: PromptLookup | None = None
     draft: Sequence[int] = field(default_factory=list)
 
     @classmethod
     def of(
-        cls, request: EngineRequest, prompt_token_ids: Sequence[int], state: SamplingState
+        cls,
+        request: EngineRequest,
+        prompt_token_ids: Sequence[int],
+        state: SamplingState,
+        pooling: Pooling | None = None,
     ) -> RunningSequence:
         """Return the sequence of a request, with the tokens of the answer that ``state`` has."""
         return cls(
@@ -102,8 +159,17 @@ class RunningSequence:
             num_prompt_tokens=len(prompt_token_ids),
             state=state,
             max_tokens=request.max_tokens + len(state.token_ids),
-            prompt_logprobs=[] if request.scores_prompt else None,
+            prompt_logprobs=[] if request.scores_prompt and pooling is None else None,
+            pooled=None if pooling is None else PooledPrompt(pooling, len(prompt_token_ids)),
         )
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether an output of every position of the prompt is needed."""
+        if self.pooled is not None:
+            return self.pooled.first == 0
+        found = self.prompt_logprobs
+        return found is not None and len(found) < self.num_prompt_tokens - 1
 
     def take_prompt_logprobs(self) -> list[TokenLogprobs]:
         """Return those that were found since the last call."""
@@ -139,18 +205,27 @@ class RunningSequence:
 
 
 class NewTokens(NamedTuple):
-    """New tokens of a sequence; the last one may be an error. ``reason``: why it ends, if so."""
+    """New tokens of a sequence; the last one may be an error. ``reason``: why it ends, if so.
+
+    One with an ``embedding`` has no tokens.
+    """
 
     sequence: RunningSequence
     tokens: Sequence[SampledToken]
     reason: GenerationEnd | None
+    embedding: bytes | None = None
+
+
+Output = tuple[ScheduledChunk, int]
+"""The chunk of an output of a step, and the position of its token."""
 
 
 class _Dispatched(NamedTuple):
-    """A step in flight; ``scored`` are the chunk of each output and the position of its token."""
+    """A step in flight: the outputs whose scores, and those whose hidden states are wanted."""
 
     step: EngineStep
-    scored: list[tuple[ScheduledChunk, int]]
+    scored: list[Output]
+    pooled: list[Output]
 
 
 class Engine:
@@ -239,7 +314,9 @@ class Engine:
         rows: list[Row] = []
         token_ids: list[int] = []
         outputs: list[int] = []
-        scored: list[tuple[ScheduledChunk, int]] = []
+        scored: list[Output] = []
+        pooled_rows: list[int] = []
+        pooled: list[Output] = []
         started: list[int] = []
         for chunk in step.chunks:
             sequence = self._sequence(chunk.request)
@@ -254,15 +331,18 @@ class Engine:
                 started.append(chunk.request)
             token_ids += sequence.tokens[chunk.first : chunk.first + chunk.count]
             token_ids += sequence.draft[: chunk.num_draft_tokens]
+            is_pooled = sequence.pooled is not None
             for row, position in self._rows(chunk, sequence):
                 if position is not None:
-                    outputs.append(len(rows))
-                    scored.append((chunk, position))
+                    (pooled_rows if is_pooled else outputs).append(len(rows))
+                    (pooled if is_pooled else scored).append((chunk, position))
                 rows.append(row)
         if started and self._on_start is not None:
             self._on_start(started)
-        self._in_flight[step.number] = _Dispatched(step, scored)
-        self._executor.dispatch(step.number, step.phase, np.array(token_ids), rows, outputs)
+        self._in_flight[step.number] = _Dispatched(step, scored, pooled)
+        self._executor.dispatch(
+            step.number, step.phase, np.array(token_ids), rows, outputs, pooled_rows
+        )
         return step
 
     def _sequence(self, request: int) -> RunningSequence | None:
@@ -280,8 +360,8 @@ class Engine:
         Raises:
             StageError: a stage failed, hangs, or returned another step than expected.
         """
-        number, scores = self._executor.collect()
-        step, scored = self._in_flight.pop(number)
+        number, scores, states = self._executor.collect()
+        step, scored, pooled = self._in_flight.pop(number)
         # Sequences that were aborted meanwhile are not here any more.
         alive = [
             (row, chunk, position)
@@ -289,11 +369,13 @@ class Engine:
             if chunk.request in self._sequences
         ]
         made = [] if scores is None else self.sample(scores, alive)
+        if states is not None:
+            made += self._pool(states, pooled)
         self._executor.end_step()
         tokens: dict[int, int] = {}
         accepted: dict[int, list[int]] = {}
         finished: list[int] = []
-        for sequence, sampled, reason in made:
+        for sequence, sampled, reason, _ in made:
             ids = [token.token_id for token in sampled if token.error is None]
             if ids:
                 *accepted[sequence.number], tokens[sequence.number] = ids
@@ -329,11 +411,30 @@ class Engine:
             made.append(NewTokens(sequence, *sequence.sample(scored, own)))
         return made
 
+    def _pool(self, states: Tensor, pooled: Sequence[Output]) -> list[NewTokens]:
+        """Add the hidden states ``[R, H]`` of a step to their prompts; return what is complete."""
+        places: dict[int, list[tuple[int, int]]] = {}  # row and position, of each request
+        for row, (chunk, position) in enumerate(pooled):
+            if chunk.request in self._sequences:
+                places.setdefault(chunk.request, []).append((row, position))
+        made = []
+        for number, own in places.items():
+            sequence = self._sequences[number]
+            assert sequence.pooled is not None
+            rows = sequence.pooled.next_rows(own)
+            if rows:
+                sequence.pooled.add(states[rows])
+            if sequence.pooled.is_complete:
+                embedding = sequence.pooled.embedding()
+                failed = [SampledToken(-1, error=NAN_STATES)] if embedding is None else []
+                reason: GenerationEnd = "error" if embedding is None else "length"
+                made.append(NewTokens(sequence, failed, reason, embedding))
+        return made
+
     def drain(self) -> None:
         """Wait until all steps in flight are back, and drop what they made."""
         while self._in_flight:
-            number, _ = self._executor.collect()
-            del self._in_flight[number]
+            del self._in_flight[self._executor.collect().number]
 
     def _propose(self, number: int, most: int) -> int:
         """Find draft tokens of a sequence; return how many."""
@@ -363,9 +464,8 @@ class Engine:
         if chunk.num_draft_tokens:
             places = range(chunk.first, last + 1)
             return [(self._row(chunk, sequence, place, place + 1), place) for place in places]
-        found = sequence.prompt_logprobs
         needed = sequence.num_prompt_tokens - 1
-        if found is None or len(found) >= needed or chunk.first >= needed:
+        if not sequence.reads_prompt or chunk.first >= needed:
             row = self._row(chunk, sequence, chunk.first, last + 1)
             return [(row, last if chunk.makes_token else None)]
         # A stage returns the last token of a row: every position is a row of its own.

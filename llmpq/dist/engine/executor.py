@@ -327,6 +327,18 @@ FRAME_KINDS = {
 }
 
 
+class StepResult(NamedTuple):
+    """What a complete step made.
+
+    ``scores`` are those of its outputs, ``[R, V]``, and ``states`` the final hidden states of its
+    pooled rows, ``[R, H]``; ``None`` where it has no such row.
+    """
+
+    number: int
+    scores: Tensor | None
+    states: Tensor | None = None
+
+
 class StepExecutor(Protocol):
     """Computes steps; those of one phase come back in the order in which they are dispatched."""
 
@@ -337,6 +349,7 @@ class StepExecutor(Protocol):
         token_ids: Ids,
         rows: Sequence[Row],
         outputs: Sequence[int],
+        pooled: Sequence[int] = (),
     ) -> None:
         """Start a step.
 
@@ -346,6 +359,7 @@ class StepExecutor(Protocol):
             token_ids: of all rows, one after the other.
             rows: of the step.
             outputs: rows whose last token's scores are wanted.
+            pooled: rows whose last token's final hidden state is wanted.
 
         Raises:
             StageError: a stage failed.
@@ -371,10 +385,8 @@ class StepExecutor(Protocol):
         """Wait until :meth:`collect` would return or raise at once; return whether it would."""
         ...
 
-    def collect(self) -> tuple[int, Tensor | None]:
-        """Return the number of the next complete step, and the scores ``[R, V]`` of its outputs.
-
-        The scores are ``None`` where no row has an output. :meth:`end_step` follows.
+    def collect(self) -> StepResult:
+        """Return the next complete step. :meth:`end_step` follows.
 
         Raises:
             StageError: a stage failed or hangs, or returned another step.
@@ -400,6 +412,7 @@ class _SentStep(NamedTuple):
     kind: FrameKind
     rows: tuple[Row, ...]
     outputs: Sequence[int]
+    pooled: Sequence[int]
     hidden: Tensor | None
     dispatch_s: float
     embed_s: float
@@ -467,6 +480,7 @@ class PipelineExecutor:
         token_ids: Ids,
         rows: Sequence[Row],
         outputs: Sequence[int],
+        pooled: Sequence[int] = (),
     ) -> None:
         """Embed the tokens, run the first stage and send the step on."""
         clock, runner, packed = self._clock, self._runner, tuple(rows)
@@ -485,8 +499,9 @@ class PipelineExecutor:
         runner.release(packed)
         kind = FRAME_KINDS[phase]
         is_local = self._communicator is None or phase in self._local_phases
+        own_hidden = hidden if is_local else None
         self._in_flight[number] = _SentStep(
-            kind, packed, outputs, hidden if is_local else None, clock.now() - start, embed_s
+            kind, packed, outputs, pooled, own_hidden, clock.now() - start, embed_s
         )
         if not is_local:
             assert self._communicator is not None
@@ -508,17 +523,20 @@ class PipelineExecutor:
             return True
         return self._communicator.await_frame(longest_s)
 
-    def collect(self) -> tuple[int, Tensor | None]:
-        """Return the number and the scores of the next complete step; see the protocol."""
+    def collect(self) -> StepResult:
+        """Return the next complete step; see the protocol."""
         number, hidden = self.collect_hidden()
         assert self._collected is not None
         step, _ = self._collected
-        if not step.outputs:
-            return number, None
+        if not (step.outputs or step.pooled):
+            return StepResult(number, None)
         rows = cast_hidden_states(hidden[0], self._runner.device, self._runner.dtype)  # [R, H]
+        states = self._master.head_inputs(rows[list(step.pooled)]) if step.pooled else None
+        if not step.outputs:
+            return StepResult(number, None, states)
         if len(step.outputs) < len(step.rows):
             rows = rows[list(step.outputs)]
-        return number, self._master.logits(rows)
+        return StepResult(number, self._master.logits(rows), states)
 
     def collect_hidden(self) -> tuple[int, Tensor]:
         """Return the number of the next complete step, and what its last stage returned.

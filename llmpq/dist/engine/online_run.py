@@ -242,9 +242,9 @@ class OnlineRun:
             priority=request.priority,
             cache_salt=request.cache_salt,
             group=request.group,
-            scores_prompt=added.needs_prompt_logprobs,
+            scores_prompt=added.needs_prompt_logprobs or request.pooling == "mean",
         )
-        sequence = RunningSequence.of(asked, request.prompt_token_ids, state)
+        sequence = RunningSequence.of(asked, request.prompt_token_ids, state, request.pooling)
         self._engine.add(asked, lambda: sequence)
         self._numbers[request.id] = number
         self._added[number] = added
@@ -287,7 +287,7 @@ class OnlineRun:
 
     def _reported(self, made: NewTokens) -> list[object]:
         """Return the message with new tokens of a request; forget it where it is complete."""
-        sequence, sampled, reason = made
+        sequence, sampled, reason, embedding = made
         added = self._added[sequence.number]
         tokens = [token for token in sampled if token.error is None]
         if reason == "error":
@@ -303,6 +303,7 @@ class OnlineRun:
             stop_reason=ids[-1] if reason == "stop" and ids[-1] in stops else None,
             num_cached_tokens=sequence.num_cached_tokens or 0,
             is_form_complete=reason == "stop" and not sequence.state.ends_with_stop_token,
+            embedding=embedding,
         )
         if reason is not None:
             del self._added[sequence.number]

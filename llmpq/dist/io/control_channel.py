@@ -16,6 +16,7 @@ after a step, ``stats`` (``stats``) many times a second. Needs no torch.
 
 from __future__ import annotations
 
+import base64
 import json
 import select
 import socket
@@ -139,6 +140,7 @@ def added_to_json(added: AddedRequest) -> dict[str, Any]:
         "priority": request.priority,
         "cache_salt": request.cache_salt,
         "group": request.group,
+        "pooling": request.pooling,
         "token_ids": added.token_ids,
         "needs_prompt_logprobs": added.needs_prompt_logprobs,
         "arrival_s": added.arrival_s,
@@ -160,6 +162,7 @@ def added_from_json(fields: dict[str, Any]) -> AddedRequest:
             priority=fields["priority"],
             cache_salt=fields["cache_salt"],
             group=fields["group"],
+            pooling=fields["pooling"],
         ),
         token_ids=tuple(fields["token_ids"]),
         needs_prompt_logprobs=fields["needs_prompt_logprobs"],
@@ -178,12 +181,14 @@ def output_to_json(id: str, output: TokenOutput) -> list[Any]:
         output.stop_reason,
         output.num_cached_tokens,
         output.is_form_complete,
+        output.embedding and base64.b64encode(output.embedding).decode(),
     ]
 
 
 def output_from_json(item: Sequence[Any]) -> tuple[str, TokenOutput]:
     """Return the request's id and the output of an item of a message ``tokens``."""
-    id, token_ids, logprobs, prompt_logprobs, finish_reason, stop_reason, cached, complete = item
+    id, token_ids, logprobs, prompt_logprobs, finish_reason, stop_reason, cached, *rest = item
+    is_form_complete, embedding = rest
     return id, TokenOutput(
         token_ids=tuple(token_ids),
         logprobs=logprobs and cast("tuple[TokenLogprobs, ...]", logprobs_from_json(logprobs)),
@@ -191,7 +196,8 @@ def output_from_json(item: Sequence[Any]) -> tuple[str, TokenOutput]:
         finish_reason=finish_reason,
         stop_reason=stop_reason,
         num_cached_tokens=cached,
-        is_form_complete=complete,
+        is_form_complete=is_form_complete,
+        embedding=embedding and base64.b64decode(embedding),
     )
 
 

@@ -13,6 +13,8 @@ from llmpq.batching.blocks import Tier
 from llmpq.dist.io.sampling_params import SamplingParams, StructuredOutputsParams, TokenLogprobs
 
 GenerationEnd = Literal["stop", "length", "abort", "error"]
+Pooling = Literal["last", "mean"]
+"""How the final hidden states of a prompt become one: that of its last token, or their mean."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +29,9 @@ class GenerationRequest:
         cache_salt: prompts share cached prefixes only with prompts of the same salt.
         group: equal for the answers to one request of a client, which take turns with those of
             other requests; ``None`` for a lone answer.
+        pooling: how the embedding of the prompt is made, which is the answer then, without tokens;
+            ``None`` for an answer of tokens. ``mean`` computes the whole prompt: no part of it is
+            taken from the prefix cache.
     """
 
     id: str
@@ -35,6 +40,7 @@ class GenerationRequest:
     priority: int = 0
     cache_salt: str = ""
     group: str | None = None
+    pooling: Pooling | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +57,8 @@ class TokenOutput:
         num_cached_tokens: prompt tokens whose keys and values were found in the prefix cache.
         is_form_complete: whether the reason ``stop`` means that the answer's form allows no further
             token; the last token is then a part of the text, and not a stop token.
+        embedding: of the prompt, of length 1: float32 numbers, little-endian; ``None`` unless asked
+            for.
     """
 
     token_ids: tuple[int, ...]
@@ -60,6 +68,7 @@ class TokenOutput:
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
     is_form_complete: bool = False
+    embedding: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

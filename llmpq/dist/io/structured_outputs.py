@@ -35,6 +35,9 @@ LARGE_FORM_BYTES = 16 << 20
 _PANIC = "<backtrace>"
 """In messages of llguidance about a failure of its own."""
 _FIELD = "structured_outputs"
+_JSON_OPTIONS = {"whitespace_pattern": r"[ ]?|\r?\n[ \t]{0,64}"}
+"""White space between the parts of JSON: one space, or a new line with indentation. Without a limit
+the answers of some models go on with it for ever."""
 
 
 @lru_cache(maxsize=16)
@@ -74,14 +77,14 @@ def _format_and_text(params: StructuredOutputsParams) -> tuple[str, str]:
             raise SpecError(f"{_FIELD}: field 'json': found no JSON: {error}") from None
         if not isinstance(schema, dict):
             raise SpecError(f"{_FIELD}: field 'json': found {schema!r:.80}, expected an object")
-        return "json", params.json
+        return "json", json.dumps({"x-guidance": _JSON_OPTIONS, **schema})
     if params.regex is not None:
         return "regex", params.regex
     if params.choice is not None:
         return "choice", json.dumps(params.choice, ensure_ascii=False)
     if params.grammar is not None:
         return "grammar", params.grammar
-    return "json", '{"type": "object"}'
+    return "json", json.dumps({"type": "object", "x-guidance": _JSON_OPTIONS})
 
 
 class GrammarCompiler:

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from llmpq.server.service import ChoiceDelta, PreparedRequest
-from llmpq.server.tools import CallEnd, Event, TextDelta
+from llmpq.server.tools import CallEnd, CallParser, Event, TextDelta
+
+
+class _ReasoningCounter:
+    """Counts the tokens of one answer whose text begins between the marks of reasoning."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._offsets: deque[int] = deque()  # of tokens that the parser has not read
+
+    def add(self, offsets: Sequence[int], parser: CallParser) -> None:
+        """Take the offsets of new tokens, whose text the parser got."""
+        self._offsets.extend(offsets)
+        while self._offsets and self._offsets[0] < parser.position:
+            self.count += parser.is_reasoning_at(self._offsets.popleft())
 
 
 class AnswerSplitter:
@@ -20,6 +35,7 @@ class AnswerSplitter:
         self._parsers = (
             [] if tools is None else [tools.parser(text) for _ in range(request.num_choices)]
         )
+        self._counters = [_ReasoningCounter() for _ in self._parsers]
 
     def events(self, delta: ChoiceDelta) -> Sequence[Event]:
         """Return the events of a delta; a call that the limit of the answer cuts does not end."""
@@ -27,11 +43,16 @@ class AnswerSplitter:
             return [TextDelta(delta.text)]
         parser = self._parsers[delta.index]
         events = parser.feed(delta.text)
-        if delta.finish_reason is None:
-            return events
-        is_cut, last = delta.finish_reason == "length", parser.finish()
+        last = [] if delta.finish_reason is None else parser.finish()
+        self._counters[delta.index].add(delta.offsets, parser)
+        is_cut = delta.finish_reason == "length"
         kept = [event for event in last if not (is_cut and isinstance(event, CallEnd))]
         return [*events, *kept]
+
+    def reasoning_tokens(self, index: int | None = None) -> int:
+        """Return the number of reasoning tokens so far, of one answer or of all."""
+        counters = self._counters if index is None else self._counters[index : index + 1]
+        return sum(counter.count for counter in counters)
 
     def ends_in_calls(self, delta: ChoiceDelta) -> bool:
         """Return whether an answer ends for its calls; ``events`` was given the last delta."""

@@ -26,9 +26,11 @@ from llmpq.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationBody,
+    PromptBody,
     ResponseFormat,
     StreamOptions,
     StructuredOutputs,
+    TokenIds,
     TokenizeRequest,
 )
 from llmpq.server.service import (
@@ -72,8 +74,8 @@ async def prepare_completion(
         raise bad_request("max_tokens must be at least 1 unless echo is true.", "max_tokens")
     sampling = await _sampling(body, model, max(1, max_tokens))
     prompts, echoes = [], []
-    for prompt, encoded in zip(body.prompt, await _encode(body, model), strict=True):
-        token_ids = _truncate(encoded, body, model)
+    encoded = await encode_prompts(body.prompt, body, model)
+    for prompt, token_ids in zip(body.prompt, encoded, strict=True):
         if body.echo:
             echoes.append(prompt if isinstance(prompt, str) else _decode(token_ids, model))
         prompts.append(_checked(token_ids, sampling, model))
@@ -83,17 +85,25 @@ async def prepare_completion(
     return CompletionFormat(body, model, request, f"cmpl-{request_id}")
 
 
-async def _encode(body: CompletionRequest, model: ServedModel) -> list[list[int]]:
-    """Return the tokens of the prompts."""
-    texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
-    if not texts:
-        return [list(prompt) for prompt in body.prompt if not isinstance(prompt, str)]
-    tokenizer = model.need_tokenizer("send prompts as lists of tokens")
-    return await tokenizer.encode_async(
-        texts,
-        max_tokens=model.max_model_len,
-        add_special_tokens=body.add_special_tokens is not False,
-    )
+async def encode_prompts(
+    prompts: Sequence[str | TokenIds], body: PromptBody, model: ServedModel
+) -> list[list[int]]:
+    """Return the tokens of the prompts of a request, cut as it says.
+
+    Raises:
+        ApiError: a prompt is a text and there is no tokenizer, or it cannot be cut so.
+    """
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if texts:
+        tokenizer = model.need_tokenizer("send prompts as lists of tokens")
+        encoded = await tokenizer.encode_async(
+            texts,
+            max_tokens=model.max_model_len,
+            add_special_tokens=body.add_special_tokens is not False,
+        )
+    else:
+        encoded = [list(prompt) for prompt in prompts if not isinstance(prompt, str)]
+    return [_truncate(token_ids, body, model) for token_ids in encoded]
 
 
 async def prepare_chat(
@@ -223,7 +233,7 @@ async def _render(
     )
 
 
-def _truncate(token_ids: list[int], body: GenerationBody, model: ServedModel) -> list[int]:
+def _truncate(token_ids: list[int], body: PromptBody, model: ServedModel) -> list[int]:
     limit = body.truncate_prompt_tokens
     if limit is None:
         return token_ids
@@ -242,14 +252,7 @@ def _checked(
 ) -> tuple[int, ...]:
     """Check one prompt."""
     max_tokens = sampling.max_tokens or 0
-    if not token_ids:
-        raise bad_request("The prompt is empty: expected at least one token.", "prompt")
-    largest = max(token_ids)
-    if largest >= model.vocab_size:
-        raise bad_request(
-            f"Token id {largest} is out of vocabulary, which has {model.vocab_size} tokens.",
-            "prompt",
-        )
+    check_tokens(token_ids, model, "prompt")
     if len(token_ids) + max_tokens > model.max_model_len:
         raise bad_request(
             f"This model's maximum context length is {model.max_model_len} tokens. However, you "
@@ -258,6 +261,21 @@ def _checked(
             "max_tokens",
         )
     return tuple(token_ids)
+
+
+def check_tokens(token_ids: Sequence[int], model: ServedModel, param: str) -> None:
+    """Check that a prompt has tokens, all of them in the vocabulary.
+
+    Raises:
+        ApiError: names the field ``param``.
+    """
+    if not token_ids:
+        raise bad_request("The prompt is empty: expected at least one token.", param)
+    largest = max(token_ids)
+    if largest >= model.vocab_size:
+        raise bad_request(
+            f"Token id {largest} is out of vocabulary, which has {model.vocab_size} tokens.", param
+        )
 
 
 def _prepared(
@@ -291,17 +309,27 @@ def _prepared(
     )
 
 
+def check_count(num_prompts: int, n: int, model: ServedModel, param: str = "n") -> None:
+    """Check the number of answers of a request.
+
+    Raises:
+        ApiError: they are too many; names the field ``param``.
+    """
+    count = n * num_prompts
+    if count > model.max_choices:
+        raise bad_request(
+            f"{param}: found {count} answers ({num_prompts} prompts with n = {n}), expected at "
+            f"most {model.max_choices} (--max_num_choices).",
+            param,
+        )
+
+
 def _check_size(
     prompts: Sequence[tuple[int, ...]], sampling: SamplingParams, n: int, model: ServedModel
 ) -> None:
     """Check what the answers of a request take together."""
     count = n * len(prompts)
-    if count > model.max_choices:
-        raise bad_request(
-            f"n: found {count} answers ({len(prompts)} prompts with n = {n}), expected at most "
-            f"{model.max_choices} (--max_num_choices).",
-            "n",
-        )
+    check_count(len(prompts), n, model)
     ids = (
         len(sampling.stop_token_ids)
         + len(sampling.logit_bias)
@@ -477,7 +505,7 @@ class _OpenAIFormat(Generic[OwnBody]):
 
     def whole(self, usage: TokenUsage) -> Json:
         """Return the object around the choices."""
-        return {**self._frame(self.kind, []), "usage": _usage_json(usage)}
+        return {**self._frame(self.kind, []), "usage": self._usage(usage)}
 
     def opening(self) -> list[Json]:
         """Return nothing: the first delta opens a completion."""
@@ -491,7 +519,7 @@ class _OpenAIFormat(Generic[OwnBody]):
         """Return the chunk with the numbers of tokens, if it is asked for."""
         if not self._options.include_usage:
             return []
-        return [{**self._frame(self.chunk_kind, []), "usage": _usage_json(usage)}]
+        return [{**self._frame(self.chunk_kind, []), "usage": self._usage(usage)}]
 
     def failure(self, error: ApiError) -> list[Json]:
         """Return the error."""
@@ -506,10 +534,20 @@ class _OpenAIFormat(Generic[OwnBody]):
         if self._options.continuous_usage_stats:
             prompt_tokens = len(self.request.prompt_of(delta.index))
             counts = (prompt_tokens, delta.num_cached_tokens, delta.num_tokens)
-            frame["usage"] = _usage_json(TokenUsage(*counts))
+            frame["usage"] = self._usage(TokenUsage(*counts), delta.index)
         elif self._options.include_usage:
             frame["usage"] = None
         return frame
+
+    def _usage(self, usage: TokenUsage, index: int | None = None) -> Json:
+        """Return the numbers of tokens of one answer, or of all."""
+        del index
+        return {
+            "prompt_tokens": usage.prompt_tokens,
+            "total_tokens": usage.prompt_tokens + usage.new_tokens,
+            "completion_tokens": usage.new_tokens,
+            "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        }
 
     def _frame(self, kind: str, choices: list[Json]) -> Json:
         head = self._head
@@ -542,15 +580,6 @@ class _OpenAIFormat(Generic[OwnBody]):
             }
             for token, value in pairs.items()
         }
-
-
-def _usage_json(usage: TokenUsage) -> Json:
-    return {
-        "prompt_tokens": usage.prompt_tokens,
-        "total_tokens": usage.prompt_tokens + usage.new_tokens,
-        "completion_tokens": usage.new_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-    }
 
 
 class CompletionFormat(_OpenAIFormat[CompletionRequest]):
@@ -654,6 +683,10 @@ class ChatFormat(_OpenAIFormat[ChatCompletionRequest]):
     def opening(self) -> list[Json]:
         """Return the chunks with the role of each answer."""
         return [self._opening(index) for index in range(self.request.num_choices)]
+
+    def _usage(self, usage: TokenUsage, index: int | None = None) -> Json:
+        details = {"reasoning_tokens": self._splitter.reasoning_tokens(index)}
+        return {**super()._usage(usage), "completion_tokens_details": details}
 
     def _opening(self, index: int) -> Json:
         echo = self.request.echo_of(index) or ""

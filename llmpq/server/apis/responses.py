@@ -161,11 +161,11 @@ class ResponseStore:
         messages = [] if previous is None else self.messages(previous)
         messages += _messages_of(body.input)
         own = [] if body.instructions is None else [_system(body.instructions)]
-        tools, choice = _chosen_tools(body)
+        tools = [_tool_of(tool) for tool in body.tools or ()]
         chat = chat_of(
             messages=_with_one_system_message([*own, *messages]),
             tools=tools or None,
-            tool_choice=choice,
+            tool_choice=body.tool_choice,
             parallel_tool_calls=body.parallel_tool_calls,
             max_tokens=body.max_output_tokens,
             temperature=body.temperature,
@@ -263,19 +263,6 @@ def _with_one_system_message(messages: Sequence[Json]) -> list[Json]:
         content = message["content"]
         parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
     return [{"role": "system", "content": parts}, *messages[count:]]
-
-
-def _chosen_tools(body: ResponsesRequest) -> tuple[list[Json], object]:
-    """Return the tools and the choice among them; those that are not allowed are left out."""
-    tools = [_tool_of(tool) for tool in body.tools or ()]
-    choice = body.tool_choice
-    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
-        return tools, choice
-    allowed = choice.get("tools")
-    if not isinstance(allowed, list):
-        raise bad_request("tool_choice: expected allowed_tools with tools.", "tool_choice")
-    names = [tool.get("name") for tool in allowed if isinstance(tool, dict)]
-    return [tool for tool in tools if tool["function"].get("name") in names], choice.get("mode")
 
 
 def _tool_of(tool: Mapping[str, Any]) -> Json:
@@ -452,8 +439,17 @@ class ResponsesFormat:
             "tools": body.tools or [],
             "top_p": sampling.top_p,
             "truncation": "disabled",
-            "usage": None if usage is None else _usage_json(usage),
+            "usage": None if usage is None else self._usage(usage),
             "metadata": body.metadata or {},
+        }
+
+    def _usage(self, usage: TokenUsage) -> Json:
+        return {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "output_tokens": usage.new_tokens,
+            "output_tokens_details": {"reasoning_tokens": self._splitter.reasoning_tokens()},
+            "total_tokens": usage.prompt_tokens + usage.new_tokens,
         }
 
 
@@ -462,13 +458,3 @@ def _content(part: AnswerPart) -> Json:
     if part.kind == "reasoning":
         return {"type": "reasoning_text", "text": part.text}
     return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": []}
-
-
-def _usage_json(usage: TokenUsage) -> Json:
-    return {
-        "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "output_tokens": usage.new_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": usage.prompt_tokens + usage.new_tokens,
-    }

@@ -43,7 +43,7 @@ WHOLE_TIMES = 10
 """The first byte of a whole answer comes after its last token: it may take so many times longer."""
 _IS_STREAM = re.compile(rb'"stream"\s*:\s*true')
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
-_TOKEN_IDS = re.compile(rb'"prompt"\s*:\s*\[\s*\d')
+_TOKEN_IDS = re.compile(rb'"(?:prompt|input)"\s*:\s*\[\s*\d')
 HOP_BY_HOP = frozenset(
     {
         b"connection", b"content-length", b"host", b"keep-alive", b"proxy-authenticate",

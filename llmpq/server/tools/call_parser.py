@@ -89,6 +89,7 @@ class CallParser:
         self._strips = False  # whether white space that follows is left out
         self._at_start = True  # whether no text stands before, but reasoning and calls
         self._num_calls = 0
+        self._reasoning_spans: list[tuple[int, int | None]] = []  # one that is open has no end
         is_harmony = calls is not None and calls.kind == "harmony"
         self._steps = self._harmony() if is_harmony else self._answer(is_reasoning)
 
@@ -96,6 +97,16 @@ class CallParser:
     def num_calls(self) -> int:
         """Calls that have begun."""
         return self._num_calls
+
+    @property
+    def position(self) -> int:
+        """Characters of the answer that were read."""
+        return self._source.position
+
+    def is_reasoning_at(self, offset: int) -> bool:
+        """Return whether a character that was read stands between the marks of reasoning."""
+        spans = self._reasoning_spans
+        return any(start <= offset and (end is None or offset < end) for start, end in spans)
 
     def feed(self, text: str) -> list[Event]:
         """Take the text that follows; return what is certain by now."""
@@ -153,9 +164,18 @@ class CallParser:
 
     def _reasoning(self, close: str) -> Steps[None]:
         """Read reasoning, up to its mark or the end of the answer."""
+        self._open_span()
         yield from self._source.blanks()
-        yield from self._source.until((close,), self._reason)
+        mark = yield from self._source.until((close,), self._reason)
+        self._close_span(len(mark))
         self._leave_blanks_out()
+
+    def _open_span(self) -> None:
+        self._reasoning_spans.append((self._source.position, None))
+
+    def _close_span(self, mark_length: int) -> None:
+        start, _ = self._reasoning_spans[-1]
+        self._reasoning_spans[-1] = start, self._source.position - mark_length
 
     def _reason(self, text: str) -> None:
         text = self._reasoning_blanks + text
@@ -331,7 +351,9 @@ class CallParser:
             if recipient and (recipient[1] != name or name in self._schemas):
                 yield from self._harmony_call(name)
             elif recipient or (channel is not None and channel[1] == "analysis"):
+                self._open_span()
                 yield from source.until(_HARMONY_BODY_ENDS, self._reason, is_read=False)
+                self._close_span(0)
                 self._leave_blanks_out()
             else:
                 yield from source.until(_HARMONY_BODY_ENDS, self._text, is_read=False)

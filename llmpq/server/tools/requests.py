@@ -133,8 +133,9 @@ def prepare(body: ToolBody, template: TemplateFormat) -> PreparedTools:
     Raises:
         ApiError: a field has another form, or the template has no calls and one is required.
     """
-    functions = _functions(body.tools)
-    choice, chosen = _choice(body.tool_choice, functions)
+    tools, mode = _allowed_tools(body)
+    functions = _functions(tools)
+    choice, chosen = _choice(mode, functions)
     if choice == "required" and template.calls is None:
         raise bad_request(
             "tool_choice: the chat template of the model has no tool calls: expected 'auto' or "
@@ -146,7 +147,7 @@ def prepare(body: ToolBody, template: TemplateFormat) -> PreparedTools:
     calls = template.calls if is_offered or _is_harmony(template) else None
     return PreparedTools(
         messages=tuple(template_messages(body.messages, template)),
-        tools=tuple(dict(tool) for tool in body.tools or ()) if is_offered else None,
+        tools=tuple(dict(tool) for tool in tools) if is_offered else None,
         functions=((chosen,) if chosen else functions) if is_offered else (),
         choice=choice,
         is_parallel=is_parallel and (calls is None or calls.is_parallel),
@@ -158,9 +159,34 @@ def _is_harmony(template: TemplateFormat) -> bool:
     return template.calls is not None and template.calls.kind == "harmony"
 
 
-def _functions(tools: Sequence[Mapping[str, Any]] | None) -> tuple[Function, ...]:
+def _allowed_tools(body: ToolBody) -> tuple[Sequence[Mapping[str, Any]], Any]:
+    """Return the tools and the choice among them; those that are not allowed are left out.
+
+    The choice ``allowed_tools`` of chat completions has its fields in an object of that name, the
+    one of responses has not.
+    """
+    tools, choice = body.tools or (), body.tool_choice
+    if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
+        return tools, choice
+    stated = choice.get("allowed_tools", choice)
+    allowed = stated.get("tools") if isinstance(stated, Mapping) else None
+    if not isinstance(allowed, list):
+        raise bad_request("tool_choice: expected allowed_tools with tools.", "tool_choice")
+    names = [_function_name(tool) for tool in allowed]
+    return [tool for tool in tools if _function_name(tool) in names], stated.get("mode")
+
+
+def _function_name(value: object) -> object:
+    """Return the name of the function in a tool or a choice; ``None`` where there is none."""
+    if not isinstance(value, Mapping):
+        return None
+    function = value.get("function")
+    return (function if isinstance(function, Mapping) else value).get("name")
+
+
+def _functions(tools: Sequence[Mapping[str, Any]]) -> tuple[Function, ...]:
     found: dict[str, Function] = {}
-    for place, tool in enumerate(tools or ()):
+    for place, tool in enumerate(tools):
         function = tool.get("function")
         if tool.get("type") != "function" or not isinstance(function, Mapping):
             raise _bad_tool(place, "expected type 'function' with a function")
@@ -194,9 +220,7 @@ def _choice(value: Any, functions: Sequence[Function]) -> tuple[Choice, Function
         if not functions:
             raise bad_request("tool_choice: found 'required' without tools.", "tool_choice")
         return "required", None
-    name = value.get("name") if isinstance(value, Mapping) else None
-    if isinstance(value, Mapping) and isinstance(value.get("function"), Mapping):
-        name = value["function"].get("name")
+    name = _function_name(value)
     if name is None:
         raise bad_request(
             "tool_choice: expected 'auto', 'none', 'required' or "

@@ -33,6 +33,12 @@ class TextSource:
         self._buffer = ""
         self._place = 0
         self._mark: int | None = None
+        self._num_cut = 0
+
+    @property
+    def position(self) -> int:
+        """Characters of the whole text before the next one, or before the place marked."""
+        return self._num_cut + (self._place if self._mark is None else self._mark)
 
     def feed(self, text: str) -> None:
         """Add text."""
@@ -201,6 +207,7 @@ class TextSource:
         """Forget what was read."""
         start = self._place if self._mark is None else self._mark
         self._buffer = self._buffer[start:]
+        self._num_cut += start
         self._place -= start
         self._mark = None if self._mark is None else 0
 

@@ -24,6 +24,7 @@ from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.cli.engine_simulation import add_engine_options, simulated_limits
 from llmpq.dist.engine import engine as engine_module
 from llmpq.dist.engine.drafters import DraftModel
+from llmpq.dist.engine.executor import StepResult
 from llmpq.dist.engine.online_run import OnlineRun
 from llmpq.dist.io.control_channel import AddedRequest, ModelLimits, added_to_json
 from llmpq.dist.io.generation import GenerationRequest
@@ -134,8 +135,11 @@ class Pipeline:
 
     # The stages.
 
-    def dispatch(self, number, phase, token_ids: np.ndarray, rows: Sequence[Row], outputs) -> None:
+    def dispatch(
+        self, number, phase, token_ids: np.ndarray, rows: Sequence[Row], outputs, pooled
+    ) -> None:
         assert phase is None
+        assert not pooled
         counts = [row.length - row.first for row in rows]
         assert sum(counts) == len(token_ids)
         shape = StepSize(len(rows), len(token_ids), 0, 0, ())
@@ -173,11 +177,11 @@ class Pipeline:
         self.now_s = max(self.now_s, next_s)
         return self.has_result()
 
-    def collect(self) -> tuple[int, torch.Tensor | None]:
+    def collect(self) -> StepResult:
         _, number, shape, scores = self._returning.popleft()
         self.now_s += self._costs.project_s(shape)
         self._free_s[0] = self.now_s
-        return number, scores if len(scores) else None
+        return StepResult(number, scores if len(scores) else None)
 
     def copy_blocks(self, _: Sequence[BlockCopy]) -> list[int]:
         """Copy nothing: tokens do not depend on the content of blocks here."""

@@ -103,6 +103,19 @@ SCHEMAS = st.recursive(
 )  # fmt: skip
 
 
+OBJECT = {
+    "type": "object",
+    "properties": {name: {"type": "integer", "minimum": 1, "maximum": 9} for name in ("a", "b")},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+def token_of(letter: str) -> int:
+    """Return the token of a letter; the byte-level alphabet writes white space otherwise."""
+    return TOKENS.index({" ": "\u0120", "\n": "\u010a", "\t": "\u0109"}.get(letter, letter))
+
+
 def is_valid(value: object, schema: dict[str, object]) -> bool:
     """Whether a value has the schema, for the words that are used above."""
     if "enum" in schema:
@@ -134,6 +147,35 @@ def is_valid(value: object, schema: dict[str, object]) -> bool:
 def test_finished_answers_have_the_schema(compiler, schema, seed):
     found = answer(compiler, StructuredOutputsParams(json=json.dumps(schema)), seed)
     assert found is None or is_valid(json.loads(found), schema)
+
+
+@pytest.mark.parametrize("form", [{"json": json.dumps(OBJECT)}, {"json_object": True}])
+def test_white_space_does_not_go_on_for_ever(compiler, form):
+    """The scores of some models are best for white space as long as it may come."""
+    found = StructuredOutputsParams(**form)
+    params = SamplingParams(structured_outputs=found)
+    state = SamplingState(params, stop_token_ids=[EOS], matcher=compiler.compile(found))
+    logits = torch.zeros(1, len(TOKENS))
+    for rank, letter in enumerate((" ", "\n", "}", '"', "a", ":", "1")):
+        logits[0, token_of(letter)] = 20.0 - rank
+    reason = None
+    while reason is None:
+        (token,) = sampled(logits, [state])
+        assert token.error is None
+        state.accept(token.token_id)
+        reason = state.finish_reason(1000)
+    assert reason == "stop"
+    assert isinstance(json.loads(text_of(state.token_ids)), dict)
+
+
+def test_json_may_be_indented(compiler):
+    form = StructuredOutputsParams(json=json.dumps(OBJECT))
+    for indent in (None, 2, "\t"):
+        matcher = compiler.compile(form)
+        for letter in json.dumps({"a": 1, "b": 2}, indent=indent):
+            assert matcher.allowed(len(TOKENS))[token_of(letter)], (indent, letter)
+            matcher.accept(token_of(letter))
+        assert matcher.is_complete
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 from helpers.fake_engine import FakeEngine
-from helpers.served import demo_tokenizer
+from helpers.served import Served, demo_tokenizer
 from model_templates import CALLS, MODELS, TOOLS
 from served_answer import serving_answer
 
@@ -79,6 +79,58 @@ def test_reasoning_is_split_from_the_answer():
     assert "".join(delta.content or "" for delta in chunks) == "Hello"
 
 
+def tokens_before_and_between(
+    server: Served, answer: str, opening: str, close: str
+) -> tuple[int, int]:
+    """Return the tokens of an answer whose text begins before a mark's end, and up to another."""
+    tokenizer = server.service.model.tokenizer
+    tokens = tokenizer.encode(answer, add_special_tokens=False)
+    starts = [
+        len(tokenizer.decode(tokens[:end], skip_special_tokens=False)) for end in range(len(tokens))
+    ]
+    first = answer.index(opening) + len(opening)
+    end = answer.index(close, first)
+    return sum(start < first for start in starts), sum(first <= start < end for start in starts)
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("name", "answer", "marks"),
+    [
+        ("qwen3", "<think>\nHm, let me see.\n</think>\n\nHello", ("<think>", "</think>")),
+        ("nemotron", "Hm, let me see.\n</think>\n\nHello", ("", "</think>")),
+        (
+            "harmony",
+            "<|channel|>analysis<|message|>Hm, let me see.<|end|><|start|>assistant<|channel|>final"
+            "<|message|>Hello",
+            ("<|message|>", "<|end|>"),
+        ),
+    ],
+)
+def test_usage_counts_the_tokens_of_the_reasoning(name, answer, marks, at_once):
+    with (
+        serving_answer(name, answer, at_once=at_once) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        before, expected = tokens_before_and_between(server, answer, *marks)
+        assert expected > 3
+        whole = ask(client, n=2).usage
+        assert whole.completion_tokens_details.reasoning_tokens == 2 * expected
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        chunks = list(ask(client, stream=True, stream_options=options))
+        counts = [chunk.usage.completion_tokens_details.reasoning_tokens for chunk in chunks]
+        assert counts == sorted(counts)
+        assert counts[0] == 0
+        assert counts[-1] == expected
+        text = {"model": "demo", "input": "hi", "max_output_tokens": 400}
+        response = client.responses.create(**text)
+        assert response.usage.output_tokens_details.reasoning_tokens == expected
+        last = list(client.responses.create(**text, stream=True))[-1].response
+        assert last.usage == response.usage
+        cut = ask(client, max_tokens=before + 3).usage  # it ends in the reasoning
+        assert cut.completion_tokens_details.reasoning_tokens == 3
+
+
 def test_special_tokens_that_are_no_marks_have_no_text():
     answer = f"He<s>llo{MODELS['granite'].one}"
     with asking("granite", answer) as (client, _):
@@ -104,6 +156,19 @@ def test_a_required_call_gives_the_answer_a_form():
         assert forms[0] is None
         assert "get_weather" in forms[1].grammar
         assert "get_weather" not in forms[2].grammar
+        for mode in ("auto", "required"):
+            allowed = {"mode": mode, "tools": [named]}
+            ask(client, tool_choice={"type": "allowed_tools", "allowed_tools": allowed})
+            request = list(engine.requests.values())[-1]
+            prompt = demo_tokenizer().decode(request.prompt_token_ids)
+            assert "get_time" in prompt
+            assert "get_weather" not in prompt
+            form = request.sampling.structured_outputs
+            assert (form is None) == (mode == "auto")
+            assert form is None or "get_weather" not in form.grammar
+        for allowed in (None, {"mode": "auto"}, {"mode": "auto", "tools": {}}):
+            with pytest.raises(openai.BadRequestError, match="allowed_tools with tools"):
+                ask(client, tool_choice={"type": "allowed_tools", "allowed_tools": allowed})
         with pytest.raises(openai.BadRequestError, match="tool_choice"):
             ask(client, tool_choice="required", response_format={"type": "json_object"})
         with pytest.raises(openai.BadRequestError, match="name 'a b'"):
