@@ -23,7 +23,7 @@ from llmpq.dist.io.control_channel import AddedRequest, added_to_json, output_fr
 from llmpq.dist.io.generation import GenerationRequest, ServingStats, TokenOutput
 from llmpq.dist.io.job import Job, check_model, checked_speculation
 from llmpq.dist.io.sampling_params import StructuredOutputsParams, TokenLogprobs
-from llmpq.dist.launch.ranks import CLOSE_TIMEOUT_S, Hosts, Ranks
+from llmpq.dist.launch.ranks import CLOSE_TIMEOUT_S, HostMonitor, Hosts, Ranks
 from llmpq.dist.launch.signals import StopRequest
 from llmpq.dist.limited.form_checker import FormChecker
 from llmpq.dist.metrics.progress import RunProgress
@@ -166,6 +166,7 @@ class AsyncEngine:
         hosts: Hosts | None = None,
         progress: RunProgress | None = None,
         clock: Callable[[], float] = time.monotonic,
+        monitor: HostMonitor | None = None,
         **options: Any,
     ) -> AsyncEngine:
         """Start the ranks of a plan, and return while they load; :meth:`ready` waits for them.
@@ -178,6 +179,7 @@ class AsyncEngine:
             hosts: this host's place, which is the master's; by default all ranks run here.
             progress: receives loading events.
             clock: seconds, for ``max_restarts``.
+            monitor: watches the other hosts, and has the plan without those that are lost.
             options: those of ``EngineOptions`` and ``LaunchOptions``.
 
         Raises:
@@ -186,7 +188,7 @@ class AsyncEngine:
         """
         model_dir, own, run = _checked_options(plan, model_dir, options)
         faults = FaultOptions(max_restarts=run.max_restarts)
-        ranks = Ranks(plan, faults, hosts=hosts, progress=progress, clock=clock)
+        ranks = Ranks(plan, faults, hosts=hosts, progress=progress, clock=clock, monitor=monitor)
         job, listener = _engine_job(ranks, model_dir, own, run)
         engine = cls(ranks, listener, FormChecker(model_dir, run.form_timeout_s))
         ranks.start(job, engine._ranks_ended)

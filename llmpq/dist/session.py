@@ -18,7 +18,7 @@ from llmpq.dist.io.control_channel import ControlChannel, Message
 from llmpq.dist.io.job import check_model, checked_speculation, schedule_of
 from llmpq.dist.io.prompts import Prompt, RequestId, prompt_to_json
 from llmpq.dist.io.results import Result, result_from_fields
-from llmpq.dist.launch.ranks import CLOSE_TIMEOUT_S, Ranks
+from llmpq.dist.launch.ranks import CLOSE_TIMEOUT_S, HostMonitor, Hosts, Ranks
 from llmpq.dist.metrics.progress import RunProgress
 from llmpq.errors import LlmpqError, SpecError, StageError, StoppedError
 from llmpq.options.declare import read_keywords, values_of, with_keywords
@@ -42,7 +42,8 @@ class Session(contextlib.AbstractContextManager["Session"]):
     """Loaded ranks that wait for requests; they answer one batch at a time.
 
     The options are those of ``RunOptions``, and the engine's ``speculative_config``; ``progress``
-    receives the events of the ranks.
+    receives the events of the ranks. ``hosts`` is this host's place, by default the only one, and
+    ``monitor`` watches the others.
 
     Raises:
         LlmpqError: ``SpecError`` for a model that the plan is not for, ``CapacityError`` when
@@ -51,14 +52,22 @@ class Session(contextlib.AbstractContextManager["Session"]):
 
     @with_keywords(RunOptions, SpeculationOptions)
     def __init__(
-        self, plan: Plan, model_dir: Path, *, progress: RunProgress | None = None, **options: Any
+        self,
+        plan: Plan,
+        model_dir: Path,
+        *,
+        progress: RunProgress | None = None,
+        hosts: Hosts | None = None,
+        monitor: HostMonitor | None = None,
+        **options: Any,
     ) -> None:
         run, asked = read_keywords(options, RunOptions, SpeculationOptions)
         check_model(plan, model_dir, load_model_dir(model_dir))
         schedule_of(plan, None)
         speculation = checked_speculation(plan, asked.speculative_config, model_dir)
         engine = EngineOptions(speculative_config=speculation)
-        ranks = Ranks(plan, FaultOptions(max_restarts=0), progress=progress)
+        faults = FaultOptions(max_restarts=0)
+        ranks = Ranks(plan, faults, hosts=hosts, progress=progress, monitor=monitor)
         self._ranks = _ServedRanks(ranks)
         self._finalizer = weakref.finalize(self, self._ranks.stop)
         self._batch = 0
