@@ -248,11 +248,12 @@ def _check_files(options: argparse.Namespace) -> None:
     if options.nnodes != 1 and options.strat_file_name is None:
         raise SpecError("--nnodes: found without --strat_file_name, expected both")
     if has_plan and given is None:
-        is_asked = options.bits or options.replan or options.no_measure or options.workers
+        is_asked = options.bits or options.replan or options.no_measure
+        is_asked = is_asked or options.workers or options.key_file
         if is_asked or options.max_num_seqs != SEQUENCES:
             raise SpecError(
-                "--bits, --max_num_seqs, --no_measure, --replan, --workers: found with a plan, "
-                "expected with MODEL alone"
+                "--bits, --key_file, --max_num_seqs, --no_measure, --replan, --workers: found with "
+                "a plan, expected with MODEL alone"
             )
         return
     if has_plan:

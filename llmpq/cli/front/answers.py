@@ -149,16 +149,18 @@ class LoadedModel(contextlib.AbstractContextManager["LoadedModel"]):
             LlmpqError: the prompt cannot be served, a rank failed, or the model does not fit on the
                 hosts that are left.
         """
-        printer = Printer(is_quiet=is_quiet)
+        printer, is_lost = Printer(is_quiet=is_quiet), False
         while True:
             try:
+                if is_lost:
+                    self.found = self._plan()
+                    say_plan(self.found)
+                    self.load()
                 return show_answer(self.pipeline, prompt, sampling, printer)
             except StageError:
                 if self._workers is None or not self._workers.drop_lost():
                     raise
-            self.found = self._plan()
-            say_plan(self.found)
-            self.load()
+                is_lost = True
 
     def _plan(self) -> HostPlan:
         return host_plan(self._model, self._options, self._workers)

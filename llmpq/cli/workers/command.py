@@ -142,8 +142,7 @@ class Worker:
                 self._waiting.put(sock)
             else:
                 with sock, contextlib.suppress(OSError):
-                    text = f"found it in use by {self._served}, expected an idle worker"
-                    refusal = {"kind": "error", "status": StageError.exit_status, "message": text}
+                    refusal = {"kind": "busy", "host": self._served or "no host any more"}
                     send_json(sock, refusal, time.monotonic() + HANDSHAKE_S)
 
     def _serve_one(self, sock: socket.socket, stop: StopRequest) -> None:
@@ -216,6 +215,7 @@ class _Lender(contextlib.AbstractContextManager["_Lender"]):
         if message is not None:
             self.is_left = message["kind"] == LEAVE
             if self.is_left:
+                self._connection.close()
                 return
             self._answer(message)
         if self._ranks is not None and (status := self._ranks.status()) is not None:
@@ -323,6 +323,7 @@ def _checked_words(words: Sequence[object]) -> list[str]:
         others = parser.parse_known_args(found)[1]
     except (argparse.ArgumentError, SystemExit):
         others = found
+    others += [word for word in found if word.startswith("--store")]  # folders of this host
     if others:
         raise SpecError(f"start: found {' '.join(others)}, expected options of the engine")
     return found

@@ -24,6 +24,8 @@ LINK = b"worker link"
 """Purpose of a connection whose speed is measured."""
 LEAVE = "leave"
 """Kind of the last message of a host that ends."""
+LEAVE_S = 2.0
+"""How long the other end may take to read it."""
 ALIVE_S = 1.0
 """Seconds between two signs of life."""
 MAX_PLAN_BYTES = 1 << 26
@@ -93,6 +95,15 @@ class Connection:
             before = self._count
             self._heard.wait_for(lambda: self._count > before or self.lost is not None)
         return self.lost is None
+
+    def leave(self) -> None:
+        """Say that no message follows, and close once the other end has read it."""
+        with contextlib.suppress(StageError):  # the other end is lost
+            self.send(LEAVE)
+        # Closing a socket with unread bytes would discard what the other end has not read.
+        with self._heard:
+            self._heard.wait_for(lambda: self.lost is not None, LEAVE_S)
+        self.close()
 
     def close(self) -> None:
         """End the connection, which the other end notices at once."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from llmpq import __version__
-from llmpq.cli.workers.connection import CONTROL, LEAVE, LINK, Connection, Message
+from llmpq.cli.workers.connection import CONTROL, LINK, Connection, Message
 from llmpq.cli.workers.link import MeasuredLink, measure_link
 from llmpq.dist import Hosts
 from llmpq.dist.transport.endpoint import (
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from llmpq.spec.plan import Plan
 
 POLL_S = 1.0
+BUSY_S = 10.0
+"""How long a worker may take to end the ranks of the host that used it before."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -139,9 +142,7 @@ class WorkerHosts(contextlib.AbstractContextManager["WorkerHosts"]):
     def close(self) -> None:
         """Leave all workers."""
         for worker in self._workers:
-            with contextlib.suppress(StageError):  # it is lost
-                worker.connection.send(LEAVE)
-            worker.connection.close()
+            worker.connection.leave()
         self._workers.clear()
 
     def joined(self, own: Cluster) -> Cluster:
@@ -257,11 +258,18 @@ class WorkerHosts(contextlib.AbstractContextManager["WorkerHosts"]):
             return found.plan, place
 
     def drop_lost(self) -> bool:
-        """Leave out the workers that are lost; return whether one of them had ranks of the plan."""
+        """Leave out the workers that are lost; return whether one of them had ranks of the plan.
+
+        The ranks of the others end then, so that what they hold is free for the next plan.
+        """
         lost = [worker for worker in self._workers if self._is_lost(worker)]
         for worker in lost:
             self._remove(worker, worker.connection.lost or "its ranks have ended")
-        return any(worker.is_used for worker in lost)
+        is_over = any(worker.is_used for worker in lost)
+        for worker in self._workers if is_over else ():
+            with contextlib.suppress(StageError):  # another loss, which the next plan finds
+                worker.ask("stop")
+        return is_over
 
     def say(self, text: str) -> None:
         """Print a line about the hosts."""
@@ -307,33 +315,15 @@ class WorkerHosts(contextlib.AbstractContextManager["WorkerHosts"]):
             self._between[frozenset(ends)] = _link_spec(ends, measured)
 
     def _connect(self, name: str, address: tuple[str, int]) -> None:
-        """Connect to a worker, compare the versions, and measure its link."""
+        """Connect to a worker, and measure its link."""
         where = f"worker {address_text(address)}"
-        endpoint = Endpoint(address=address)
-        with contextlib.ExitStack() as stack:
-            try:
-                deadline_s = time.monotonic() + HANDSHAKE_S
-                sock = endpoint.connect_authenticated(self._token, CONTROL, deadline_s)
-                stack.enter_context(sock)
-                deadline_s = time.monotonic() + HANDSHAKE_S
-                hello = {"version": __version__, "timeout_s": self._timeout_s}
-                send_json(sock, hello, deadline_s)
-                answer = Fields(receive_json(sock, deadline_s), where)
-                if answer.has("message"):
-                    raise StageError(answer.text("message"))
-                probe = endpoint.connect_authenticated(self._token, LINK, deadline_s)
-                measured = measure_link(probe, HANDSHAKE_S)
-            except SpecError:
-                raise SpecError(
-                    f"{where}: found another key there, expected that of {self._key_file}"
-                ) from None
-            except (OSError, StageError) as error:
-                raise StageError(f"{where}: {error}") from None
-            if (version := answer.text("version")) != __version__:
-                raise SpecError(
-                    f"{where}: found llmpq {version}, expected {__version__} as on this host"
-                )
-            stack.pop_all()
+        try:
+            sock = self._greeted(Endpoint(address=address), where)
+            deadline_s = time.monotonic() + HANDSHAKE_S
+            probe = Endpoint(address=address).connect_authenticated(self._token, LINK, deadline_s)
+            measured = measure_link(probe, HANDSHAKE_S)
+        except (OSError, StageError) as error:
+            raise StageError(f"{where}: {error}") from None
         worker = _Worker(
             name=name,
             connection=Connection(sock, name, self._timeout_s),
@@ -349,6 +339,36 @@ class WorkerHosts(contextlib.AbstractContextManager["WorkerHosts"]):
             f"there, {format_bytes(measured.in_bytes_per_s)}/s back, "
             f"{format_seconds(measured.latency_s)}"
         )
+
+    def _greeted(self, endpoint: Endpoint, where: str) -> socket.socket:
+        """Return a connection to a worker of the same version, once it is not in use."""
+        end_s = time.monotonic() + BUSY_S
+        hello = {"version": __version__, "timeout_s": self._timeout_s}
+        while True:
+            deadline_s = time.monotonic() + HANDSHAKE_S
+            try:
+                sock = endpoint.connect_authenticated(self._token, CONTROL, deadline_s)
+            except SpecError:
+                raise SpecError(
+                    f"{where}: found another key there, expected that of {self._key_file}"
+                ) from None
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(sock)
+                deadline_s = time.monotonic() + HANDSHAKE_S
+                send_json(sock, hello, deadline_s)
+                answer = Fields(receive_json(sock, deadline_s), where)
+                if answer.text("kind", ("hello", "busy")) == "hello":
+                    if (version := answer.text("version")) != __version__:
+                        raise SpecError(
+                            f"{where}: found llmpq {version}, expected {__version__} as on this "
+                            "host"
+                        )
+                    stack.pop_all()
+                    return sock
+            if time.monotonic() >= end_s:
+                user = answer.text("host")
+                raise StageError(f"found it in use by {user}, expected an idle worker")
+            time.sleep(POLL_S)
 
     def _address(self, used: Sequence[_Worker]) -> str:
         """Return the address at which all workers of a plan reach this host."""

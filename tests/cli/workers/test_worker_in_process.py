@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from helpers.clocks import PATIENCE_S
 from helpers.processes import wait_for
 from helpers.small_host import small_host
 
@@ -81,18 +82,20 @@ def test_its_devices_and_its_link_join_those_of_this_host(worker, capsys):
     assert "llmpq test: worker 127.0.0.1 has joined: cpu (1 thread, 300 MiB); link " in shown
 
 
-def test_one_worker_serves_one_host_after_the_other(worker, capsys):
+def test_one_worker_serves_one_host_after_the_other(worker, monkeypatch, capsys):
+    monkeypatch.setattr(hosts, "BUSY_S", 0.0)
     first = worker.connected()
-    with pytest.raises(StageError, match="in use by 127.0.0.1, expected an idle worker"):
+    with pytest.raises(StageError, match=r"in use by 127\.0\.0\.1, expected an idle worker"):
         worker.connected()
+    monkeypatch.setattr(hosts, "BUSY_S", PATIENCE_S)
     first.close()
-    wait_for(lambda: capsys.readouterr().err, lambda text: "127.0.0.1 has left" in text)
     worker.connected().close()
+    assert "127.0.0.1 has left" in capsys.readouterr().err
 
 
 def test_another_key_is_one_line_at_both_ends(worker, tmp_path, capsys):
     with pytest.raises(SpecError, match="found another key there, expected that of") as error:
-        worker.connected(key(tmp_path, "another secret"))
+        worker.connected(key(tmp_path, "another secret of hosts"))
     assert "\n" not in str(error.value)
     shown = capsys.readouterr().err
     assert shown == (
@@ -146,9 +149,8 @@ def test_a_model_is_compared_before_anything_is_loaded(worker, tmp_path):
 def test_a_model_of_the_hub_is_found_in_the_workers_cache(worker, tmp_path, monkeypatch):
     snapshot = tmp_path / "snapshots" / "abc"
     shutil.copytree(DEMO, snapshot)
-    monkeypatch.setattr(
-        command, "snapshot_of", lambda repo, commit: snapshot if repo == "a/b" else None
-    )
+    places = {("a/b", "abc"): snapshot}
+    monkeypatch.setattr(command, "snapshot_of", lambda *name: places.get(name))
     fields = {"path": str(tmp_path / "gone"), "commit": "abc", "file": "."}
     with worker.connected() as found:
         digest = model_digest(DEMO)
@@ -161,14 +163,21 @@ def test_the_folder_that_a_worker_was_given_is_the_one_that_is_compared(tmp_path
     monkeypatch.setattr(command, "host_cluster", lambda: small_host(300))
     own = tmp_path / "own"
     shutil.copytree(DEMO, own)
-    with Started(WorkerOptions(key_file=key(tmp_path), model=own)) as started:
-        with started.connected() as found:
-            fields = {"path": str(tmp_path / "gone"), "digest": model_digest(DEMO)}
-            assert asked(found, "model", **fields).text("path") == str(own)
+    options = WorkerOptions(key_file=key(tmp_path), model=own)
+    with Started(options) as started, started.connected() as found:
+        fields = {"path": str(tmp_path / "gone"), "digest": model_digest(DEMO)}
+        assert asked(found, "model", **fields).text("path") == str(own)
 
 
 @pytest.mark.parametrize(
-    "words", [["--output", "x"], ["--strat_file_name", "x"], ["--token_budget", "x"], ["x"]]
+    "words",
+    [
+        ["--output", "x"],
+        ["--strat_file_name", "x"],
+        ["--token_budget", "x"],
+        ["--store", "x"],
+        ["x"],
+    ],
 )
 def test_only_options_of_the_engine_come_from_another_host(words):
     with pytest.raises(SpecError, match="expected options of the engine"):
