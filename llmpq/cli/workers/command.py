@@ -183,7 +183,7 @@ def _answer_link(sock: socket.socket) -> None:
 
 
 class _Lender(contextlib.AbstractContextManager["_Lender"]):
-    """What this host does for another one; ``is_left`` once that one has no more to ask."""
+    """What this host does for another one, until ``is_left``."""
 
     def __init__(self, connection: Connection, options: WorkerOptions, token: bytes) -> None:
         self._connection = connection
