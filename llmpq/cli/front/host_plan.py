@@ -32,7 +32,7 @@ from llmpq.cli.render import aligned, compact_bits
 from llmpq.costmodel import build_costs
 from llmpq.errors import InfeasibleError, LlmpqError, SpecError
 from llmpq.options.declare import add_options
-from llmpq.options.workers import WorkersOptions
+from llmpq.options.run import WorkersOptions
 from llmpq.profiler.device import host_cluster
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster

@@ -41,7 +41,7 @@ from llmpq.dist.transport.endpoint import (
 )
 from llmpq.errors import LlmpqError, SpecError, StageError
 from llmpq.options.declare import add_options, read_options
-from llmpq.options.workers import WorkerOptions, address_text
+from llmpq.options.run import WorkerOptions, address_text
 from llmpq.profiler.device import host_cluster
 from llmpq.spec.cluster import host_text
 from llmpq.spec.fields import Fields, to_json, write_text

@@ -35,7 +35,7 @@ Message = dict[str, Any]
 
 
 class Connection:
-    """One end of a connection.
+    """One end of a socket between a worker and the host that uses it.
 
     Args:
         sock: authenticated.

@@ -32,8 +32,7 @@ from llmpq.dist.transport.endpoint import (
 from llmpq.dist.transport.errors import error_from_status
 from llmpq.errors import LlmpqError, SpecError, StageError
 from llmpq.options.declare import read_options
-from llmpq.options.run import RunOptions
-from llmpq.options.workers import WorkersOptions, address_text
+from llmpq.options.run import RunOptions, WorkersOptions, address_text
 from llmpq.spec.cluster import Cluster, LinkSpec, Node, host_text
 from llmpq.spec.devices.figures import DeviceEntry
 from llmpq.spec.fields import Fields, from_json
@@ -151,6 +150,8 @@ class WorkerHosts(contextlib.AbstractContextManager["WorkerHosts"]):
         Raises:
             StageError: a worker is lost.
         """
+        if not self._workers:
+            return own
         found = {own.nodes[0].name: own}
         for worker in self._workers:
             fields = worker.ask("devices").child("cluster")
@@ -161,7 +162,7 @@ class WorkerHosts(contextlib.AbstractContextManager["WorkerHosts"]):
         links = [_link_spec((here, worker.name), worker.link) for worker in self._workers]
         links += [link for ends, link in self._between.items() if ends <= names]
         return Cluster(
-            name=f"this host and {len(self._workers)} more",
+            name=", ".join(found),
             nodes=tuple(nodes),
             links=tuple(links),
             device_types=entries or None,

@@ -19,7 +19,7 @@ from llmpq.cli.workers.hosts import WorkerHosts
 from llmpq.dist.launch.signals import StopRequest
 from llmpq.dist.transport.endpoint import Endpoint, read_token
 from llmpq.errors import SpecError, StageError
-from llmpq.options.workers import WorkerOptions, WorkersOptions
+from llmpq.options.run import WorkerOptions, WorkersOptions
 from llmpq.spec.catalog import resolve_model
 from llmpq.spec.model_files.config import model_digest
 

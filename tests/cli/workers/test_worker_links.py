@@ -13,7 +13,7 @@ from llmpq.cli.workers import hosts, link
 from llmpq.cli.workers.connection import Connection
 from llmpq.cli.workers.link import answer_link, measure_link
 from llmpq.errors import SpecError, StageError
-from llmpq.options.workers import WORKER_PORT, worker_address
+from llmpq.options.run import WORKER_PORT, worker_address
 from llmpq.spec.catalog import with_device_types
 from llmpq.spec.devices.figures import DeviceEntry
 from llmpq.units import GIB
