@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast, get_type_hints
 from llmpq.assigner import PlanRequest, make_plan
 from llmpq.assigner.constraints.fixed_bits import with_stored_bits
 from llmpq.assigner.request import default_gap
-from llmpq.dist import Prompt, Result, Session, model_dir_of
+from llmpq.dist import Hosts, Prompt, Result, Session, model_dir_of
 from llmpq.dist import SamplingParams as SamplingParams
 from llmpq.dist.async_engine import AsyncEngine as AsyncEngine
 from llmpq.dist.io.generation import GenerationRequest as GenerationRequest
 from llmpq.dist.io.generation import TokenOutput as TokenOutput
 from llmpq.dist.io.sampling_params import StructuredOutputsParams as StructuredOutputsParams
 from llmpq.dist.io.sampling_params import TokenLogprobs
+from llmpq.dist.launch.ranks import HostMonitor
 from llmpq.dist.metrics.progress import RunProgress
 from llmpq.errors import SpecError
 from llmpq.options.declare import with_keywords
@@ -229,6 +230,8 @@ class Pipeline:
         options: those of ``RunOptions``, and ``speculative_config``, draft tokens to verify, such
             as ``{"num_speculative_tokens": 5}``: they change the time of an answer, not the answer.
         progress: receives loading and token events.
+        hosts: this host's place, which is the master's; by default all ranks run here.
+        monitor: watches the other hosts.
 
     Raises:
         LlmpqError: ``SpecError`` when the plan is not for this model, ``CapacityError`` when memory
@@ -251,12 +254,21 @@ class Pipeline:
         model: str | Path | None = None,
         *,
         progress: RunProgress | None = None,
+        hosts: Hosts | None = None,
+        monitor: HostMonitor | None = None,
         **options: Any,
     ) -> None:
         self.plan = strategy if isinstance(strategy, Plan) else load_plan(strategy)
         self._model_dir = model_dir_of(self.plan, model)
         self._lock = threading.Lock()
-        self._session = Session(self.plan, self._model_dir, progress=progress, **options)
+        self._session = Session(
+            self.plan,
+            self._model_dir,
+            progress=progress,
+            hosts=hosts,
+            monitor=monitor,
+            **options,
+        )
 
     def generate(self, prompts: Prompts, sampling: Sampling = None) -> list[Output]:
         """Answer prompts; return when all of them are finished.

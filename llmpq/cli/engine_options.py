@@ -11,6 +11,7 @@ from llmpq.costmodel.memory import context_bytes
 from llmpq.dist import Hosts
 from llmpq.dist.async_engine import AsyncEngine, run_engine_stages
 from llmpq.dist.io.generation import EngineClient
+from llmpq.dist.launch.ranks import HostMonitor
 from llmpq.dist.launch.signals import StopRequest
 from llmpq.dist.metrics.progress import RunProgress
 from llmpq.errors import SpecError
@@ -74,6 +75,7 @@ def launch_engine(
     *,
     hosts: Hosts | None = None,
     progress: RunProgress | None = None,
+    monitor: HostMonitor | None = None,
 ) -> AsyncEngine:
     """Start the ranks of a plan and return their engine while they load.
 
@@ -86,12 +88,15 @@ def launch_engine(
         model_dir: directory with the weights.
         hosts: this host's place, which is the master's; by default all ranks run here.
         progress: receives loading events.
+        monitor: watches the other hosts.
 
     Raises:
         SpecError: an option cannot be used.
     """
     values = _engine_values(options, plan, model_dir)
-    return AsyncEngine.launch(plan, model_dir, hosts=hosts, progress=progress, **values)
+    return AsyncEngine.launch(
+        plan, model_dir, hosts=hosts, progress=progress, monitor=monitor, **values
+    )
 
 
 def run_stages(

@@ -29,7 +29,13 @@ from llmpq.dist.io.job import Job, Task, check_model, checked_speculation, sched
 from llmpq.dist.io.prompts import Prompt, RequestId, prompt_to_json
 from llmpq.dist.io.results import Result, result_from_fields
 from llmpq.dist.io.sampling_params import StructuredOutputsParams, TokenLogprobs
-from llmpq.dist.launch.ranks import CLOSE_TIMEOUT_S, Hosts, Ranks, ranks_of_node
+from llmpq.dist.launch.ranks import (
+    CLOSE_TIMEOUT_S,
+    HostMonitor,
+    Hosts,
+    Ranks,
+    ranks_of_node,
+)
 from llmpq.dist.launch.signals import StopRequest
 from llmpq.dist.limited.form_checker import FormChecker
 from llmpq.dist.metrics.control_groups import available_memory_bytes
@@ -237,6 +243,7 @@ class AsyncEngine:
         hosts: Hosts | None = None,
         progress: RunProgress | None = None,
         clock: Callable[[], float] = time.monotonic,
+        monitor: HostMonitor | None = None,
         **options: Any,
     ) -> AsyncEngine:
         """Start the ranks of a plan, and return while they load; :meth:`ready` waits for them.
@@ -249,6 +256,7 @@ class AsyncEngine:
             hosts: this host's place, which is the master's; by default all ranks run here.
             progress: receives loading events.
             clock: seconds, for ``max_restarts``.
+            monitor: watches the other hosts, and has the plan without those that are lost.
             options: those of ``EngineOptions`` and ``LaunchOptions``.
 
         Raises:
@@ -257,7 +265,7 @@ class AsyncEngine:
         """
         model_dir, own, run = _checked_options(plan, model_dir, options, hosts)
         faults = FaultOptions(max_restarts=run.max_restarts)
-        ranks = Ranks(plan, faults, hosts=hosts, progress=progress, clock=clock)
+        ranks = Ranks(plan, faults, hosts=hosts, progress=progress, clock=clock, monitor=monitor)
         return cls(ranks, model_dir, own, run)
 
     async def ready(self) -> AsyncEngine:
@@ -513,7 +521,8 @@ class Session(contextlib.AbstractContextManager["Session"]):
     """An engine for callers without an event loop; it answers one batch of prompts at a time.
 
     Its event loop runs in a thread. The options are those of ``RunOptions``, and the engine's
-    ``speculative_config``; ``progress`` receives the events of the ranks.
+    ``speculative_config``; ``progress`` receives the events of the ranks. ``hosts`` is this host's
+    place, by default the only one, and ``monitor`` watches the others.
 
     Raises:
         LlmpqError: ``SpecError`` for a model that the plan is not for, ``CapacityError`` when
@@ -522,14 +531,27 @@ class Session(contextlib.AbstractContextManager["Session"]):
 
     @with_keywords(RunOptions, SpeculationOptions)
     def __init__(
-        self, plan: Plan, model_dir: Path, *, progress: RunProgress | None = None, **options: Any
+        self,
+        plan: Plan,
+        model_dir: Path,
+        *,
+        progress: RunProgress | None = None,
+        hosts: Hosts | None = None,
+        monitor: HostMonitor | None = None,
+        **options: Any,
     ) -> None:
         run, asked = read_keywords(options, RunOptions, SpeculationOptions)
         check_model(plan, model_dir, load_model_dir(model_dir))
         schedule_of(plan, None)
         speculation = checked_speculation(plan, asked.speculative_config, model_dir)
         self._engine = engine = AsyncEngine(
-            Ranks(plan, FaultOptions(max_restarts=0), progress=progress),
+            Ranks(
+                plan,
+                FaultOptions(max_restarts=0),
+                hosts=hosts,
+                progress=progress,
+                monitor=monitor,
+            ),
             model_dir,
             EngineOptions(speculative_config=speculation),
             LaunchOptions(**values_of(run)),

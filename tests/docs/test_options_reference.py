@@ -11,7 +11,7 @@ from llmpq import AsyncEngine, Pipeline
 from scripts.docs_site import options_reference
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "python.md"
-OWN = {"plan", "model_dir", "strategy", "model", "progress", "clock", "hosts"}
+OWN = {"plan", "model_dir", "strategy", "model", "progress", "clock", "hosts", "monitor"}
 """Parameters that the documentation of the function itself explains."""
 
 

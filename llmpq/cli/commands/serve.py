@@ -7,11 +7,13 @@ http://HOST:PORT`` on standard output and standard error says that requests are 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import copy
 import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -24,6 +26,7 @@ from llmpq.cli.engine_options import (
 )
 from llmpq.cli.front.host_plan import (
     MODEL_HELP,
+    HostPlan,
     add_host_plan_options,
     host_plan,
     plan_decisions,
@@ -36,6 +39,7 @@ from llmpq.cli.server_options import (
     listen_options,
     say_ready,
 )
+from llmpq.cli.workers.hosts import WorkerHosts, workers_of
 from llmpq.dist import Hosts, model_dir_of
 from llmpq.dist.io.generation import Pooling
 from llmpq.dist.launch.process_environment import visible_devices
@@ -69,6 +73,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("llmpq-serve", "Answer OpenAI's API with the ranks of a strategy.")
+    _add_files(parser)
+    add_address_options(parser)
+    _add_limit_options(parser)
+    add_engine_options(parser)
+    _add_hosts(parser)
+    return parser
+
+
+def _add_files(parser: argparse.ArgumentParser) -> None:
     files = parser.add_argument_group("files")
     what = files.add_mutually_exclusive_group()
     what.add_argument("--strat_file_name", metavar="FILE", help="strategy file")
@@ -106,13 +119,12 @@ def _parser() -> argparse.ArgumentParser:
         "help": f"--fleet: which replica takes a request (default {RoutingOptions().balancer})",
     }
     add_options(files, RoutingOptions, "balancer", balancer=balancer)
-    add_address_options(parser)
-    _add_limit_options(parser)
-    add_engine_options(parser)
+
+
+def _add_hosts(parser: argparse.ArgumentParser) -> None:
     hosts = parser.add_argument_group("several hosts (each runs this command; host 0 has HTTP)")
     add_options(hosts, HostOptions)
     add_host_plan_options(parser.add_argument_group("plan of MODEL"), SEQUENCES, has_length=False)
-    return parser
 
 
 def _add_model_options(files: argparse._ActionsContainer) -> None:
@@ -142,16 +154,25 @@ def _run(options: argparse.Namespace, start: StartLog) -> int:
     _check_files(options)
     options.decisions = None  # of a plan that is made here
     check_engine_options(options)
-    if options.given is not None:
-        _plan_model(options)
     _check_names(options)
+    if options.given is not None:
+        with workers_of(options, "llmpq-serve") or contextlib.nullcontext() as workers:
+            return _serve_plan(options, start, _plan_model(options, workers))
     if options.fleet is not None:
         return _run_fleet(options)
+    return _serve_plan(options, start)
+
+
+def _serve_plan(
+    options: argparse.Namespace, start: StartLog, model: _PlannedModel | None = None
+) -> int:
+    """Serve a plan, which was made here or is in a file, until SIGTERM or Ctrl-C."""
     for name in ("balancer", "node", "node_addr"):
         if getattr(options, name) is not None:
             raise SpecError(f"--{name}: found without --fleet, expected both")
     plan, hosts = read_plan(options.strat_file_name), stated_hosts(options)
-    if hosts.num_nodes == 1:
+    workers = None if model is None else model.workers
+    if hosts.num_nodes == 1 and workers is None:
         _check_one_host(plan, options)
     model_dir = model_dir_of(plan, options.model)
     require("torch", "transformers", *(() if hosts.node_rank else SERVER_PACKAGES))
@@ -160,6 +181,8 @@ def _run(options: argparse.Namespace, start: StartLog) -> int:
 
     if options.itl_bound is not None:
         options.token_budget = token_budget_for(plan, options.itl_bound)
+    if model is not None and workers is not None:
+        hosts = workers.start(model.found, "serve", worker_words(options), replan=model.replan)
     on_host: HostProgress | None = None
     if hosts.num_nodes > 1:
         on_host = _host_progress(options, plan, hosts)
@@ -169,7 +192,9 @@ def _run(options: argparse.Namespace, start: StartLog) -> int:
             return 0
     admission = _admission(options, plan)
     view = PlanView(plan, then=on_host)
-    engine = launch_engine(options, plan, model_dir, hosts=hosts, progress=view)
+    if model is not None:
+        model.on_replan = view.show
+    engine = launch_engine(options, plan, model_dir, hosts=hosts, progress=view, monitor=workers)
     start.mark("command")
     try:
         _run_engine(options, engine, model_dir, view, admission, start)
@@ -232,10 +257,11 @@ def _check_files(options: argparse.Namespace) -> None:
         raise SpecError("--nnodes: found without --strat_file_name, expected both")
     if has_plan and given is None:
         is_asked = options.bits or options.replan or options.no_measure
+        is_asked = is_asked or options.workers or options.key_file
         if is_asked or options.max_num_seqs != SEQUENCES:
             raise SpecError(
-                "--bits, --max_num_seqs, --no_measure, --replan: found with a plan, expected with "
-                "MODEL alone"
+                "--bits, --key_file, --max_num_seqs, --no_measure, --replan, --workers: found with "
+                "a plan, expected with MODEL alone"
             )
         return
     if has_plan:
@@ -251,18 +277,69 @@ def _check_files(options: argparse.Namespace) -> None:
         raise SpecError(f"--model: found with '{given}', expected one of them")
 
 
-def _plan_model(options: argparse.Namespace) -> None:
-    """Plan the model for this host; the options are those of its plan then."""
-    found = host_plan(options.given, options)
-    say_plan(found)
-    options.strat_file_name = str(found.file)
-    options.decisions = plan_decisions(found)
+class _PlannedModel:
+    """A model that is planned here, for this host and its workers.
+
+    Args:
+        options: of the command.
+        workers: other hosts, ``None`` without any.
+
+    Attributes:
+        found: the plan.
+        on_replan: receives the plan that takes its place.
+    """
+
+    def __init__(self, options: argparse.Namespace, workers: WorkerHosts | None) -> None:
+        self._options = copy.copy(options)
+        self.workers = workers
+        self.on_replan: Callable[[Plan], None] = lambda _: None
+        self.found = self._plan()
+
+    def replan(self) -> HostPlan:
+        """Plan again, for the hosts that are left."""
+        self.found = self._plan()
+        self.on_replan(self.found.plan)
+        return self.found
+
+    def _plan(self) -> HostPlan:
+        found = host_plan(self._options.given, self._options, self.workers)
+        say_plan(found)
+        return found
+
+
+def _plan_model(options: argparse.Namespace, workers: WorkerHosts | None) -> _PlannedModel:
+    """Plan the model; the options are those of its plan then."""
+    model = _PlannedModel(options, workers)
+    options.strat_file_name = str(model.found.file)
+    options.decisions = plan_decisions(model.found)
     options.max_model_len = None  # that of the plan
+    return model
+
+
+def worker_words(options: argparse.Namespace) -> list[str]:
+    """Return the options of the engine, which its ranks on workers have too.
+
+    Those of the plan, and of the files of this host, are left out.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    _add_files(parser)
+    add_address_options(parser)
+    _add_limit_options(parser)
+    _add_hosts(parser)
+    for name in ("max_model_len", "store", "store_limit", "token_budget", "itl_bound"):
+        parser.add_argument(f"--{name}")
+    for flags in (("--json",), ("--verbose", "-v")):
+        parser.add_argument(*flags, action="store_true")
+    words = parser.parse_known_args(options.argv)[1]
+    if options.token_budget is not None:
+        words += ["--token_budget", str(options.token_budget)]
+    return words
 
 
 def _host_progress(options: argparse.Namespace, plan: Plan, hosts: Hosts) -> HostProgress:
     """Return what says which host this is and which it waits for."""
-    words = None if options.in_fleet else ["llmpq-serve", *stage_options(options.argv)]
+    is_started = options.in_fleet or options.given is not None
+    words = None if is_started else ["llmpq-serve", *stage_options(options.argv)]
     return HostProgress(SilentProgress(), hosts, plan, words, "llmpq-serve")
 
 

@@ -6,18 +6,19 @@ import argparse
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from llmpq.cli.common import check_least
+from llmpq.cli.front.host_plan import HostPlan, host_plan, say_plan
+from llmpq.cli.workers.hosts import workers_of
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.metrics.progress import BarProgress, Event, SilentProgress
+from llmpq.errors import StageError
 from llmpq.units import format_number, format_seconds
 
 if TYPE_CHECKING:
     from llmpq.api import Pipeline
-    from llmpq.cli.front.host_plan import HostPlan
 
 MAX_TOKENS = 512
 
@@ -85,24 +86,109 @@ class LoadProgress:
         self._bar.close()
 
 
-@contextlib.contextmanager
-def loaded(found: HostPlan) -> Iterator[Pipeline]:
-    """Load a plan, with a bar on a terminal; the ranks end with the context."""
-    from llmpq.api import Pipeline
+class LoadedModel(contextlib.AbstractContextManager["LoadedModel"]):
+    """The ranks of a model, on this host and on those of its workers.
 
-    bar = LoadProgress(BarProgress(sys.stderr, len(found.plan.bits)))
-    progress = bar if sys.stderr.isatty() else SilentProgress()
-    with Pipeline(found.plan, model=found.model.path, progress=progress) as pipeline:
+    Args:
+        model: as the user names it.
+        options: of the command, with those of the plan.
+        program: name of the command.
+
+    Attributes:
+        found: the plan.
+        pipeline: its ranks, from :meth:`load` to the end of the context.
+
+    Raises:
+        LlmpqError: there is no plan, or a worker cannot be used.
+    """
+
+    pipeline: Pipeline
+
+    def __init__(self, model: str, options: argparse.Namespace, program: str) -> None:
+        self._model = model
+        self._options = options
+        self._resources = contextlib.ExitStack()
+        self._workers = workers_of(options, program)
+        if self._workers is not None:
+            self._resources.enter_context(self._workers)
+        try:
+            self.found = self._plan()
+        except BaseException:
+            self._resources.close()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        """End the ranks, on all hosts."""
+        self._resources.close()
+
+    def load(self) -> None:
+        """Start the ranks, with a bar of the layers on a terminal."""
+        from llmpq.api import Pipeline
+
+        found, workers = self.found, self._workers
+        hosts = None if workers is None else workers.start(found, "dist")
+        bar = LoadProgress(BarProgress(sys.stderr, len(found.plan.bits)))
+        progress = bar if sys.stderr.isatty() else SilentProgress()
+        self.pipeline = self._resources.enter_context(
+            Pipeline(
+                found.plan,
+                model=found.model.path,
+                progress=progress,
+                hosts=hosts,
+                monitor=workers,
+            )
+        )
         progress.close()
-        yield pipeline
+
+    def answer(
+        self, prompt: str | tuple[int, ...], sampling: SamplingParams, *, is_quiet: bool = False
+    ) -> Shown:
+        """Print an answer, as :func:`show_answer`; again from its beginning if a worker is lost.
+
+        Raises:
+            LlmpqError: the prompt cannot be served, a rank failed, or the model does not fit on the
+                hosts that are left.
+        """
+        printer, is_lost = Printer(is_quiet=is_quiet), False
+        while True:
+            try:
+                if is_lost:
+                    self.found = self._plan()
+                    say_plan(self.found)
+                    self.load()
+                return show_answer(self.pipeline, prompt, sampling, printer)
+            except StageError:
+                if self._workers is None or not self._workers.drop_lost():
+                    raise
+                is_lost = True
+
+    def _plan(self) -> HostPlan:
+        return host_plan(self._model, self._options, self._workers)
+
+
+class Printer:
+    """Prints an answer as it is made, and one that is made again only where it is new."""
+
+    def __init__(self, *, is_quiet: bool = False) -> None:
+        self.is_quiet = is_quiet
+        self._printed = ""
+
+    def show(self, text: str) -> None:
+        """Print the answer so far."""
+        if self.is_quiet or self._printed.startswith(text):
+            return
+        if not text.startswith(self._printed):  # made again with other bits
+            print()
+            self._printed = ""
+        print(text[len(self._printed) :], end="", flush=True)
+        self._printed = text
 
 
 def show_answer(
     pipeline: Pipeline,
     prompt: str | tuple[int, ...],
     sampling: SamplingParams,
-    *,
-    is_quiet: bool = False,
+    printer: Printer,
 ) -> Shown:
     """Print an answer while it is made, then its speed on standard error; Ctrl-C ends it.
 
@@ -110,13 +196,13 @@ def show_answer(
         pipeline: answers.
         prompt: text or tokens.
         sampling: how tokens are chosen.
-        is_quiet: print nothing.
+        printer: prints it.
 
     Raises:
         LlmpqError: the prompt cannot be served, or a rank failed.
     """
     start_s = time.monotonic()
-    first_s, last_s, count, reason, parts = None, start_s, 0, "cancelled", []
+    first_s, last_s, count, reason, text = None, start_s, 0, "cancelled", ""
     chunks = pipeline.stream([prompt] if isinstance(prompt, tuple) else prompt, sampling)
     try:
         for chunk in chunks:
@@ -124,14 +210,13 @@ def show_answer(
             if chunk.token_ids and first_s is None:
                 first_s = last_s
             count += len(chunk.token_ids)
-            parts.append(chunk.text)
-            if not is_quiet:
-                print(chunk.text, end="", flush=True)
+            text += chunk.text
+            printer.show(text)
             reason = chunk.finish_reason or reason
     except KeyboardInterrupt:
         pass  # the pipeline goes on
     shown = Shown(
-        text="".join(parts),
+        text=text,
         tokens=count,
         finish_reason=reason,
         first_token_s=None if first_s is None else first_s - start_s,
@@ -139,7 +224,7 @@ def show_answer(
         if first_s is not None and count > 1 and last_s > first_s
         else None,
     )
-    if not is_quiet:
+    if not printer.is_quiet:
         print(flush=True)
         print(speed_text(shown), file=sys.stderr)
     return shown

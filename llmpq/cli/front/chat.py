@@ -5,16 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmpq.cli.common import make_parser, require, run_command
-from llmpq.cli.front.answers import add_answer_options, loaded, sampling_of, show_answer
-from llmpq.cli.front.host_plan import MODEL_HELP, add_host_plan_options, host_plan, say_plan
+from llmpq.cli.front.answers import LoadedModel, add_answer_options, sampling_of
+from llmpq.cli.front.host_plan import MODEL_HELP, add_host_plan_options, say_plan
 from llmpq.errors import SpecError
 
 if TYPE_CHECKING:
-    from llmpq.api import Pipeline
     from llmpq.server.text.tokenizer import ChatEncoder
 
 END = ("/exit", "/quit", "/bye")
@@ -41,11 +39,11 @@ def _run(options: argparse.Namespace) -> int:
     if options.json:
         raise SpecError("--json: found with llmpq chat, expected llmpq run")
     sampling_of(options, 1)
-    found = host_plan(options.model, options)
-    require("torch", "transformers", "safetensors", "jinja2")
-    say_plan(found)
-    with loaded(found) as pipeline:
-        Conversation(pipeline, found.model.path, options).run(_lines())
+    with LoadedModel(options.model, options, "llmpq chat") as model:
+        require("torch", "transformers", "safetensors", "jinja2")
+        say_plan(model.found)
+        model.load()
+        Conversation(model, options).run(_lines())
     return 0
 
 
@@ -68,14 +66,12 @@ class Conversation:
     """The messages so far, which fit into the context of the plan.
 
     Args:
-        pipeline: answers.
-        model_dir: with the chat template.
+        model: answers.
         options: of the command.
     """
 
-    def __init__(self, pipeline: Pipeline, model_dir: Path, options: argparse.Namespace) -> None:
-        self._pipeline = pipeline
-        self._model_dir = model_dir
+    def __init__(self, model: LoadedModel, options: argparse.Namespace) -> None:
+        self._model = model
         self._options = options
         self._first = (
             [] if options.system is None else [{"role": "system", "content": options.system}]
@@ -98,9 +94,9 @@ class Conversation:
             prompt = self._fitting_prompt(self._encoder)
             if not prompt:
                 return
-        sampling = sampling_of(self._options, self._pipeline.plan.workload.new_tokens)
+        sampling = sampling_of(self._options, self._model.found.plan.workload.new_tokens)
         try:
-            answer = show_answer(self._pipeline, prompt, sampling)
+            answer = self._model.answer(prompt, sampling)
         except SpecError as error:
             print(f"llmpq chat: {error}", file=sys.stderr)
             del self._messages[-1:]
@@ -110,7 +106,7 @@ class Conversation:
 
     def _fitting_prompt(self, encoder: ChatEncoder) -> tuple[int, ...]:
         """Return the tokens of the conversation; forget its beginning where it is too long."""
-        work = self._pipeline.plan.workload
+        work = self._model.found.plan.workload
         most = work.max_context_tokens - work.new_tokens
         while True:
             tokens = encoder.encode([*self._first, *self._messages], {})
@@ -131,7 +127,7 @@ class Conversation:
         from llmpq.server.text.tokenizer import ChatEncoder
 
         try:
-            return ChatEncoder(self._model_dir)
+            return ChatEncoder(self._model.found.model.path)
         except SpecError as error:
             if "chat template" not in str(error):
                 raise

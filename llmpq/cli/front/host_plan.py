@@ -1,4 +1,4 @@
-"""The plan of a model for this host, where the user states nothing but the model.
+"""The plan of a model for this host and its workers, where the user states only the model.
 
 It is kept in ``$XDG_CACHE_HOME/llmpq/plans`` (``~/.cache`` by default) and used again while model,
 options and devices are the same and it fits into what is free.
@@ -13,9 +13,10 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmpq import __version__
+from llmpq.assigner.constraints.resolve import Overrides
 from llmpq.assigner.longest_context import plan_longest_context
 from llmpq.assigner.request import PlanRequest
 from llmpq.cli.front.host_devices import (
@@ -26,6 +27,8 @@ from llmpq.cli.front.host_devices import (
 from llmpq.cli.front.hub import HubModel, HubName, hub_model, hub_name
 from llmpq.cli.render import aligned, compact_bits
 from llmpq.errors import InfeasibleError, LlmpqError, SpecError
+from llmpq.options.declare import add_options
+from llmpq.options.run import WorkersOptions
 from llmpq.profiler.device import host_cluster
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster
@@ -35,6 +38,9 @@ from llmpq.spec.plan import Plan, read_plan, write_plan
 from llmpq.spec.precision import BITS, DTYPE_BYTES
 from llmpq.spec.workload import Workload
 from llmpq.units import format_bytes, format_number
+
+if TYPE_CHECKING:
+    from llmpq.cli.workers.hosts import WorkerHosts
 
 MODEL_HELP = "folder, GGUF file, or model of the hub: ORG/NAME[:revision or GGUF file]"
 
@@ -115,22 +121,28 @@ def add_host_plan_options(
         action="store_true",
         help="plan with the catalogue's figures of devices that were not measured before",
     )
+    add_options(parser, WorkersOptions)
 
 
-def host_plan(model: str, options: argparse.Namespace) -> HostPlan:
+def host_plan(
+    model: str, options: argparse.Namespace, workers: WorkerHosts | None = None
+) -> HostPlan:
     """Return the plan of a model for this host: the one that is kept, or a new one.
 
     Args:
         model: folder, GGUF file, or name of the hub or the catalogue.
         options: of :func:`add_host_plan_options`.
+        workers: other hosts, whose devices are planned for too.
 
     Raises:
         SpecError: there is no such model, it cannot be downloaded, or an option cannot be used.
-        InfeasibleError: the model does not fit on this host.
+        InfeasibleError: the model does not fit on these hosts.
+        StageError: a worker is lost.
     """
     if options.max_num_seqs < 1:
         raise SpecError(f"--max_num_seqs: found {options.max_num_seqs}, expected at least 1")
-    cluster = with_kept_figures(host_cluster())
+    own = with_kept_figures(host_cluster())
+    cluster = own if workers is None else workers.joined(own)
     least_bits = min(options.bits or BITS)
     found = find_model(model, lambda spec: _check_room(spec, cluster, least_bits))
     asked = {name: getattr(options, name) for name in ("max_model_len", "max_num_seqs", "bits")}
@@ -139,7 +151,8 @@ def host_plan(model: str, options: argparse.Namespace) -> HostPlan:
     is_new, kept = plan is None, types_of(cluster)
     if plan is None:
         if not options.no_measure:
-            cluster = with_measured_figures(cluster)
+            own = with_measured_figures(own)
+            cluster = own if workers is None else workers.joined(own)
             file = _file(found, cluster, asked)
         plan = _make_plan(found, cluster, options)
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -160,7 +173,7 @@ def types_of(cluster: Cluster) -> set[str]:
 
 
 def _make_plan(found: FoundModel, cluster: Cluster, options: argparse.Namespace) -> Plan:
-    """Return a new plan of a model for this host."""
+    """Return a new plan of a model, with the master on this host."""
     spec = found.spec
     request = PlanRequest(
         model=spec,
@@ -171,6 +184,14 @@ def _make_plan(found: FoundModel, cluster: Cluster, options: argparse.Namespace)
         kv_bits=8 * DTYPE_BYTES[spec.dtype],
         bits=tuple(sorted(set(options.bits), reverse=True)) if options.bits else BITS,
     )
+    plan = plan_longest_context(request, options.max_model_len, command=options.command)
+    here = cluster.nodes[0].name
+    if plan.nodes[0] == here:
+        return plan
+    own = [device for device in cluster.devices if device.node == here]
+    used = map(plan.device_of, plan.stages)
+    order = [*own, *(device for device in used if device.node != here)]
+    request = replace(request, overrides=Overrides(order=tuple(one.label for one in order)))
     return plan_longest_context(request, options.max_model_len, command=options.command)
 
 
@@ -205,8 +226,8 @@ def _check_room(spec: ModelSpec, cluster: Cluster, bits: int) -> None:
     free = sum(device.memory_bytes or 0 for device in cluster.devices)
     if needed > free:
         raise InfeasibleError(
-            f"{spec.name}: found {format_bytes(free)} of free memory on this host, expected at "
-            f"least {format_bytes(needed)} for its layers at {bits} bits; it was not downloaded"
+            f"{spec.name}: found {format_bytes(free)} of free memory, expected at least "
+            f"{format_bytes(needed)} for its layers at {bits} bits; it was not downloaded"
         )
 
 
@@ -216,7 +237,11 @@ def _file(model: FoundModel, cluster: Cluster, asked: dict[str, Any]) -> Path:
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     stats = [(one.name, one.stat()) for one in files if one.is_file()]
     # Free memory changes all the time: whether a kept plan fits is checked when it is used.
-    devices = [asdict(replace(one, memory_bytes=None)) for one in cluster.nodes[0].devices]
+    devices = [
+        (node.name, asdict(replace(one, memory_bytes=None)))
+        for node in cluster.nodes
+        for one in node.devices
+    ]
     content = {
         "version": __version__,
         "model": str(path),

@@ -200,7 +200,7 @@ def _no_weights(name: HubName, files: Sequence[str]) -> str:
 def _cached(name: HubName) -> HubModel | None:
     """Return a model whose files are all in the cache."""
     for part, revision in _readings(name):
-        folder = _snapshot(name.repo, revision)
+        folder = snapshot_of(name.repo, revision)
         path = None if folder is None else _whole(HubName(repo=name.repo, part=part), folder)
         if folder is not None and path is not None:
             return HubModel(path=path, commit=folder.name, downloaded_bytes=0)
@@ -214,7 +214,7 @@ def _readings(name: HubName) -> Iterator[tuple[str | None, str]]:
         yield None, name.part
 
 
-def _snapshot(repo: str, revision: str) -> Path | None:
+def snapshot_of(repo: str, revision: str) -> Path | None:
     """Return the folder of a revision in the cache, ``None`` if there is none."""
     if PurePosixPath(revision).is_absolute() or ".." in PurePosixPath(revision).parts:
         return None

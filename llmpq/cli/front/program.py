@@ -15,6 +15,7 @@ VERBS = {
     "chat": ("llmpq.cli.front.chat", "talk to a model: a folder, a GGUF file, or one of the hub"),
     "run": ("llmpq.cli.front.run", "answer one prompt"),
     "serve": ("llmpq.cli.commands.serve", "answer OpenAI's API over HTTP (llmpq-serve)"),
+    "worker": ("llmpq.cli.workers.command", "lend this host's devices to serve, chat and run"),
     "plan": ("llmpq.cli.commands.algo", "decide which device runs which layers (llmpq-algo)"),
     "check": ("llmpq.cli.commands.check", "explain a plan, or what fits (llmpq-check)"),
     "dist": ("llmpq.cli.commands.dist", "answer a file of prompts (llmpq-dist)"),

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from llmpq.cli.common import INTERRUPTED, make_parser, print_json, require, run_command
-from llmpq.cli.front.answers import add_answer_options, loaded, sampling_of, show_answer
+from llmpq.cli.front.answers import LoadedModel, add_answer_options, sampling_of
 from llmpq.cli.front.host_plan import (
     MODEL_HELP,
     add_host_plan_options,
-    host_plan,
     plan_decisions,
     say_plan,
 )
@@ -42,15 +41,15 @@ def _run(options: argparse.Namespace) -> int:
     if not prompt:
         raise SpecError("--prompt: found an empty text, expected at least one character")
     sampling_of(options, 1)
-    found = host_plan(options.model, options)
-    require("torch", "transformers", "safetensors")
-    if not options.json:
-        say_plan(found)
-    sampling = sampling_of(options, found.plan.workload.new_tokens)
-    with loaded(found) as pipeline:
-        shown = show_answer(pipeline, prompt, sampling, is_quiet=options.json)
+    with LoadedModel(options.model, options, "llmpq run") as model:
+        require("torch", "transformers", "safetensors")
+        if not options.json:
+            say_plan(model.found)
+        model.load()
+        sampling = sampling_of(options, model.found.plan.workload.new_tokens)
+        shown = model.answer(prompt, sampling, is_quiet=options.json)
     if options.json:
-        print_json({**asdict(shown), **plan_decisions(found)})
+        print_json({**asdict(shown), **plan_decisions(model.found)})
     return INTERRUPTED if shown.finish_reason == "cancelled" else 0
 
 

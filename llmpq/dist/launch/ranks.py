@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from llmpq.dist.io.job import START_TIMEOUT_S, Job, Rendezvous, write_job
 from llmpq.dist.io.results import finished_ids
@@ -87,6 +87,25 @@ class Hosts:
     token_file: Path | None = None
 
 
+class HostMonitor(Protocol):
+    """Knows whether the other hosts of a run are there, and what to run without those that are not.
+
+    The thread that runs the ranks calls it.
+    """
+
+    def check(self) -> None:
+        """Raise ``StageError`` if a host of the plan was lost; called many times a second."""
+
+    def next_start(self) -> tuple[Plan, Hosts] | None:
+        """Return the plan without hosts that were lost, and this host's place in it.
+
+        ``None`` where none was lost.
+
+        Raises:
+            LlmpqError: there is no such plan.
+        """
+
+
 class Ranks(contextlib.AbstractContextManager["Ranks"]):
     """The ranks of a plan on this host, and their private folder.
 
@@ -101,6 +120,8 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         progress: receives the events of the ranks.
         stop: asks them to end.
         clock: seconds of serving.
+        monitor: watches the other hosts. Ranks that serve online go on with its plan when one was
+            lost; ``max_restarts`` does not count that.
 
     Attributes:
         folder: only this user can enter it; it has the job, logs and sockets of the ranks.
@@ -108,7 +129,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         restarts: all of them so far.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  what starts, watches and ends the ranks
         self,
         plan: Plan,
         faults: FaultOptions | None = None,
@@ -117,14 +138,14 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         progress: RunProgress | None = None,
         stop: StopRequest | None = None,
         clock: Callable[[], float] = time.monotonic,
+        monitor: HostMonitor | None = None,
     ) -> None:
-        self._plan = plan
         self._faults = faults or FaultOptions()
-        self._hosts = hosts or Hosts()
+        self._monitor = monitor
         self._progress = progress or SilentProgress()
         self._stop = stop or StopRequest()
         self._clock = clock
-        self._ranks = ranks_of_node(plan, self._hosts.node_rank, self._hosts.num_nodes)
+        self._place(plan, hosts or Hosts())
         self._resources = contextlib.ExitStack()
         name = self._resources.enter_context(tempfile.TemporaryDirectory(prefix="llmpq-"))
         self.folder = Path(name)
@@ -133,9 +154,6 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         self.restarts: list[Restart] = []
         self._job: Job | None = None
         self._thread: threading.Thread | None = None
-        # A host without the master serves once its stages, or else its draft model, are loaded.
-        stages = [rank for rank in self._ranks if rank != plan.draft_rank]
-        self._waits_for = () if 0 in self._ranks else tuple(stages or self._ranks)
         self._loaded: set[int] = set()  # ranks of this start
         self._ready_s: float | None = None  # since when this start serves
         self._has_served = False
@@ -145,6 +163,14 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         self._tokens = self._expected_tokens = 0  # of this start, of all requests
         self._cause = ""  # the last error that ended the ranks
         self._written_s = 0.0
+
+    def _place(self, plan: Plan, hosts: Hosts) -> None:
+        """Take the ranks of a plan that are on this host."""
+        self._plan, self._hosts = plan, hosts
+        self._ranks = ranks_of_node(plan, hosts.node_rank, hosts.num_nodes)
+        # A host without the master serves once its stages, or else its draft model, are loaded.
+        stages = [rank for rank in self._ranks if rank != plan.draft_rank]
+        self._waits_for = () if 0 in self._ranks else tuple(stages or self._ranks)
 
     def __exit__(self, *error: object) -> None:
         """Remove the folder."""
@@ -258,6 +284,8 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         """Drain when asked to; ``StoppedError`` if that takes too long or nothing is running."""
         if time.time() - self._written_s >= HEARTBEAT_S:
             self._write_health()
+        if self._monitor is not None:
+            self._monitor.check()
         if not self._stop.is_requested:
             return
         limit_s = self._faults.drain_timeout_s
@@ -309,13 +337,27 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
             except StageError as error:
                 self._cause = str(error)
                 lost_s = time.monotonic() - start_s
-                if (final := self._final_error(job, error)) is not None:
+                moved = self._moved(job)
+                if moved is None and (final := self._final_error(job, error)) is not None:
                     raise final from None
+                job = moved or job
                 done = self._count_finished() - before
                 self.restarts.append(Restart(cause=str(error), lost_s=lost_s, finished=done))
             for path in set(self.folder.iterdir()) - own:  # files of the ranks that ended
                 path.unlink()
             job = replace(job, resume=True, start_s=None)
+
+    def _moved(self, job: Job) -> Job | None:
+        """Return the job of a plan without hosts that were lost, ``None`` if all are there."""
+        if self._monitor is None or job.task != "online" or self._stop.is_requested:
+            return None
+        found = self._monitor.next_start()
+        if found is None:
+            return None
+        self._count_served()
+        self._place(*found)
+        write_plan(job.strategy, self._plan)
+        return replace(job, rendezvous=self._rendezvous())
 
     def _final_error(self, job: Job, error: StageError) -> LlmpqError | None:
         """Return the error to end with, ``None`` to start the ranks again."""

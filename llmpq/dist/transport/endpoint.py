@@ -20,7 +20,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,13 +127,24 @@ class Acceptor:
     """Admits connections that prove the token for one of the purposes, and closes all others.
 
     Each handshake has a thread. The acceptor ends with its listeners.
+
+    Args:
+        listeners: where connections arrive.
+        token: to prove.
+        purposes: that are admitted.
+        on_refused: called with the host of a connection that proves another token.
     """
 
     def __init__(
-        self, listeners: Sequence[socket.socket], token: bytes, purposes: Sequence[bytes]
+        self,
+        listeners: Sequence[socket.socket],
+        token: bytes,
+        purposes: Sequence[bytes],
+        on_refused: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._token = token
         self._purposes = purposes
+        self._on_refused = on_refused
         self._admitted: queue.SimpleQueue[tuple[bytes, socket.socket]] = queue.SimpleQueue()
         self._pending = threading.BoundedSemaphore(MAX_PENDING_HANDSHAKES)
         for listener in listeners:
@@ -167,7 +178,10 @@ class Acceptor:
             if sock.family != socket.AF_UNIX:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._admitted.put((purpose, sock))
-        except (OSError, StageError):
+        except (OSError, StageError) as error:
+            if isinstance(error, AuthenticationError):
+                with contextlib.suppress(OSError):  # it has gone
+                    self._on_refused(str(sock.getpeername()[0]))
             sock.close()
         finally:
             self._pending.release()
@@ -206,7 +220,7 @@ def _verify(
         if hmac.compare_digest(proof, _proof(token, b"connect", purpose, nonces)):
             send_all(sock, _proof(token, b"listen", purpose, nonces), deadline_s)
             return purpose
-    raise StageError("found a connection without the token, expected a rank of this run")
+    raise AuthenticationError("found a connection without the token, expected a rank of this run")
 
 
 def _proof(token: bytes, role: bytes, purpose: bytes, nonces: bytes) -> bytes:
@@ -219,11 +233,13 @@ def send_json(sock: socket.socket, value: object, deadline_s: float) -> None:
     send_all(sock, _SIZE.pack(len(data)) + data, deadline_s)
 
 
-def receive_json(sock: socket.socket, deadline_s: float) -> Any:
+def receive_json(
+    sock: socket.socket, deadline_s: float, limit_bytes: int = MAX_MESSAGE_BYTES
+) -> Any:
     """Receive a JSON value; ``StageError`` if the text is too long or not JSON."""
     (size,) = _SIZE.unpack(receive(sock, _SIZE.size, deadline_s))
-    if size > MAX_MESSAGE_BYTES:
-        raise StageError(f"found a message of {size} bytes, expected at most {MAX_MESSAGE_BYTES}")
+    if size > limit_bytes:
+        raise StageError(f"found a message of {size} bytes, expected at most {limit_bytes}")
     try:
         return json.loads(receive(sock, size, deadline_s))
     except (ValueError, RecursionError):

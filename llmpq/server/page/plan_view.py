@@ -46,10 +46,18 @@ class PlanView:
     ) -> None:
         self._then = then or SilentProgress()
         self.model_name = "" if plan is None else plan.model.name
-        self._plan = None if plan is None else describe_plan(plan)
+        self._plan: dict[str, Any] | None = None
         self._clock = clock
         self._reports: dict[int, _Report] = {}
         self._lock = threading.Lock()  # events come from the thread that watches the ranks
+        if plan is not None:
+            self.show(plan)
+
+    def show(self, plan: Plan) -> None:
+        """Show this plan from now on."""
+        with self._lock:
+            self._plan = describe_plan(plan)
+            self._reports.clear()
 
     def report(self, event: Event) -> None:
         """Take an event; those of other kinds say nothing of the load."""

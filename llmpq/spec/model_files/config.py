@@ -14,6 +14,7 @@ What transformers could not compute as llama.cpp does is an error.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -276,6 +277,29 @@ def config_bytes(model: Path | str) -> bytes:
     if config is None:
         return (Path(model) / "config.json").read_bytes()
     return dump_json(config).encode()
+
+
+def model_digest(model: Path | str) -> str:
+    """Return a digest of a model's configuration and of the names and sizes of its tensors.
+
+    Copies of a model have the same, in however many files. The weights are not read.
+
+    Raises:
+        SpecError: a file is wrong, or missing.
+    """
+    path = find_gguf(model)
+    if path is not None:
+        tensors = read_gguf_header(path).tensors
+        rows = [(name, one.type.name, one.shape) for name, one in tensors.items()]
+    else:
+        headers = read_headers(find_weights(Path(model))).values()
+        rows = [(n, one.dtype, one.shape) for each in headers for n, one in each.entries.items()]
+    try:
+        digest = hashlib.sha256(config_bytes(model))
+    except OSError as error:
+        raise SpecError(f"{error.filename}: cannot be read: {error.strerror}") from None
+    digest.update(repr(sorted(rows)).encode())
+    return digest.hexdigest()
 
 
 def config_of(header: GgufHeader) -> dict[str, Any]:

@@ -65,11 +65,11 @@ def test_a_talk_keeps_its_messages_and_forgets_the_first_when_it_is_long(
     prompts = []
     real = answers.show_answer
 
-    def noted(pipeline, prompt, sampling, **more):
+    def noted(pipeline, prompt, sampling, printer):
         prompts.append(prompt)
-        return real(pipeline, prompt, sampling, **more)
+        return real(pipeline, prompt, sampling, printer)
 
-    monkeypatch.setattr("llmpq.cli.front.chat.show_answer", noted)
+    monkeypatch.setattr(answers, "show_answer", noted)
     lines = "Hello\n\nAnd now?\n" + "More words here please, and then some. \n" * 6 + "/exit\nno\n"
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
     words = [str(talker), "--max_tokens", "6", "--max_model_len", "120", "--system", "Be kind"]
@@ -107,7 +107,8 @@ def answers_chunk(text):
 
 
 def test_ctrl_c_ends_an_answer_and_nothing_else(capsys):
-    shown = answers.show_answer(Interrupted(), "x", SamplingParams(max_tokens=4))
+    sampling = SamplingParams(max_tokens=4)
+    shown = answers.show_answer(Interrupted(), "x", sampling, answers.Printer())
     assert (shown.text, shown.tokens, shown.finish_reason) == ("a", 1, "cancelled")
     assert "ended by cancelled" in capsys.readouterr().err
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from llmpq.assigner.constraints.resolve import Overrides
 from llmpq.cli.front import host_plan as module
 from llmpq.cli.front.host_plan import (
     add_host_plan_options,
@@ -42,12 +43,12 @@ def memory(monkeypatch, tmp_path):
     return free
 
 
-def found(*words, model=DEMO):
+def found(*words, model=DEMO, workers=None):
     parser = argparse.ArgumentParser()
     add_host_plan_options(parser, 1)
     options = parser.parse_args(words)
     options.command = "llmpq test"
-    return host_plan(str(model), options)
+    return host_plan(str(model), options, workers)
 
 
 def test_a_plan_is_kept_and_used_again(memory, tmp_path):
@@ -114,6 +115,45 @@ def test_a_kept_plan_that_no_longer_fits_is_made_anew(memory):
     second = found("--max_num_seqs", "8")
     assert second.is_new
     assert second.plan.estimate.stages[0].memory.total < needed
+
+
+class Workers:
+    """A worker whose host is as large as this one and has a faster processor."""
+
+    def joined(self, own):
+        entry = DeviceEntry(
+            type="cpu-b",
+            kind="cpu",
+            memory_bytes=8 * GIB,
+            memory_bytes_per_s=1e11,
+            flops=(("float32", 1e13), ("bfloat16", 1e13)),
+            cores=2,
+        )
+        group = replace(own.nodes[0].devices[0], type="cpu-b")
+        nodes = (*own.nodes, Node(name="b", devices=(group,)))
+        return Cluster(name="two", nodes=nodes, device_types=(entry,))
+
+
+def test_a_plan_over_several_hosts_has_its_master_here(memory, monkeypatch):
+    made = []
+    real = module.plan_longest_context
+
+    def other_way_round(request, *more, **options):
+        """Plan with the master on the worker where the request leaves it open."""
+        order = request.overrides.order or ("b/cpu-b#0", "here/cpu#0")
+        request = replace(request, overrides=Overrides(order=order))
+        made.append(real(request, *more, **options))
+        return made[-1]
+
+    monkeypatch.setattr(module, "plan_longest_context", other_way_round)
+    memory.append(500 / 1024)
+    words = ("--max_num_seqs", "64", "--max_model_len", "512", "--bits", "16", "--no_measure")
+    first = found(*words, workers=Workers())
+    assert made[0].nodes == ("b", "here")
+    assert first.plan.nodes == ("here", "b")
+    assert "b/cpu-b#0" in plan_text(first)
+    again = found(*words, workers=Workers())
+    assert (again.file, again.is_new) == (first.file, False)
 
 
 def test_a_broken_file_of_the_cache_is_replaced(memory):

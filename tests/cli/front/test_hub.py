@@ -385,7 +385,7 @@ def test_a_revision_is_another_snapshot(serve, cache):
 
 @pytest.mark.parametrize("name", ["../../x", "a/../../../x", "/x"])
 def test_a_revision_cannot_lead_out_of_the_cache(name, cache):
-    assert hub._snapshot(REPO, name) is None
+    assert hub.snapshot_of(REPO, name) is None
 
 
 def test_a_model_of_the_hub_has_its_own_name_and_its_link(serve):

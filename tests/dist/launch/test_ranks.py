@@ -19,9 +19,10 @@ from llmpq.dist.launch.ranks import Hosts, Ranks
 from llmpq.dist.launch.signals import StopRequest, drain_file
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import Event
-from llmpq.errors import CapacityError, SpecError, StageError, StoppedError
+from llmpq.errors import CapacityError, InfeasibleError, SpecError, StageError, StoppedError
 from llmpq.options.run import FaultOptions
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
+from llmpq.spec.plan import Plan, read_plan
 
 PLAN = make_plan((0, 1, 3))
 CPU = DeviceGroup(type="test_cpu", count=1)
@@ -189,6 +190,65 @@ def test_a_stage_that_is_loaded_says_nothing_of_the_master(tmp_path, monkeypatch
         with pytest.raises(StageError):
             ranks.run(job)
     assert not ranks.restarts
+
+
+class OtherHosts:
+    """Stands for the monitor of other hosts: what is left of the plan after each loss."""
+
+    def __init__(self, *left):
+        self._left = list(left)
+
+    def check(self):
+        raise StageError("b is lost")
+
+    def next_start(self):
+        found = self._left.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+def loses_a_host(plans: list[Plan]) -> Callable[[Job, Path, Ranks], None]:
+    def play(job: Job, folder: Path, monitor: Ranks) -> None:
+        plans.append(read_plan(job.strategy))
+        monitor.check()
+
+    return play
+
+
+def test_an_engine_goes_on_without_a_lost_host_however_many_restarts_are_allowed(
+    tmp_path, monkeypatch
+):
+    plans: list[Plan] = []
+
+    def works(job: Job, folder: Path, monitor: Ranks) -> None:
+        plans.append(read_plan(job.strategy))
+        assert job.rendezvous.address is None
+
+    generations = Generations(loses_a_host(plans), works)
+    monkeypatch.setattr(module, "launch", generations)
+    two, hosts = SECOND_HOST["plan"], Hosts(num_nodes=2, node_rank=0, address=("127.0.0.1", 1))
+    others = OtherHosts((PLAN, Hosts()))
+    with Ranks(two, FaultOptions(max_restarts=0), hosts=hosts, monitor=others) as ranks:
+        job, _ = ranks.socket_job(tmp_path, task="online")
+        ranks.run(job)
+    assert plans == [two, PLAN]
+    assert generations.jobs[0].rendezvous.address == ("127.0.0.1", 1)
+    assert [one.cause for one in ranks.restarts] == ["b is lost"]
+
+
+@pytest.mark.parametrize(
+    ("left", "error", "message"),
+    [(None, StageError, "b is lost"), (InfeasibleError("too large"), InfeasibleError, "large")],
+)
+def test_without_another_plan_the_loss_of_a_host_is_the_end(
+    tmp_path, monkeypatch, left, error, message
+):
+    monkeypatch.setattr(module, "launch", Generations(loses_a_host([])))
+    with Ranks(PLAN, FaultOptions(max_restarts=0), monitor=OtherHosts(left)) as ranks:
+        job, _ = ranks.socket_job(tmp_path, task="online")
+        with pytest.raises(error, match=message):
+            ranks.run(job)
 
 
 def test_nothing_but_answers_is_started_anew(tmp_path, monkeypatch):

@@ -1,0 +1,1 @@
+"""Hosts that lend their devices: ``llmpq worker`` there, ``--workers`` here."""
