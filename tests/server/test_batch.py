@@ -74,7 +74,7 @@ def test_request_that_cannot_be_served_has_a_line_with_its_error(tmp_path):
         [
             line("good", prompt="x", max_tokens=2),
             line("long", prompt="x", max_tokens=5000),
-            line("url", "/v1/embeddings", input="x"),
+            line("url", "/v1/audio/speech", input="x"),
             {**line("method", prompt="x"), "method": "GET"},
             {**line("body"), "body": [1]},
             line("field", prompt="x", temperature="hot"),
