@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast, get_type_hints
 from llmpq.assigner import PlanRequest, make_plan
 from llmpq.assigner.constraints.fixed_bits import with_stored_bits
 from llmpq.assigner.request import default_gap
-from llmpq.dist import Hosts, Prompt, Result, Session, model_dir_of
+from llmpq.dist import Hosts, Prompt, Result, model_dir_of
 from llmpq.dist import SamplingParams as SamplingParams
 from llmpq.dist.async_engine import AsyncEngine as AsyncEngine
+from llmpq.dist.async_engine import Session
 from llmpq.dist.io.generation import GenerationRequest as GenerationRequest
 from llmpq.dist.io.generation import TokenOutput as TokenOutput
 from llmpq.dist.io.sampling_params import StructuredOutputsParams as StructuredOutputsParams

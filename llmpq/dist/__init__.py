@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmpq.dist.async_engine import Session
 from llmpq.dist.io.job import Job, Rendezvous, check_model, schedule_of
 from llmpq.dist.io.prompts import (
     Prompt,
@@ -39,7 +38,6 @@ __all__ = [
     "Rendezvous",
     "Result",
     "SamplingParams",
-    "Session",
     "check_job",
     "generate_offline",
     "model_dir_of",
@@ -73,6 +71,9 @@ def generate_offline(
         LlmpqError: ``SpecError`` for bad prompts or files, ``CapacityError`` when memory ran out,
             ``StageError`` when a rank died, hung or failed.
     """
+    # Starting ranks takes no asyncio, which they would load too.
+    from llmpq.dist.async_engine import Session  # noqa: PLC0415
+
     folder = model_dir_of(plan, model_dir)
     with Session(plan, folder, progress=progress, **options) as session:
         return session.generate(

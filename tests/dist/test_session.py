@@ -12,8 +12,8 @@ from helpers.clocks import PATIENCE_S
 from helpers.processes import wait_for
 from helpers.ranks import make_plan
 
-from llmpq.dist import Prompt, Session
-from llmpq.dist.async_engine import NewToken
+from llmpq.dist import Prompt
+from llmpq.dist.async_engine import NewToken, Session
 from llmpq.dist.io.control_channel import ControlChannel, Message
 from llmpq.dist.io.results import Result
 from llmpq.dist.launch import ranks as module
