@@ -16,7 +16,6 @@ import contextlib
 import shutil
 import sys
 import tempfile
-import urllib.request
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any
 
 from load import events
 from processes import open_files
-from server import Stress, play, report, settle
+from server import Stress, metrics, play, report, settle
 from servers import llmpq_serve, make_plan
 from workbench import ROOT
 
@@ -171,16 +170,8 @@ def _asked(number: int, turn: int, before: Sequence[dict[str, Any]]) -> list[dic
 
 def hit_rate(port: int) -> float:
     """Return the share of prompt tokens that were found in the cache of prefixes."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-        lines = answer.read().decode().splitlines()
-    hits, queries = (
-        sum(
-            float(line.rpartition(" ")[2])
-            for line in lines
-            if line.startswith(f"vllm:prefix_cache_{name}_total{{")
-        )
-        for name in ("hits", "queries")
-    )
+    names = "prefix_cache_hits_total", "prefix_cache_queries_total"
+    hits, queries = metrics(port, *names).values()
     return hits / queries if queries else 0.0
 
 

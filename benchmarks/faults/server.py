@@ -247,14 +247,18 @@ async def settle(server: Running, stress: Stress, descriptors: int) -> None:
 
 def left_over(port: int) -> dict[str, float]:
     """Return what the server's metrics say is still there."""
+    return metrics(port, "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+
+
+def metrics(port: int, *names: str) -> dict[str, float]:
+    """Return some of a server's metrics; of one with labels the last."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         lines = answer.read().decode().splitlines()
-    names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
     return {
         name: float(line.rpartition(" ")[2])
         for name in names
         for line in lines
-        if line.startswith(name + "{")
+        if line.startswith(f"vllm:{name}{{")
     }
 
 
