@@ -50,6 +50,8 @@ from llmpq.spec.model_files.config import absolute_model_path, model_digest
 POLL_S = 0.1
 COMMANDS = {"serve": "llmpq.cli.commands.serve", "dist": "llmpq.cli.commands.dist"}
 """What starts the ranks: of a server, and of requests that are answered one batch at a time."""
+OWN_FOLDERS = ("--store", "--kv_offloading_folder")
+"""Options that name folders of this host, which no other host chooses."""
 _ERROR = ": error: "
 
 
@@ -323,7 +325,7 @@ def _checked_words(words: Sequence[object]) -> list[str]:
         others = parser.parse_known_args(found)[1]
     except (argparse.ArgumentError, SystemExit):
         others = found
-    others += [word for word in found if word.startswith("--store")]  # folders of this host
+    others += [word for word in found if word.startswith(OWN_FOLDERS)]
     if others:
         raise SpecError(f"start: found {' '.join(others)}, expected options of the engine")
     return found

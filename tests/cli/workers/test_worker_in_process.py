@@ -176,6 +176,8 @@ def test_the_folder_that_a_worker_was_given_is_the_one_that_is_compared(tmp_path
         ["--strat_file_name", "x"],
         ["--token_budget", "x"],
         ["--store", "x"],
+        ["--kv_offloading_folder", "x"],
+        ["--kv_offloading_folder=x"],
         ["x"],
     ],
 )
