@@ -43,6 +43,8 @@ SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 """Rates of the curves, of what the fleet makes at most."""
 REQUESTS = 600
 TTFT_BOUND_S = 2.0
+PATIENCE_S = 600.0
+"""Of a search, which takes ten: on a busy machine too it ends with a proof."""
 FLEET, AT_RATE = "fleet for the most requests/s", "fleet for the least TTFT at the rate"
 
 
@@ -70,6 +72,7 @@ def collect() -> Record:
         dtype="bfloat16",
         kv_bits=16,
         latency="roofline",
+        time_limit_s=PATIENCE_S,
     )
     fleet = plan_fleet(request)
     request = replace(request, quality_budget=fleet.quality_budget, theta_s=0.0)

@@ -8,15 +8,13 @@ from statistics import fmean
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure, SubFigure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.figure import SubFigure
 from matplotlib.ticker import FormatStrFormatter, LogLocator, NullLocator
 
-from llmpq.cli.plots import new_figure
+from llmpq.cli.plots import INK, new_figure
 from reproduce.output import Record
 
-SPEED, QUALITY, PALE, INK, GRID = "#1f4e79", "#d1495b", "#9aa5b1", "#22303c", "#d9dee3"
+SPEED, QUALITY, PALE, GRID = "#1f4e79", "#d1495b", "#9aa5b1", "#d9dee3"
 BAR = 0.38
 SCHEDULES = ("static", "RRA", "WAA-C", "WAA-M")
 SCHEDULE_COLOURS = (PALE, SPEED, QUALITY, "#e3a23c")
@@ -51,75 +49,50 @@ def draw_sweeps(
         marks: what to call the multiples of the default price that are marked.
         path: the PNG file.
     """
-    figure = _figure(9, 5)
-    grid = figure.subplots(2, len(sweeps), sharex="col", squeeze=False)
-    for (speed, loss), (title, points) in zip(grid.T, sweeps, strict=True):
-        theta = [point["theta_s"] for point in points]
-        rates = [point["tokens_per_s"] for point in points]
-        speed.plot(theta, rates, "o-", color=SPEED, ms=3.5)
-        loss.plot(theta, [point["omega"] for point in points], "o-", color=QUALITY, ms=3.5)
-        speed.set_ylim(0, 1.12 * max(rates))
-        speed.set_title(title, color=INK, loc="left", fontsize=11, weight="bold")
-        loss.set_xscale("log")
-        loss.set_yscale("log")
-        loss.set_xlabel("theta: seconds that “every layer at 4 bits” costs", color=INK)
+    with new_figure(path, 9, 5) as figure:
+        grid = figure.subplots(2, len(sweeps), sharex="col", squeeze=False)
+        for (speed, loss), (title, points) in zip(grid.T, sweeps, strict=True):
+            _draw_sweep(speed, loss, points, marks)
+            speed.set_title(title)
+        grid[0][0].set_ylabel("tokens per second, predicted", color=SPEED)
+        grid[1][0].set_ylabel("degradation omega", color=QUALITY)
+        figure.align_ylabels(grid[:, 0])
+
+
+def _draw_sweep(speed: Axes, loss: Axes, points: Sequence[Record], marks: dict[float, str]) -> None:
+    theta = [point["theta_s"] for point in points]
+    rates = [point["tokens_per_s"] for point in points]
+    speed.plot(theta, rates, "o-", color=SPEED, ms=3.5)
+    loss.plot(theta, [point["omega"] for point in points], "o-", color=QUALITY, ms=3.5)
+    speed.set_ylim(0, 1.12 * max(rates))
+    loss.set_xscale("log")
+    loss.set_yscale("log")
+    loss.set_xlabel("theta: seconds that “every layer at 4 bits” costs")
+    for axes in (speed, loss):
+        _draw_grid(axes)
+    for point in points:
+        if point["multiple"] not in marks:
+            continue
         for axes in (speed, loss):
-            axes.grid(True, color=GRID, lw=0.6)
-            axes.set_axisbelow(True)
-            _open(axes)
-        for point in points:
-            if point["multiple"] in marks:
-                for axes in (speed, loss):
-                    axes.axvline(point["theta_s"], color=GRID, lw=7, zorder=0)
-                where = (point["theta_s"], 0.04)
-                speed.annotate(
-                    f"paper's {marks[point['multiple']]}",
-                    where,
-                    xycoords=("data", "axes fraction"),
-                    ha="center",
-                    fontsize=9,
-                    color=INK,
-                )
-    grid[0][0].set_ylabel("tokens per second, predicted", color=SPEED)
-    grid[1][0].set_ylabel("degradation omega", color=QUALITY)
-    figure.align_ylabels(grid[:, 0])
-    _save(figure, path)
+            axes.axvline(point["theta_s"], color=GRID, lw=7, zorder=0)
+        text, where = f"paper's {marks[point['multiple']]}", (point["theta_s"], 0.04)
+        speed.annotate(text, where, xycoords=("data", "axes fraction"), ha="center")
 
 
 def draw_bars(
     names: Sequence[str], series: Sequence[tuple[str, Sequence[float]]], path: Path
 ) -> None:
     """Draw LLM-PQ's Figure 9: for every name a bar of each of two series; 0 is drawn as no plan."""
-    figure = _figure(8, 3.6)
-    axes = figure.subplots()
-    for shift, colour, (label, heights) in zip((-0.2, 0.2), (PALE, SPEED), series, strict=True):
-        places = [index + shift for index in range(len(names))]
-        bars = axes.bar(places, heights, 0.38, label=label, color=colour)
-        texts = [f"{height:.0f}" if height else "no plan" for height in heights]
-        axes.bar_label(bars, texts, fontsize=9, color=INK, padding=2)
-    axes.set_xticks(range(len(names)), names, fontsize=9, color=INK)
-    axes.set_ylabel("tokens per second, predicted", color=INK)
-    axes.legend(frameon=False)
-    _open(axes)
-    _save(figure, path)
-
-
-def _figure(width: float, height: float) -> Figure:
-    figure = Figure(figsize=(width, height), dpi=110)
-    FigureCanvasAgg(figure)
-    figure.set_layout_engine(ConstrainedLayoutEngine(h_pad=0.06, w_pad=0.08))
-    return figure
-
-
-def _open(axes: Axes) -> None:
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-
-
-def _save(figure: Figure, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Without the version of matplotlib inside, equal pictures are equal files.
-    figure.savefig(path, metadata={"Software": None})
+    with new_figure(path, 8, 3.6) as figure:
+        axes = figure.subplots()
+        for shift, colour, (label, heights) in zip((-0.2, 0.2), (PALE, SPEED), series, strict=True):
+            places = [index + shift for index in range(len(names))]
+            bars = axes.bar(places, heights, 0.38, label=label, color=colour)
+            texts = [f"{height:.0f}" if height else "no plan" for height in heights]
+            axes.bar_label(bars, texts, padding=2)
+        axes.set_xticks(range(len(names)), names)
+        axes.set_ylabel("tokens per second, predicted")
+        axes.legend()
 
 
 def draw_exegpt(record: Record, path: Path) -> None:
@@ -129,12 +102,10 @@ def draw_exegpt(record: Record, path: Path) -> None:
         record: what ``exegpt.collect`` returns.
         path: the PNG file.
     """
-    figure = Figure(figsize=(14, 10), layout="constrained", dpi=110)
-    FigureCanvasAgg(figure)
-    upper, lower = figure.subfigures(2, 1, height_ratios=(5, 6))
-    _draw_bounds(upper, record["bounds"])
-    _draw_shifts(lower, record["figure 11"])
-    figure.savefig(path)
+    with new_figure(path, 12, 9) as figure:
+        upper, lower = figure.subfigures(2, 1, height_ratios=(5, 6))
+        _draw_bounds(upper, record["bounds"])
+        _draw_shifts(lower, record["figure 11"])
 
 
 def _draw_bounds(figure: SubFigure, rows: Sequence[Record]) -> None:
@@ -152,19 +123,18 @@ def _draw_bounds(figure: SubFigure, rows: Sequence[Record]) -> None:
                 axes.bar(left + step * SLOT, rate, SLOT, color=colour, label=label)
             if row.get("gains"):
                 text = f"{max(row['gains'].values()):.1f}x"
+                above = (0, 3)
                 axes.annotate(
-                    text, (place, max(rates)), (0, 3), textcoords="offset points", ha="center",
-                    fontsize=8,
-                )  # fmt: skip
+                    text, (place, max(rates)), above, textcoords="offset points", ha="center"
+                )
         names = ["none" if row["bound_s"] is None else f"{row['bound_s']:.1f}" for row in of_task]
-        axes.set_xticks(range(len(of_task)), names, fontsize=8)
-        axes.set_title(f"task {task}", loc="left", fontsize=10, weight="bold", color=INK)
-        axes.set_xlabel("bound, s", fontsize=9, color=INK)
-        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_xticks(range(len(of_task)), names)
+        axes.set_title(f"task {task}")
+        axes.set_xlabel("bound, s")
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-    figure.supylabel("requests/s", fontsize=9, color=INK)
-    figure.suptitle("Figures 6 to 8: four bounds; times: the best over static batches", fontsize=11)
+    figure.legend(handles, labels, loc="outside lower center", ncols=4)
+    figure.supylabel("requests/s", fontsize=9)
+    figure.suptitle("Figures 6 to 8: four bounds; times: the best over static batches")
 
 
 def _draw_shifts(figure: SubFigure, rows: Sequence[Record]) -> None:
@@ -175,7 +145,7 @@ def _draw_shifts(figure: SubFigure, rows: Sequence[Record]) -> None:
             _draw_shift(
                 axes, policy, [r for r in rows if (r["policy"], r["what"]) == (policy, what)]
             )
-    figure.suptitle("Figure 11: answers that are not those planned for (task T)", fontsize=11)
+    figure.suptitle("Figure 11: answers that are not those planned for (task T)")
 
 
 def _draw_shift(axes: Axes, policy: str, rows: Sequence[Record]) -> None:
@@ -185,21 +155,18 @@ def _draw_shift(axes: Axes, policy: str, rows: Sequence[Record]) -> None:
     axes.bar(left, kept, BAR, color=PALE, label="kept schedule")
     axes.bar(right, again, BAR, color=SPEED, label="planned anew")
     axes.set_xticks(places, [f"{row['shift']:g}" for row in rows])
-    axes.set_title(policy, loc="left", fontsize=10, weight="bold", color=INK)
-    axes.set_xlabel(f"{rows[0]['what']} of the answers, times what was planned for", fontsize=9)
-    axes.set_ylabel("requests/s", fontsize=9, color=INK)
+    axes.set_title(policy)
+    axes.set_xlabel(f"{rows[0]['what']} of the answers, times what was planned for")
+    axes.set_ylabel("requests/s")
     late = axes.twinx()
     late.plot(places, [row["p99"] for row in rows], "o-", color=QUALITY, ms=4)
     late.axhline(1.0, color=GRID, lw=0.8)
-    late.set_ylabel(
-        "p99 of seconds in service,\nkept, times the planned", fontsize=8, color=QUALITY
-    )
-    axes.spines["top"].set_visible(False)
-    late.spines["top"].set_visible(False)
+    late.set_ylabel("p99 of seconds in service,\nkept, times the planned", color=QUALITY)
+    late.spines["right"].set_visible(True)
     # Headroom for the legend, so that it lies on no bar and no line.
     axes.set_ylim(0, 1.6 * max(kept + again))
     late.set_ylim(0, 1.8)
-    axes.legend(fontsize=8, frameon=False, loc="upper right", ncols=2)
+    axes.legend(loc="upper right", ncols=2)
 
 
 def draw_fleet_rates(record: Record, path: Path) -> None:
@@ -209,31 +176,33 @@ def draw_fleet_rates(record: Record, path: Path) -> None:
         record: what ``fleet_rates.collect`` returns.
         path: the PNG file.
     """
-    figure = Figure(figsize=(10, 4.4), layout="constrained", dpi=120)
-    FigureCanvasAgg(figure)
     devices = " and ".join(f"{count} {name}" for name, count in record["devices"].items())
-    figure.suptitle(f"{record['model']} on {devices}, simulated", color=INK, fontsize=11)
-    grid = figure.subplots(1, 2, sharey=True)
     figures = ("mean", "mean"), ("p95", "95th percentile")
-    for axes, (key, title) in zip(grid, figures, strict=True):
-        for place, (name, curve) in enumerate(record["curves"].items()):
-            is_ours = name.startswith("fleet")
-            axes.plot(
-                [point["rate"] for point in curve],
-                [point["ttft_s"][key] for point in curve],
-                "o-" if is_ours else "s--", color=WAY_COLOURS[place], lw=1.8 if is_ours else 1.2,
-                ms=4 if is_ours else 9, mfc=None if is_ours else "none",
-                label=name,
-            )  # fmt: skip
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
-        axes.set_title(f"TTFT, {title}", fontsize=10, color=INK)
-        axes.set_xlabel("requests a second", fontsize=9)
-        axes.grid(color=GRID, lw=0.6)
-    grid[1].axhline(record["ttft_bound_s"], color=INK, lw=1, ls=":")
-    grid[0].set_ylabel("seconds", fontsize=9)
-    grid[0].legend(fontsize=8, frameon=False)
-    figure.savefig(path)
+    with new_figure(path, 10, 4.4) as figure:
+        figure.suptitle(f"{record['model']} on {devices}, simulated")
+        grid = figure.subplots(1, 2, sharey=True)
+        for axes, (key, title) in zip(grid, figures, strict=True):
+            for place, (name, curve) in enumerate(record["curves"].items()):
+                is_ours = name.startswith("fleet")
+                axes.plot(
+                    [point["rate"] for point in curve],
+                    [point["ttft_s"][key] for point in curve],
+                    "o-" if is_ours else "s--", color=WAY_COLOURS[place], label=name,
+                    lw=1.8 if is_ours else 1.2, ms=4 if is_ours else 9,
+                    mfc=None if is_ours else "none",
+                )  # fmt: skip
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
+            axes.set_title(f"TTFT, {title}")
+            axes.set_xlabel("requests a second")
+            _draw_grid(axes)
+        grid[1].axhline(record["ttft_bound_s"], color=INK, lw=1, ls=":")
+        grid[1].text(
+            1, record["ttft_bound_s"], "bound", ha="right", va="bottom",
+            transform=grid[1].get_yaxis_transform(),
+        )  # fmt: skip
+        grid[0].set_ylabel("seconds")
+        grid[0].legend()
 
 
 def draw_larry(record: Record, path: Path) -> None:
@@ -285,8 +254,7 @@ def _name_logarithmic(axes: Axes, title: str, label: str) -> None:
     axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
     axes.yaxis.set_minor_formatter(FormatStrFormatter("%g"))
     axes.tick_params(which="minor", labelsize=7)
-    axes.grid(color=GRID, lw=0.6)
-    axes.set_axisbelow(True)
+    _draw_grid(axes)
 
 
 def draw_multibin(record: Record, loads: Sequence[float], path: Path) -> None:
@@ -297,33 +265,31 @@ def draw_multibin(record: Record, loads: Sequence[float], path: Path) -> None:
         loads: shares of the throughput without waste, of the curves' points.
         path: the PNG file.
     """
-    figure = Figure(figsize=(10, 7), layout="constrained", dpi=120)
-    FigureCanvasAgg(figure)
-    (three, four), (eight, nine) = figure.subplots(2, 2)
-    for row, color in zip(record["figures 3, 4"], BIN_SHADES, strict=True):
-        label = f"{row['bins']} bins" if row["bins"] > 1 else "1 bin"
-        three.plot(loads, row["rate"], "o-", color=color, ms=3, label=label)
-        three.axhline(row["theorem"], color=color, lw=0.8, ls=":")
-        four.plot(loads[:6], row["latency_s"][:6], "o-", color=color, ms=3)
-    _title(three, "Figure 3: throughput, requests/s", "dotted: Theorem 4.2")
-    four.set_yscale("log")
-    _title(four, "Figure 4: mean latency, s", "")
-    three.legend(fontsize=8, frameon=False)
-    bins = sorted({row["bins"] for row in record["figure 8"]})
-    for one, color in zip(bins, BIN_SHADES[1:], strict=True):
-        rows = [row for row in record["figure 8"] if row["bins"] == one]
-        eight.plot(
-            [row["error"] for row in rows],
-            [row["rate"] / record["one bin"] for row in rows],
-            "o-",
-            color=color,
-            ms=3,
-        )
-    _title(eight, "Figure 8: throughput over one bin", "", "probability of a neighbouring bin")
-    for row, color in zip(record["figure 9"], BIN_SHADES, strict=True):
-        nine.plot(loads, row["rate"], "o-", color=color, ms=3)
-    _title(nine, "Figure 9: exponential times, requests/s", "")
-    figure.savefig(path)
+    with new_figure(path, 10, 7) as figure:
+        (three, four), (eight, nine) = figure.subplots(2, 2)
+        for row, color in zip(record["figures 3, 4"], BIN_SHADES, strict=True):
+            label = f"{row['bins']} bins" if row["bins"] > 1 else "1 bin"
+            three.plot(loads, row["rate"], "o-", color=color, ms=3, label=label)
+            three.axhline(row["theorem"], color=color, lw=0.8, ls=":")
+            four.plot(loads[:6], row["latency_s"][:6], "o-", color=color, ms=3)
+        _title(three, "Figure 3: throughput, requests/s", "dotted: Theorem 4.2")
+        four.set_yscale("log")
+        _title(four, "Figure 4: mean latency, s", "")
+        three.legend()
+        bins = sorted({row["bins"] for row in record["figure 8"]})
+        for one, color in zip(bins, BIN_SHADES[1:], strict=True):
+            rows = [row for row in record["figure 8"] if row["bins"] == one]
+            eight.plot(
+                [row["error"] for row in rows],
+                [row["rate"] / record["one bin"] for row in rows],
+                "o-",
+                color=color,
+                ms=3,
+            )
+        _title(eight, "Figure 8: throughput over one bin", "", "probability of a neighbouring bin")
+        for row, color in zip(record["figure 9"], BIN_SHADES, strict=True):
+            nine.plot(loads, row["rate"], "o-", color=color, ms=3)
+        _title(nine, "Figure 9: exponential times, requests/s", "")
 
 
 def _title(
@@ -332,14 +298,11 @@ def _title(
     note: str,
     label: str = "arrivals, share of what is served without waste",
 ) -> None:
-    axes.set_title(title, loc="left", fontsize=10, weight="bold", color=INK)
-    axes.set_xlabel(label, fontsize=9, color=INK)
-    axes.grid(True, color=GRID, lw=0.6)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.set_title(title)
+    axes.set_xlabel(label)
+    _draw_grid(axes)
     if note:
-        axes.text(0.98, 0.04, note, transform=axes.transAxes, ha="right", fontsize=8, color=INK)
+        axes.text(0.98, 0.04, note, transform=axes.transAxes, ha="right")
 
 
 def draw_sal(record: Record, path: Path) -> None:
@@ -397,5 +360,10 @@ def _draw_unequal(axes: Axes, entry: dict[str, Any]) -> None:
 def _label(axes: Axes, title: str, label: str) -> None:
     axes.set_ylabel(title)
     axes.set_xlabel(label)
+    _draw_grid(axes)
+
+
+def _draw_grid(axes: Axes) -> None:
+    """Draw grid lines, below everything."""
     axes.grid(color=GRID, lw=0.6)
     axes.set_axisbelow(True)

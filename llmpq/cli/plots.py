@@ -439,7 +439,9 @@ def new_figure(path: str | Path, width: float, height: float) -> Iterator[Any]:
         yield figure
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(path)
+            # Without the version of matplotlib inside, equal pictures are equal files.
+            is_png = Path(path).suffix.lower() == ".png"
+            figure.savefig(path, metadata={"Software": None} if is_png else None)
         except (OSError, ValueError) as error:
             raise SpecError(f"--plot: {path}: cannot be written: {error}") from None
 

@@ -32,7 +32,7 @@ def test_the_memory_axis_leaves_out_a_runtime_that_hides_everything_else(runtime
 )
 def test_titles_lie_inside_of_pictures(monkeypatch, tmp_path, name):
     figures: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda self, _: figures.append(self))
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: figures.append(self))
     plan = make_plan((0, 1, 3), batch=32)
     plan = replace(
         plan,

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmpq.cli.plots import new_figure
+from llmpq.cli.plots import BATCH_COLOURS, GREY, INK, new_figure
 from llmpq.multillm.schedule import ApplicationSchedule
 
 ROW_INCHES = 0.34
 MEASURED_HEIGHT = 0.28
+PALER = 0.5
+"""Share of its distance from white that a colour keeps when it is used again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +59,17 @@ def draw_schedule(
     devices = sorted({span.device for span in (*spans, *measured)}, key=_natural)
     models = list(dict.fromkeys(span.model for span in spans))
     with new_figure(path, 12, 2.4 + ROW_INCHES * len(devices) * (2 if measured else 1)) as figure:
-        from matplotlib import colormaps
-
         axes = figure.subplots()
-        colours = {name: colormaps["tab20"](place % 20) for place, name in enumerate(models)}
+        colours = {name: _colour(place) for place, name in enumerate(models)}
         height = 0.4 if measured else 0.8
         for span in spans:
             row = devices.index(span.device) - (0.2 if measured else 0.0)
             _bar(axes, span, row, height, colours[span.model])
         for span in measured:
             row = devices.index(span.device) + 0.2
-            _bar(axes, span, row, MEASURED_HEIGHT, colours.get(span.model, "grey"))
+            _bar(axes, span, row, MEASURED_HEIGHT, colours.get(span.model, GREY))
         for stage in schedule.stages[:-1]:
-            axes.axvline(stage.end_s, color="#444444", lw=0.6, ls=":")
+            axes.axvline(stage.end_s, color=INK, lw=0.6, ls=":")
         axes.set_yticks(range(len(devices)), devices)
         axes.set_ylim(len(devices) - 0.4, -0.6)
         axes.set_xlim(0, max(span.end_s for span in (*spans, *measured)))
@@ -79,9 +79,18 @@ def draw_schedule(
             f"{schedule.application} on {schedule.cluster}, {schedule.method}: "
             f"{schedule.makespan_s:.1f} s predicted"
             + (f" (above), {measured_s:.1f} s measured (below)" if measured else ""),
-            loc="left",
         )
         _legend(axes, colours)
+
+
+def _colour(place: int) -> tuple[float, float, float]:
+    """Return the colour of a model: those of all pictures, then paler ones."""
+    from matplotlib.colors import to_rgb
+
+    times, which = divmod(place, len(BATCH_COLOURS))
+    share = PALER**times
+    red, green, blue = (1 - share * (1 - part) for part in to_rgb(BATCH_COLOURS[which]))
+    return red, green, blue
 
 
 def _bar(axes: Any, span: Span, row: float, height: float, colour: Any) -> None:
@@ -96,7 +105,7 @@ def _legend(axes: Any, colours: dict[str, Any]) -> None:
     from matplotlib.patches import Patch
 
     handles = [Patch(facecolor=colour, label=name) for name, colour in colours.items()]
-    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def _natural(label: str) -> tuple[str, int]:
