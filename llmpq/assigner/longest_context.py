@@ -37,13 +37,19 @@ LEAST_LOSS_THETA_S = 1e9
 
 
 def plan_longest_context(
-    request: PlanRequest, max_model_len: int | None = None, *, command: str = ""
+    request: PlanRequest,
+    max_model_len: int | None = None,
+    *,
+    usual: tuple[int, int] | None = None,
+    command: str = "",
 ) -> Plan:
     """Return a plan without given lengths.
 
     Args:
         request: its workload gives the number of sequences; their lengths are chosen here.
         max_model_len: tokens of prompt and answer together, ``None`` for the longest that fit.
+        usual: tokens of prompt and answer of the requests for which the plan is fast, together no
+            more than ``max_model_len``; ``None`` where they are not known.
         command: the command line, for the plan's provenance.
 
     Raises:
@@ -55,7 +61,7 @@ def plan_longest_context(
     last: InfeasibleError | None = None
     least: float | None = None
     for context, aims in _attempts(request, max_model_len):
-        wanted = _with_context(request, context, aims)
+        wanted = _with_context(request, context, usual, aims)
         try:
             found = make_plan(wanted, command=command)
         except InfeasibleError as error:
@@ -64,7 +70,7 @@ def plan_longest_context(
         if max_model_len is not None or context <= SHORT_CONTEXT:
             return found
         if least is None:
-            short = make_plan(_with_context(request, SHORT_CONTEXT, aims), command=command)
+            short = make_plan(_with_context(request, SHORT_CONTEXT, usual, aims), command=command)
             least = NEXT_TO * _speed(short)
         if _speed(found) >= least:
             return found
@@ -72,11 +78,16 @@ def plan_longest_context(
     raise last
 
 
-def _with_context(request: PlanRequest, context: int, aims: dict[str, Any]) -> PlanRequest:
-    answer = max(1, min(USUAL_ANSWER, context // 4))
+def _with_context(
+    request: PlanRequest, context: int, usual: tuple[int, int] | None, aims: dict[str, Any]
+) -> PlanRequest:
+    if usual is None:
+        answer = max(1, min(USUAL_ANSWER, context // 4))
+        usual = min(USUAL_PROMPT, context - answer), answer
+    prompt, answer = usual
     work = Workload(
         batch=request.workload.batch,
-        prompt_tokens=min(USUAL_PROMPT, context - answer),
+        prompt_tokens=prompt,
         new_tokens=answer,
         context_tokens=context,
     )

@@ -10,7 +10,6 @@ from llmpq.cli.run_options import add_store_options, read_run_options
 from llmpq.costmodel.memory import context_bytes
 from llmpq.dist import Hosts
 from llmpq.dist.async_engine import AsyncEngine, run_engine_stages
-from llmpq.dist.io.generation import EngineClient
 from llmpq.dist.launch.ranks import HostMonitor
 from llmpq.dist.launch.signals import StopRequest
 from llmpq.dist.metrics.progress import RunProgress
@@ -48,24 +47,6 @@ def check_engine_options(options: argparse.Namespace) -> None:
     """
     read_options(EngineOptions, options)
     read_options(LaunchOptions, options, leaves=["store"])
-
-
-async def start_engine(
-    options: argparse.Namespace,
-    plan: Plan,
-    model_dir: Path,
-    *,
-    hosts: Hosts | None = None,
-    progress: RunProgress | None = None,
-) -> EngineClient:
-    """Start the ranks of a plan and return their engine once it is loaded.
-
-    The arguments are those of :func:`launch_engine`.
-
-    Raises:
-        LlmpqError: an option cannot be used, or a rank did not start.
-    """
-    return await launch_engine(options, plan, model_dir, hosts=hosts, progress=progress).ready()
 
 
 def launch_engine(

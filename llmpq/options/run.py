@@ -224,7 +224,7 @@ class WorkersOptions:
 class PromptFiles:
     """Files of a run that answers prompts, and what becomes of prompts that cannot be served."""
 
-    strat_file_name: Annotated[str, Option(metavar="FILE", help="strategy file")]
+    strat_file_name: Annotated[str | None, Option(metavar="FILE", help="strategy file")] = None
     model: Annotated[
         str | None, Option(metavar="DIR", help="weights (default: the directory in the plan)")
     ] = None

@@ -23,7 +23,7 @@ MAX_WORDS_OF = {
     "docs/how/head.md": 350,
     "docs/how/speculation.md": 400,
     "docs/how/start.md": 230,
-    "docs/install/first-answer.md": 330,
+    "docs/install/first-answer.md": 350,
     "docs/operations/kubernetes.md": 170,
     "docs/operations/ray.md": 260,
     "docs/reference/api.md": 700,

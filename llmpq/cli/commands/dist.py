@@ -1,9 +1,10 @@
 """llmpq-dist: run a strategy on prompts.
 
 It starts one process per stage (with ``--nnodes``: those of this host), shows their progress on
-standard error, and prints predicted and measured times. Under torchrun, with ``--no_auto``, each
-process is one rank; under ``srun`` and ``mpirun`` it is one rank or one host. With ``--launcher
-ray``, the hosts are nodes of a Ray cluster.
+standard error, and prints predicted and measured times. Instead of a strategy it takes a model,
+which it plans for this host, its workers and the lengths of the prompts. Under torchrun, with
+``--no_auto``, each process is one rank; under ``srun`` and ``mpirun`` it is one rank or one host.
+With ``--launcher ray``, the hosts are nodes of a Ray cluster.
 """
 
 from __future__ import annotations
@@ -15,10 +16,20 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
+from llmpq.assigner.longest_context import USUAL_ANSWER
 from llmpq.batching.drift import Drift
 from llmpq.cli import run_options
 from llmpq.cli.common import command_start_s, make_parser, print_json, require, run_command
+from llmpq.cli.front.host_plan import (
+    MODEL_HELP,
+    Lengths,
+    add_host_plan_options,
+    find_model,
+)
+from llmpq.cli.front.planned import PlannedModel, check_plan_options
 from llmpq.cli.options import (
     add_drift_options,
     add_policy_options,
@@ -26,6 +37,7 @@ from llmpq.cli.options import (
     schedule_of,
 )
 from llmpq.cli.running import doctor
+from llmpq.cli.workers.hosts import workers_of
 from llmpq.dist import check_job, model_dir_of, run_job
 from llmpq.dist.io.job import Job, checked_speculation
 from llmpq.dist.io.prompts import sort_prompts
@@ -48,6 +60,13 @@ from llmpq.spec.workload import TraceRequest
 
 logger = get_logger(__name__)
 
+SEQUENCES = 16
+"""Requests at the same time that a model is planned for by default."""
+_OF_MODEL = ("bits", "key_file", "max_model_len", "no_measure", "workers")
+"""Options of the plan of MODEL."""
+_OF_A_PLAN: dict[str, Any] = {"launcher": "local", "no_auto": False, "nnodes": 1}
+"""Options, and their defaults, that need a strategy."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status."""
@@ -61,6 +80,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("llmpq-dist", "Run a strategy on prompts.")
     files = parser.add_argument_group("files")
+    files.add_argument(
+        "given",
+        nargs="?",
+        metavar="MODEL",
+        help=f"instead of a strategy, planned for the prompts: {MODEL_HELP}",
+    )
     prompts = ("strat_file_name", "model", "prompts", "format", "output", "resume")
     add_options(files, PromptFiles, *prompts, "report", "plot", "trace")
     sampling = parser.add_argument_group("sampling (greedy by default)")
@@ -77,10 +102,41 @@ def _parser() -> argparse.ArgumentParser:
     hosts = run_options.add_host_options(parser)
     add_options(hosts, LauncherOptions, "auto")
     run_options.add_ray_options(hosts)
+    planned = parser.add_argument_group("plan of MODEL")
+    add_host_plan_options(planned, SEQUENCES, has_replan=False)
     return parser
 
 
 def _run(options: argparse.Namespace, start_s: float) -> int:
+    has_plan = options.strat_file_name is not None
+    if options.given is None and not has_plan:
+        raise SpecError(
+            "found no plan, expected MODEL (a folder or GGUF file, planned for the prompts) or "
+            "--strat_file_name FILE"
+        )
+    check_plan_options(options, _OF_MODEL, SEQUENCES, has_plan=has_plan)
+    if options.given is not None:
+        return _plan_and_run(options, start_s)
+    return _run_plan(options, start_s)
+
+
+def _plan_and_run(options: argparse.Namespace, start_s: float) -> int:
+    """Plan MODEL for the prompts, this host and its workers, and run the plan."""
+    for name, value in _OF_A_PLAN.items():
+        if getattr(options, name) != value:
+            raise SpecError(f"--{name}: found with '{options.given}', expected a strategy")
+    if options.workers and options.format != "openai_batch":
+        raise SpecError(f"--workers: found --format {options.format}, expected openai_batch")
+    with workers_of(options, "llmpq-dist") or contextlib.nullcontext() as workers:
+        lengths = None if options.format == "openai_batch" else lengths_of(options)
+        model = PlannedModel(options, workers, lengths)
+        options.max_model_len = None  # that of the plan
+        return _run_plan(options, start_s, model)
+
+
+def _run_plan(
+    options: argparse.Namespace, start_s: float, model: PlannedModel | None = None
+) -> int:
     plan = read_plan(options.strat_file_name)
     _check_runs(plan, options.strat_file_name)
     run_options.check_ray_address(options)
@@ -91,7 +147,7 @@ def _run(options: argparse.Namespace, start_s: float) -> int:
     if options.format == "openai_batch":
         from llmpq.cli.running import openai_batch
 
-        return openai_batch.answer_batch(options, plan)
+        return openai_batch.answer_batch(options, plan, model)
     require("torch", "transformers")
     task = _own_task(options, plan)
     job = replace(_job(options, plan, task), start_s=start_s)
@@ -100,6 +156,39 @@ def _run(options: argparse.Namespace, start_s: float) -> int:
         return 0
     _report(plan, measurement, job, options)
     return run_options.outcome(measurement)
+
+
+def lengths_of(options: argparse.Namespace) -> Lengths | None:
+    """Return the lengths of the prompts; ``None`` where none can be read or served.
+
+    The run itself says what is wrong with prompts.
+    """
+    from llmpq.dist.io.model_files import load_tokenizer
+
+    prompts, _ = sort_prompts(options.prompts)
+    tokenizer = None
+    if any(prompt.text is not None for prompt in prompts):
+        require("torch", "transformers")
+        tokenizer = load_tokenizer(find_model(options.given).path)
+    found = []
+    for prompt in prompts:
+        ids = prompt.token_ids
+        if ids is None and tokenizer is not None:
+            ids = tuple(tokenizer.encode(prompt.text or ""))
+        if ids:
+            found.append((len(ids), prompt.max_new_tokens or USUAL_ANSWER))
+    if not found:
+        return None
+    prompt_tokens, new_tokens = (
+        max(1, round(fmean(column))) for column in zip(*found, strict=True)
+    )
+    longest = max(sum(lengths) for lengths in found)
+    return Lengths(
+        requests=len(found),
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        context_tokens=max(longest, prompt_tokens + new_tokens),
+    )
 
 
 def _run_on_ray(options: argparse.Namespace, plan: Plan) -> int:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -26,12 +25,9 @@ from llmpq.cli.engine_options import (
 )
 from llmpq.cli.front.host_plan import (
     MODEL_HELP,
-    HostPlan,
     add_host_plan_options,
-    host_plan,
-    plan_decisions,
-    say_plan,
 )
+from llmpq.cli.front.planned import PlannedModel, check_plan_options, engine_words
 from llmpq.cli.run_options import HostProgress, commands_of_hosts, stated_hosts
 from llmpq.cli.server_options import (
     add_address_options,
@@ -39,7 +35,7 @@ from llmpq.cli.server_options import (
     listen_options,
     say_ready,
 )
-from llmpq.cli.workers.hosts import WorkerHosts, workers_of
+from llmpq.cli.workers.hosts import workers_of
 from llmpq.dist import Hosts, model_dir_of
 from llmpq.dist.io.generation import Pooling
 from llmpq.dist.launch.process_environment import visible_devices
@@ -62,6 +58,8 @@ if TYPE_CHECKING:
 SERVER_PACKAGES = ("fastapi", "uvicorn", "httptools", "prometheus_client", "jinja2", "tokenizers")
 SEQUENCES = 4
 """Answers at the same time that a model is planned for by default."""
+OF_MODEL = ("bits", "key_file", "no_measure", "replan", "workers")
+"""Options of the plan of MODEL."""
 FLEET_PACKAGES = ("torch", "transformers", "aiohttp", "fastapi", "uvicorn", "httptools")
 
 
@@ -157,14 +155,16 @@ def _run(options: argparse.Namespace, start: StartLog) -> int:
     _check_names(options)
     if options.given is not None:
         with workers_of(options, "llmpq-serve") or contextlib.nullcontext() as workers:
-            return _serve_plan(options, start, _plan_model(options, workers))
+            model = PlannedModel(options, workers)
+            options.max_model_len = None  # that of the plan
+            return _serve_plan(options, start, model)
     if options.fleet is not None:
         return _run_fleet(options)
     return _serve_plan(options, start)
 
 
 def _serve_plan(
-    options: argparse.Namespace, start: StartLog, model: _PlannedModel | None = None
+    options: argparse.Namespace, start: StartLog, model: PlannedModel | None = None
 ) -> int:
     """Serve a plan, which was made here or is in a file, until SIGTERM or Ctrl-C."""
     for name in ("balancer", "node", "node_addr"):
@@ -182,7 +182,7 @@ def _serve_plan(
     if options.itl_bound is not None:
         options.token_budget = token_budget_for(plan, options.itl_bound)
     if model is not None and workers is not None:
-        hosts = workers.start(model.found, "serve", worker_words(options), replan=model.replan)
+        hosts = workers.start(model.found, "serve", engine_words(options), replan=model.replan)
     on_host: HostProgress | None = None
     if hosts.num_nodes > 1:
         on_host = _host_progress(options, plan, hosts)
@@ -252,88 +252,15 @@ def _run_engine(
 
 def _check_files(options: argparse.Namespace) -> None:
     """Check that the plan, fleet or model is given."""
-    given, has_plan = options.given, options.strat_file_name or options.fleet
+    has_plan = options.strat_file_name is not None or options.fleet is not None
     if options.nnodes != 1 and options.strat_file_name is None:
         raise SpecError("--nnodes: found without --strat_file_name, expected both")
-    if has_plan and given is None:
-        is_asked = options.bits or options.replan or options.no_measure
-        is_asked = is_asked or options.workers or options.key_file
-        if is_asked or options.max_num_seqs != SEQUENCES:
-            raise SpecError(
-                "--bits, --key_file, --max_num_seqs, --no_measure, --replan, --workers: found with "
-                "a plan, expected with MODEL alone"
-            )
-        return
-    if has_plan:
-        raise SpecError(f"found '{given}' and a plan, expected one of them")
-    if given is None:
+    if options.given is None and not has_plan:
         raise SpecError(
             "found no plan, expected MODEL (a folder or GGUF file, planned for this host), "
             "--strat_file_name FILE or --fleet FILE"
         )
-    if Path(given).is_file() and given.endswith(".json"):
-        raise SpecError(f"found '{given}' alone, expected --strat_file_name {given}")
-    if options.model is not None:
-        raise SpecError(f"--model: found with '{given}', expected one of them")
-
-
-class _PlannedModel:
-    """A model that is planned here, for this host and its workers.
-
-    Args:
-        options: of the command.
-        workers: other hosts, ``None`` without any.
-
-    Attributes:
-        found: the plan.
-        on_replan: receives the plan that takes its place.
-    """
-
-    def __init__(self, options: argparse.Namespace, workers: WorkerHosts | None) -> None:
-        self._options = copy.copy(options)
-        self.workers = workers
-        self.on_replan: Callable[[Plan], None] = lambda _: None
-        self.found = self._plan()
-
-    def replan(self) -> HostPlan:
-        """Plan again, for the hosts that are left."""
-        self.found = self._plan()
-        self.on_replan(self.found.plan)
-        return self.found
-
-    def _plan(self) -> HostPlan:
-        found = host_plan(self._options.given, self._options, self.workers)
-        say_plan(found)
-        return found
-
-
-def _plan_model(options: argparse.Namespace, workers: WorkerHosts | None) -> _PlannedModel:
-    """Plan the model; the options are those of its plan then."""
-    model = _PlannedModel(options, workers)
-    options.strat_file_name = str(model.found.file)
-    options.decisions = plan_decisions(model.found)
-    options.max_model_len = None  # that of the plan
-    return model
-
-
-def worker_words(options: argparse.Namespace) -> list[str]:
-    """Return the options of the engine, which its ranks on workers have too.
-
-    Those of the plan, and of the files of this host, are left out.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    _add_files(parser)
-    add_address_options(parser)
-    _add_limit_options(parser)
-    _add_hosts(parser)
-    for name in ("max_model_len", "store", "store_limit", "token_budget", "itl_bound"):
-        parser.add_argument(f"--{name}")
-    for flags in (("--json",), ("--verbose", "-v")):
-        parser.add_argument(*flags, action="store_true")
-    words = parser.parse_known_args(options.argv)[1]
-    if options.token_budget is not None:
-        words += ["--token_budget", str(options.token_budget)]
-    return words
+    check_plan_options(options, OF_MODEL, SEQUENCES, has_plan=has_plan)
 
 
 def _host_progress(options: argparse.Namespace, plan: Plan, hosts: Hosts) -> HostProgress:

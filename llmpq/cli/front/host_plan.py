@@ -61,6 +61,22 @@ class FoundModel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """Requests that a plan is for.
+
+    Attributes:
+        requests: how many.
+        prompt_tokens, new_tokens: of a usual request.
+        context_tokens: of the longest one, prompt and answer together.
+    """
+
+    requests: int
+    prompt_tokens: int
+    new_tokens: int
+    context_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HostPlan:
     """The plan of a model for this host, and where it is kept.
 
@@ -83,7 +99,11 @@ class HostPlan:
 
 
 def add_host_plan_options(
-    parser: argparse._ActionsContainer, sequences: int, *, has_length: bool = True
+    parser: argparse._ActionsContainer,
+    sequences: int,
+    *,
+    has_length: bool = True,
+    has_replan: bool = True,
 ) -> None:
     """Add what a plan for this host can be asked for.
 
@@ -91,6 +111,7 @@ def add_host_plan_options(
         parser: gets the options.
         sequences: default number of answers at the same time.
         has_length: whether ``--max_model_len`` is among them.
+        has_replan: whether ``--replan`` is.
     """
     if has_length:
         parser.add_argument(
@@ -115,7 +136,9 @@ def add_host_plan_options(
         metavar="BITS",
         help="bitwidths to choose from (default: all; 8 and more where they fit)",
     )
-    parser.add_argument("--replan", action="store_true", help="do not use the plan that is kept")
+    if has_replan:
+        text = "do not use the plan that is kept"
+        parser.add_argument("--replan", action="store_true", help=text)
     parser.add_argument(
         "--no_measure",
         action="store_true",
@@ -125,7 +148,10 @@ def add_host_plan_options(
 
 
 def host_plan(
-    model: str, options: argparse.Namespace, workers: WorkerHosts | None = None
+    model: str,
+    options: argparse.Namespace,
+    workers: WorkerHosts | None = None,
+    lengths: Lengths | None = None,
 ) -> HostPlan:
     """Return the plan of a model for this host: the one that is kept, or a new one.
 
@@ -133,6 +159,7 @@ def host_plan(
         model: folder, GGUF file, or name of the hub or the catalogue.
         options: of :func:`add_host_plan_options`.
         workers: other hosts, whose devices are planned for too.
+        lengths: of the requests, where they are known.
 
     Raises:
         SpecError: there is no such model, it cannot be downloaded, or an option cannot be used.
@@ -146,6 +173,8 @@ def host_plan(
     least_bits = min(options.bits or BITS)
     found = find_model(model, lambda spec: _check_room(spec, cluster, least_bits))
     asked = {name: getattr(options, name) for name in ("max_model_len", "max_num_seqs", "bits")}
+    if lengths is not None:
+        asked["lengths"] = asdict(lengths)
     file = _file(found, cluster, asked)
     plan = None if options.replan else _kept(file, cluster)
     is_new, kept = plan is None, types_of(cluster)
@@ -154,7 +183,7 @@ def host_plan(
             own = with_measured_figures(own)
             cluster = own if workers is None else workers.joined(own)
             file = _file(found, cluster, asked)
-        plan = _make_plan(found, cluster, options)
+        plan = _make_plan(found, cluster, options, lengths)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_plan(file, plan)
     return HostPlan(
@@ -172,19 +201,28 @@ def types_of(cluster: Cluster) -> set[str]:
     return {entry.type for entry in cluster.device_types or ()}
 
 
-def _make_plan(found: FoundModel, cluster: Cluster, options: argparse.Namespace) -> Plan:
+def _make_plan(
+    found: FoundModel, cluster: Cluster, options: argparse.Namespace, lengths: Lengths | None
+) -> Plan:
     """Return a new plan of a model, with the master on this host."""
-    spec = found.spec
+    spec, sequences = found.spec, options.max_num_seqs
+    if lengths is not None:
+        sequences = min(sequences, lengths.requests)
     request = PlanRequest(
         model=spec,
         model_source=str(found.path),
         cluster=cluster,
-        workload=Workload(batch=options.max_num_seqs, prompt_tokens=1, new_tokens=1),
+        workload=Workload(batch=sequences, prompt_tokens=1, new_tokens=1),
         dtype=spec.dtype,
         kv_bits=8 * DTYPE_BYTES[spec.dtype],
         bits=tuple(sorted(set(options.bits), reverse=True)) if options.bits else BITS,
     )
-    plan = plan_longest_context(request, options.max_model_len, command=options.command)
+    longest, usual = options.max_model_len, None
+    if lengths is not None:
+        longest = longest or lengths.context_tokens
+        if lengths.prompt_tokens + lengths.new_tokens <= longest:
+            usual = lengths.prompt_tokens, lengths.new_tokens
+    plan = plan_longest_context(request, longest, usual=usual, command=options.command)
     here = cluster.nodes[0].name
     if plan.nodes[0] == here:
         return plan
@@ -192,7 +230,7 @@ def _make_plan(found: FoundModel, cluster: Cluster, options: argparse.Namespace)
     used = map(plan.device_of, plan.stages)
     order = [*own, *(device for device in used if device.node != here)]
     request = replace(request, overrides=Overrides(order=tuple(one.label for one in order)))
-    return plan_longest_context(request, options.max_model_len, command=options.command)
+    return plan_longest_context(request, longest, usual=usual, command=options.command)
 
 
 def find_model(name: str, check: Callable[[ModelSpec], None] = lambda _: None) -> FoundModel:
@@ -330,7 +368,9 @@ def plan_text(found: HostPlan) -> str:
     rows.append(("context", f"{work.max_context_tokens:,} tokens each, {answers}"))
     if found.answer_tokens_per_s is not None:
         figures = (
-            "measured devices" if types_of(plan.cluster) else "the catalogue; --replan measures"
+            "measured devices"
+            if types_of(plan.cluster)
+            else "the catalogue; llmpq chat --replan measures"
         )
         rows.append(
             (

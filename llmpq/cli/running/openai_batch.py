@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmpq.cli.common import print_json, require
-from llmpq.cli.engine_options import run_stages, start_engine
+from llmpq.cli.engine_options import launch_engine, run_stages
+from llmpq.cli.front.planned import PlannedModel, engine_words
 from llmpq.cli.run_options import MAX_LISTED, HostProgress, stated_hosts
+from llmpq.cli.workers.hosts import WorkerHosts
 from llmpq.dist import Hosts, model_dir_of
 from llmpq.dist.metrics.progress import RunProgress, SilentProgress
 from llmpq.errors import SpecError
@@ -24,8 +26,13 @@ if TYPE_CHECKING:
 PACKAGES = ("torch", "transformers", "fastapi", "prometheus_client", "jinja2", "tokenizers")
 
 
-def answer_batch(options: argparse.Namespace, plan: Plan) -> int:
+def answer_batch(options: argparse.Namespace, plan: Plan, model: PlannedModel | None = None) -> int:
     """Answer the requests of ``--prompts`` and return the exit status.
+
+    Args:
+        options: of the command.
+        plan: the strategy.
+        model: whose plan it is, where it was made here; its workers run ranks of the plan.
 
     Raises:
         LlmpqError: a file or an option cannot be used, or the engine failed.
@@ -50,7 +57,13 @@ def answer_batch(options: argparse.Namespace, plan: Plan) -> int:
     if refused and options.bad_prompts == "refuse":
         raise refused[0]
     start_s = time.monotonic()
-    summary = asyncio.run(_answer(options, plan, source, hosts, progress))
+    workers = None if model is None else model.workers
+    if model is not None and workers is not None:
+        words = engine_words(options)
+        hosts = workers.start(model.found, "serve", words, replan=model.replan)
+        if hosts.num_nodes > 1:
+            progress = HostProgress(SilentProgress(), hosts, plan, None)
+    summary = asyncio.run(_answer(options, plan, source, hosts, progress, workers))
     elapsed_s = time.monotonic() - start_s
     if options.json:
         print_json(
@@ -78,6 +91,7 @@ async def _answer(
     source: Path,
     hosts: Hosts,
     progress: RunProgress | None,
+    workers: WorkerHosts | None,
 ) -> BatchSummary:
     from llmpq.server.app import make_service
     from llmpq.server.batch import run_batch
@@ -85,7 +99,8 @@ async def _answer(
 
     folder = model_dir_of(plan, options.model)
     tokenizer = asyncio.create_task(asyncio.to_thread(load_server_tokenizer, folder))
-    engine = await start_engine(options, plan, folder, hosts=hosts, progress=progress)
+    launched = launch_engine(options, plan, folder, hosts=hosts, progress=progress, monitor=workers)
+    engine = await launched.ready()
     try:
         names = (plan.model.name, folder.name)
         service = make_service(engine, await tokenizer, folder, names)

@@ -80,7 +80,7 @@ def test_devices_are_measured_for_a_new_plan_unless_the_user_forbids_it(memory, 
     monkeypatch.setattr(module, "with_measured_figures", measure)
     guessed = found("--no_measure")
     assert measured == []
-    assert "the catalogue; --replan measures" in plan_text(guessed)
+    assert "the catalogue; llmpq chat --replan measures" in plan_text(guessed)
     assert not found().is_new  # a plan that is kept needs no figures
     first = found("--replan")
     assert len(measured) == 1

@@ -238,3 +238,29 @@ def test_another_folder_is_one_line_and_the_worker_stays(tmp_path):
         assert f"worker 127.0.0.1: {other}: found another model" in last
         wait_for_text(machines.there, "127.0.0.1 has left")
         assert worker.poll() is None
+
+
+def test_a_batch_goes_on_without_a_worker_that_is_killed(tmp_path, expected):
+    requests, answers = tmp_path / "requests.jsonl", tmp_path / "answers.jsonl"
+    body = {"model": "demo", "prompt": PROMPT, "max_tokens": NEW, "temperature": 0}
+    lines = [
+        {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body}
+        for number in range(300)
+    ]
+    requests.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    files = ["--format", "openai_batch", "--prompts", str(requests), "--output", str(answers)]
+    with two_hosts("loopback") as made:
+        machines = Machines(tmp_path)
+        workers = machines.start_two_workers(made[1])
+        batch = machines.start(made[0], "dist", *files)
+        wait_for(lambda: answers.exists() and answers.read_text().count("\n"), lambda n: n > 9)
+        assert answers.read_text().count("\n") < len(lines)
+        plan = (tmp_path / "here").read_text()
+        used = next(one for one in workers if f"{one}/cpu#0" in plan)
+        workers[used].kill()
+        assert batch.wait(PATIENCE_S) == 0
+        assert f"worker {used} is lost" in (tmp_path / "here").read_text()
+    found = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert sorted(int(one["custom_id"]) for one in found) == list(range(len(lines)))
+    texts = {one["response"]["body"]["choices"][0]["text"] for one in found}
+    assert texts == {expected}

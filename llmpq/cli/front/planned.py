@@ -1,0 +1,108 @@
+"""A model that a command plans itself, instead of reading a plan."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from llmpq.cli.engine_options import add_engine_options
+from llmpq.cli.front.host_plan import HostPlan, Lengths, host_plan, plan_decisions, say_plan
+from llmpq.cli.workers.hosts import WorkerHosts
+from llmpq.errors import SpecError
+from llmpq.spec.plan import Plan
+
+OF_THIS_HOST = ("max_model_len", "store", "store_limit", "token_budget", "itl_bound")
+"""Options of the engine that the plan says, or that name files of this host."""
+
+
+class PlannedModel:
+    """A model that is planned here, for this host and its workers.
+
+    Args:
+        options: of the command, with MODEL and those of its plan.
+        workers: other hosts, ``None`` without any.
+        lengths: of the requests that it will answer, where they are known.
+
+    Attributes:
+        found: the plan.
+        on_replan: receives the plan that takes its place.
+
+    Raises:
+        LlmpqError: there is no plan.
+    """
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        workers: WorkerHosts | None,
+        lengths: Lengths | None = None,
+    ) -> None:
+        self._options = copy.copy(options)
+        self._lengths = lengths
+        self.workers = workers
+        self.on_replan: Callable[[Plan], None] = lambda _: None
+        self.found = self._plan()
+        options.strat_file_name = str(self.found.file)
+        options.decisions = plan_decisions(self.found)
+
+    def replan(self) -> HostPlan:
+        """Plan again, for the hosts that are left."""
+        self.found = self._plan()
+        self.on_replan(self.found.plan)
+        return self.found
+
+    def _plan(self) -> HostPlan:
+        found = host_plan(self._options.given, self._options, self.workers, self._lengths)
+        say_plan(found)
+        return found
+
+
+def engine_words(options: argparse.Namespace) -> list[str]:
+    """Return the options of the engine, which its ranks on workers have too.
+
+    Those of the plan, and of the files of this host, are left out.
+    """
+    engine = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_engine_options(engine)
+    others = engine.parse_known_args(options.argv)[1]
+    words = []
+    for word in options.argv:
+        if others and word == others[0]:
+            del others[0]
+        else:
+            words.append(word)
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in OF_THIS_HOST:
+        own.add_argument(f"--{name}")
+    words = own.parse_known_args(words)[1]
+    budget = getattr(options, "token_budget", None)
+    return words if budget is None else [*words, "--token_budget", str(budget)]
+
+
+def check_plan_options(
+    options: argparse.Namespace, names: Sequence[str], sequences: int, *, has_plan: bool
+) -> None:
+    """Check that MODEL is given without a plan, and options of its plan with it alone.
+
+    Args:
+        options: of the command.
+        names: of those options, but for ``max_num_seqs``.
+        sequences: default of ``--max_num_seqs``.
+        has_plan: whether a plan is given.
+
+    Raises:
+        SpecError: a plan and MODEL, or options of MODEL's plan without MODEL.
+    """
+    given = options.given
+    if given is None:
+        if any(getattr(options, one) for one in names) or options.max_num_seqs != sequences:
+            shown = ", ".join(f"--{name}" for name in sorted([*names, "max_num_seqs"]))
+            raise SpecError(f"{shown}: found with a plan, expected with MODEL alone")
+    elif has_plan:
+        raise SpecError(f"found '{given}' and a plan, expected one of them")
+    elif Path(given).is_file() and given.endswith(".json"):
+        raise SpecError(f"found '{given}' alone, expected --strat_file_name {given}")
+    elif options.model is not None:
+        raise SpecError(f"--model: found with '{given}', expected one of them")
