@@ -60,6 +60,8 @@ class Lane:
             folder in the cache.
         packages: for pip, in an environment that also has what ``.venv`` has; none: ``.venv``.
         unchecked: those that are installed without what they depend on.
+        is_apart: whether its packages, other than torch, are chosen without regard to those of
+            ``.venv``, by uv. pip looks for half an hour for versions that agree with both.
         isa: newest vector extension that it may use; ``None``: all.
     """
 
@@ -68,6 +70,7 @@ class Lane:
     command: tuple[str, ...]
     packages: tuple[str, ...] = ()
     unchecked: tuple[str, ...] = ()
+    is_apart: bool = False
     isa: str | None = None
 
 
@@ -108,6 +111,7 @@ def lanes() -> tuple[Lane, ...]:
                 *("pydantic-ai-slim[openai]", "instructor", "langchain-openai", "llm"),
                 "smolagents[openai]",
             ),
+            is_apart=True,
         ),
         Lane(
             name="browser",
@@ -296,7 +300,14 @@ def environment_of(lane: Lane, folder: Path) -> str:
     # Behind its own packages, so that they come first and ours are not installed again.
     (site / "ours.pth").write_text(paths, encoding="utf-8")
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    _install([*pip, *lane.packages])
+    if lane.is_apart:
+        _install([*pip, "uv"])
+        without = folder / "without-torch.txt"
+        without.write_text("torch; sys_platform == 'none'\n", encoding="utf-8")
+        uv = [str(python), "-m", "uv", "pip", "install", "--quiet", "--python", str(python)]
+        _install([*uv, "--override", str(without), *lane.packages])
+    else:
+        _install([*pip, *lane.packages])
     if lane.unchecked:
         _install([*pip, "--no-deps", *lane.unchecked])
     stamp.write_text(wanted, encoding="utf-8")
