@@ -329,7 +329,8 @@ class OtherHosts(contextlib.AbstractContextManager["OtherHosts"]):
             raise failed[0]
         if not found:
             raise InfeasibleError(
-                f"no plan without the hosts that were lost within {limit_s:g} s (--replan_timeout)"
+                f"found no plan without the hosts that were lost within {limit_s:g} s; "
+                "--replan_timeout allows more"
             )
         return found[0]
 

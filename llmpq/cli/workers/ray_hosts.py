@@ -101,19 +101,19 @@ class RayHosts(OtherHosts):
     def _connect(self, node: RayNode, connection: NodeConnection) -> None:
         """Compare the versions, and measure the link to a node."""
         title = f"{self.TITLE} {node.name}"
-        if (version := connection.call("version")) != __version__:
-            raise SpecError(
-                f"{title}: found llmpq {version}, expected {__version__} as on this node"
-            )
-        address = (node.address, connection.call("listen", node.address))
-        deadline_s = time.monotonic() + HANDSHAKE_S
         try:
+            if (version := connection.call("version")) != __version__:
+                raise SpecError(
+                    f"{title}: found llmpq {version}, expected {__version__} as on this node"
+                )
+            address = (node.address, connection.call("listen", node.address))
+            deadline_s = time.monotonic() + HANDSHAKE_S
             endpoint = Endpoint(address=address)
             probe = endpoint.connect_authenticated(self._secret.encode(), LINK, deadline_s)
             here = probe.getsockname()[0]
             measured = measure_link(probe, HANDSHAKE_S)
         except (OSError, StageError) as error:
-            raise StageError(f"{title}: {error}") from None
+            raise StageError(f"{title}: {str(error).removeprefix(f'{node.name}: ')}") from None
         self._join(
             OtherHost(
                 name=node.name,

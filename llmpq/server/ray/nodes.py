@@ -264,9 +264,9 @@ class NodeConnection:
 
 
 def _text_of(error: RayError) -> str:
-    """Return an error of Ray as one line: its last line has the cause."""
+    """Return an error of Ray as one line: the first sentence of its last line has the cause."""
     if isinstance(error, ActorUnavailableError):
         return "its actor cannot be reached"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    cause = lines[-1][:MAX_CAUSE] if lines else "no message"
+    cause = lines[-1].partition(". ")[0][:MAX_CAUSE] if lines else "no message"
     return f"Ray lost its actor ({type(error).__name__}: {cause})"
