@@ -170,10 +170,15 @@ def add_ray_options(hosts: argparse._ArgumentGroup) -> None:
     add_options(hosts, LauncherOptions, "launcher", "ray_address")
 
 
-def check_ray_address(options: argparse.Namespace) -> None:
-    """Raise ``SpecError`` where a Ray cluster is named that is not used."""
+def ray_address_of(options: argparse.Namespace) -> str | None:
+    """Return the address of the Ray cluster, ``None`` for the one that Ray finds.
+
+    Raises:
+        SpecError: a Ray cluster is named that is not used.
+    """
     if options.ray_address is not None and options.launcher != "ray":
         raise SpecError("--ray_address: found without --launcher ray, expected both")
+    return options.ray_address or os.environ.get("RAY_ADDRESS")
 
 
 def words_for_ray(options: argparse.Namespace) -> list[str]:

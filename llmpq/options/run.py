@@ -218,6 +218,19 @@ class WorkersOptions:
     key_file: Annotated[
         Path | None, Option(metavar="FILE", help="--workers: the secret that all hosts share")
     ] = None
+    replan_timeout_s: Annotated[
+        float,
+        Option(
+            flags=("replan_timeout",),
+            above=0,
+            metavar="SECONDS",
+            help="after the loss of a host: time for a new plan over the others and the start of "
+            "its ranks there, else the command ends with status 3 (default %(default)g)",
+        ),
+    ] = 120.0
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

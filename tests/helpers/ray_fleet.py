@@ -7,7 +7,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +117,17 @@ def cluster(values: Sequence[str] = NODES) -> Iterator[str]:
     Yields:
         The address of the cluster, to which this process is connected.
     """
+    with cluster_of([{"num_cpus": 2, "labels": {LABEL: value}} for value in values]) as nodes:
+        yield nodes.address
+
+
+@contextlib.contextmanager
+def cluster_of(nodes: Sequence[Mapping[str, Any]]) -> Iterator[Cluster]:
+    """Run nodes with these settings, on loopback, without a dashboard.
+
+    Yields:
+        The cluster, to which this process is connected; commands connect to its first node.
+    """
     paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     settings = {
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
@@ -125,24 +136,24 @@ def cluster(values: Sequence[str] = NODES) -> Iterator[str]:
     }
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
-    nodes = Cluster()
+    made = Cluster()
     try:
-        for number, value in enumerate(values):
-            nodes.add_node(
+        for number, node in enumerate(nodes):
+            made.add_node(
                 wait=True,
                 node_ip_address=HOST,
-                num_cpus=2,
                 object_store_memory=MEMORY_BYTES,
-                labels={LABEL: value},
+                **node,
                 **({"include_dashboard": False} if number == 0 else {}),
             )
-        ray.init(address=nodes.address, logging_level="error", log_to_driver=False)
-        yield nodes.address
+        ray.init(address=made.address, logging_level="error", log_to_driver=False)
+        yield made
     finally:
-        with contextlib.suppress(Exception):
-            serve.shutdown()
+        if ray.is_initialized():  # else it would look for another cluster
+            with contextlib.suppress(Exception):
+                serve.shutdown()
         ray.shutdown()
-        nodes.shutdown()
+        made.shutdown()
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)

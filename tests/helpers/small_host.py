@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from llmpq.cli.front import host_plan
 from llmpq.cli.front.program import main
-from llmpq.cli.workers import command
+from llmpq.cli.workers import command, lender
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 from llmpq.units import MIB
 
@@ -23,7 +23,7 @@ def small_host(mebibytes: int) -> Cluster:
 
 def run(words: Sequence[str]) -> int:
     """Run the verb; return its exit status."""
-    for module in (host_plan, command):
+    for module in (host_plan, command, lender):
         module.host_cluster = lambda: small_host(int(words[0]))
     return main(words[1:])
 

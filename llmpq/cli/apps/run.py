@@ -19,7 +19,7 @@ from llmpq.cli.render import aligned
 from llmpq.cli.run_options import (
     MAX_LISTED,
     add_store_options,
-    check_ray_address,
+    ray_address_of,
     read_run_options,
 )
 from llmpq.dist.io.sampling_params import SamplingParams
@@ -81,7 +81,7 @@ def add_run(verbs: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    check_ray_address(options)
+    ray_address_of(options)
     app = load_application(options.application)
     items = load_items(app)
     cluster = load_cluster(options.cluster)
@@ -158,7 +158,7 @@ def _engines(options: argparse.Namespace, cluster: Cluster) -> Iterator[StartEng
     from llmpq.server.ray.engines import RayEngines
     from llmpq.server.ray.launcher import ray_cluster
 
-    with ray_cluster(options.ray_address):
+    with ray_cluster(ray_address_of(options)):
         yield RayEngines(**settings)
 
 

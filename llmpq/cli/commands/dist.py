@@ -37,7 +37,7 @@ from llmpq.cli.options import (
     schedule_of,
 )
 from llmpq.cli.running import doctor
-from llmpq.cli.workers.hosts import workers_of
+from llmpq.cli.workers.hosts import other_hosts_of
 from llmpq.dist import check_job, model_dir_of, run_job
 from llmpq.dist.io.job import Job, checked_speculation
 from llmpq.dist.io.prompts import sort_prompts
@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     add_options(hosts, LauncherOptions, "auto")
     run_options.add_ray_options(hosts)
     planned = parser.add_argument_group("plan of MODEL")
-    add_host_plan_options(planned, SEQUENCES, has_replan=False)
+    add_host_plan_options(planned, SEQUENCES, has_replan=False, has_launcher=False)
     return parser
 
 
@@ -127,9 +127,9 @@ def _plan_and_run(options: argparse.Namespace, start_s: float) -> int:
             raise SpecError(f"--{name}: found with '{options.given}', expected a strategy")
     if options.workers and options.format != "openai_batch":
         raise SpecError(f"--workers: found --format {options.format}, expected openai_batch")
-    with workers_of(options, "llmpq-dist") or contextlib.nullcontext() as workers:
+    with other_hosts_of(options, "llmpq-dist") or contextlib.nullcontext() as others:
         lengths = None if options.format == "openai_batch" else lengths_of(options)
-        model = PlannedModel(options, workers, lengths)
+        model = PlannedModel(options, others, lengths)
         options.max_model_len = None  # that of the plan
         return _run_plan(options, start_s, model)
 
@@ -139,9 +139,9 @@ def _run_plan(
 ) -> int:
     plan = read_plan(options.strat_file_name)
     _check_runs(plan, options.strat_file_name)
-    run_options.check_ray_address(options)
+    address = run_options.ray_address_of(options)
     if options.launcher == "ray":
-        return _run_on_ray(options, plan)
+        return _run_on_ray(options, plan, address)
     if options.nnodes == 1 and not options.no_auto and started_task(os.environ) is None:
         _warn_of_nodes(plan, options.strat_file_name)
     if options.format == "openai_batch":
@@ -191,13 +191,13 @@ def lengths_of(options: argparse.Namespace) -> Lengths | None:
     )
 
 
-def _run_on_ray(options: argparse.Namespace, plan: Plan) -> int:
+def _run_on_ray(options: argparse.Namespace, plan: Plan, address: str | None) -> int:
     """Run the command on nodes of a Ray cluster; return its exit status."""
     words = run_options.words_for_ray(options)
     require("ray")
     from llmpq.server.ray.launcher import run_on_ray
 
-    ends = run_on_ray(plan, words, StopRequest(), address=options.ray_address)
+    ends = run_on_ray(plan, words, StopRequest(), address=address)
     print(ends[0].out, end="")
     for end in ends:
         for line in end.errors.splitlines():

@@ -35,7 +35,7 @@ from llmpq.cli.server_options import (
     listen_options,
     say_ready,
 )
-from llmpq.cli.workers.hosts import workers_of
+from llmpq.cli.workers.hosts import other_hosts_of
 from llmpq.dist import Hosts, model_dir_of
 from llmpq.dist.io.generation import Pooling
 from llmpq.dist.launch.process_environment import visible_devices
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 SERVER_PACKAGES = ("fastapi", "uvicorn", "httptools", "prometheus_client", "jinja2", "tokenizers")
 SEQUENCES = 4
 """Answers at the same time that a model is planned for by default."""
-OF_MODEL = ("bits", "key_file", "no_measure", "replan", "workers")
+OF_MODEL = ("bits", "key_file", "no_measure", "ray_address", "replan", "workers")
 """Options of the plan of MODEL."""
 FLEET_PACKAGES = ("torch", "transformers", "aiohttp", "fastapi", "uvicorn", "httptools")
 
@@ -154,8 +154,8 @@ def _run(options: argparse.Namespace, start: StartLog) -> int:
     check_engine_options(options)
     _check_names(options)
     if options.given is not None:
-        with workers_of(options, "llmpq-serve") or contextlib.nullcontext() as workers:
-            model = PlannedModel(options, workers)
+        with other_hosts_of(options, "llmpq-serve") or contextlib.nullcontext() as others:
+            model = PlannedModel(options, others)
             options.max_model_len = None  # that of the plan
             return _serve_plan(options, start, model)
     if options.fleet is not None:
@@ -171,8 +171,8 @@ def _serve_plan(
         if getattr(options, name) is not None:
             raise SpecError(f"--{name}: found without --fleet, expected both")
     plan, hosts = read_plan(options.strat_file_name), stated_hosts(options)
-    workers = None if model is None else model.workers
-    if hosts.num_nodes == 1 and workers is None:
+    others = None if model is None else model.others
+    if hosts.num_nodes == 1 and others is None:
         _check_one_host(plan, options)
     model_dir = model_dir_of(plan, options.model)
     require("torch", "transformers", *(() if hosts.node_rank else SERVER_PACKAGES))
@@ -181,8 +181,8 @@ def _serve_plan(
 
     if options.itl_bound is not None:
         options.token_budget = token_budget_for(plan, options.itl_bound)
-    if model is not None and workers is not None:
-        hosts = workers.start(model.found, "serve", engine_words(options), replan=model.replan)
+    if model is not None and others is not None:
+        hosts = others.start(model.found, "serve", engine_words(options), replan=model.replan)
     on_host: HostProgress | None = None
     if hosts.num_nodes > 1:
         on_host = _host_progress(options, plan, hosts)
@@ -194,7 +194,7 @@ def _serve_plan(
     view = PlanView(plan, then=on_host)
     if model is not None:
         model.on_replan = view.show
-    engine = launch_engine(options, plan, model_dir, hosts=hosts, progress=view, monitor=workers)
+    engine = launch_engine(options, plan, model_dir, hosts=hosts, progress=view, monitor=others)
     start.mark("command")
     try:
         _run_engine(options, engine, model_dir, view, admission, start)
@@ -255,6 +255,8 @@ def _check_files(options: argparse.Namespace) -> None:
     has_plan = options.strat_file_name is not None or options.fleet is not None
     if options.nnodes != 1 and options.strat_file_name is None:
         raise SpecError("--nnodes: found without --strat_file_name, expected both")
+    if options.launcher != "local" and options.given is None:
+        raise SpecError("--launcher ray: found without MODEL, expected both")
     if options.given is None and not has_plan:
         raise SpecError(
             "found no plan, expected MODEL (a folder or GGUF file, planned for this host), "

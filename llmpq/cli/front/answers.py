@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from llmpq.cli.common import check_least
 from llmpq.cli.front.host_plan import HostPlan, host_plan, say_plan
-from llmpq.cli.workers.hosts import workers_of
+from llmpq.cli.workers.hosts import other_hosts_of
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.metrics.progress import BarProgress, Event, SilentProgress
 from llmpq.errors import StageError
@@ -19,6 +19,7 @@ from llmpq.units import format_number, format_seconds
 
 if TYPE_CHECKING:
     from llmpq.api import Pipeline
+    from llmpq.dist import Hosts
 
 MAX_TOKENS = 512
 
@@ -87,7 +88,7 @@ class LoadProgress:
 
 
 class LoadedModel(contextlib.AbstractContextManager["LoadedModel"]):
-    """The ranks of a model, on this host and on those of its workers.
+    """The ranks of a model, on this host and on others that lend devices.
 
     Args:
         model: as the user names it.
@@ -99,7 +100,7 @@ class LoadedModel(contextlib.AbstractContextManager["LoadedModel"]):
         pipeline: its ranks, from :meth:`load` to the end of the context.
 
     Raises:
-        LlmpqError: there is no plan, or a worker cannot be used.
+        LlmpqError: there is no plan, or another host cannot be used.
     """
 
     pipeline: Pipeline
@@ -108,9 +109,9 @@ class LoadedModel(contextlib.AbstractContextManager["LoadedModel"]):
         self._model = model
         self._options = options
         self._resources = contextlib.ExitStack()
-        self._workers = workers_of(options, program)
-        if self._workers is not None:
-            self._resources.enter_context(self._workers)
+        self._others = other_hosts_of(options, program)
+        if self._others is not None:
+            self._resources.enter_context(self._others)
         try:
             self.found = self._plan()
         except BaseException:
@@ -123,10 +124,16 @@ class LoadedModel(contextlib.AbstractContextManager["LoadedModel"]):
 
     def load(self) -> None:
         """Start the ranks, with a bar of the layers on a terminal."""
+        self._load(self._start())
+
+    def _start(self) -> Hosts | None:
+        """Start the ranks of the other hosts; return the place of this one."""
+        return None if self._others is None else self._others.start(self.found, "dist")
+
+    def _load(self, hosts: Hosts | None) -> None:
         from llmpq.api import Pipeline
 
-        found, workers = self.found, self._workers
-        hosts = None if workers is None else workers.start(found, "dist")
+        found = self.found
         bar = LoadProgress(BarProgress(sys.stderr, len(found.plan.bits)))
         progress = bar if sys.stderr.isatty() else SilentProgress()
         self.pipeline = self._resources.enter_context(
@@ -135,7 +142,7 @@ class LoadedModel(contextlib.AbstractContextManager["LoadedModel"]):
                 model=found.model.path,
                 progress=progress,
                 hosts=hosts,
-                monitor=workers,
+                monitor=self._others,
             )
         )
         progress.close()
@@ -143,7 +150,7 @@ class LoadedModel(contextlib.AbstractContextManager["LoadedModel"]):
     def answer(
         self, prompt: str | tuple[int, ...], sampling: SamplingParams, *, is_quiet: bool = False
     ) -> Shown:
-        """Print an answer, as :func:`show_answer`; again from its beginning if a worker is lost.
+        """Print an answer, as :func:`show_answer`; again from its beginning if a host is lost.
 
         Raises:
             LlmpqError: the prompt cannot be served, a rank failed, or the model does not fit on the
@@ -152,18 +159,21 @@ class LoadedModel(contextlib.AbstractContextManager["LoadedModel"]):
         printer, is_lost = Printer(is_quiet=is_quiet), False
         while True:
             try:
-                if is_lost:
-                    self.found = self._plan()
-                    say_plan(self.found)
-                    self.load()
+                if is_lost and self._others is not None:
+                    self._load(self._others.in_time(self._replan))
                 return show_answer(self.pipeline, prompt, sampling, printer)
             except StageError:
-                if self._workers is None or not self._workers.drop_lost():
+                if self._others is None or not self._others.drop_lost():
                     raise
                 is_lost = True
 
+    def _replan(self) -> Hosts | None:
+        self.found = self._plan()
+        say_plan(self.found)
+        return self._start()
+
     def _plan(self) -> HostPlan:
-        return host_plan(self._model, self._options, self._workers)
+        return host_plan(self._model, self._options, self._others)
 
 
 class Printer:

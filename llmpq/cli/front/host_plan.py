@@ -1,4 +1,4 @@
-"""The plan of a model for this host and its workers, where the user states only the model.
+"""The plan of a model for this host and others, where the user states only the model.
 
 It is kept in ``$XDG_CACHE_HOME/llmpq/plans`` (``~/.cache`` by default) and used again while model,
 options and devices are the same and it fits into what is free.
@@ -28,7 +28,7 @@ from llmpq.cli.front.hub import HubModel, HubName, hub_model, hub_name
 from llmpq.cli.render import aligned, compact_bits
 from llmpq.errors import InfeasibleError, LlmpqError, SpecError
 from llmpq.options.declare import add_options
-from llmpq.options.run import WorkersOptions
+from llmpq.options.run import LauncherOptions, WorkersOptions
 from llmpq.profiler.device import host_cluster
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster
@@ -40,7 +40,7 @@ from llmpq.spec.workload import Workload
 from llmpq.units import format_bytes, format_number
 
 if TYPE_CHECKING:
-    from llmpq.cli.workers.hosts import WorkerHosts
+    from llmpq.cli.workers.hosts import OtherHosts
 
 MODEL_HELP = "folder, GGUF file, or model of the hub: ORG/NAME[:revision or GGUF file]"
 
@@ -104,6 +104,7 @@ def add_host_plan_options(
     *,
     has_length: bool = True,
     has_replan: bool = True,
+    has_launcher: bool = True,
 ) -> None:
     """Add what a plan for this host can be asked for.
 
@@ -112,6 +113,7 @@ def add_host_plan_options(
         sequences: default number of answers at the same time.
         has_length: whether ``--max_model_len`` is among them.
         has_replan: whether ``--replan`` is.
+        has_launcher: whether ``--launcher`` is.
     """
     if has_length:
         parser.add_argument(
@@ -145,12 +147,18 @@ def add_host_plan_options(
         help="plan with the catalogue's figures of devices that were not measured before",
     )
     add_options(parser, WorkersOptions)
+    if has_launcher:
+        launcher = {
+            "help": "ray: plan over the devices of all nodes of a Ray cluster, one of them this "
+            "host (default %(default)s: this host, and --workers)"
+        }
+        add_options(parser, LauncherOptions, "launcher", "ray_address", launcher=launcher)
 
 
 def host_plan(
     model: str,
     options: argparse.Namespace,
-    workers: WorkerHosts | None = None,
+    others: OtherHosts | None = None,
     lengths: Lengths | None = None,
 ) -> HostPlan:
     """Return the plan of a model for this host: the one that is kept, or a new one.
@@ -158,18 +166,19 @@ def host_plan(
     Args:
         model: folder, GGUF file, or name of the hub or the catalogue.
         options: of :func:`add_host_plan_options`.
-        workers: other hosts, whose devices are planned for too.
+        others: whose devices are planned for too.
         lengths: of the requests, where they are known.
 
     Raises:
         SpecError: there is no such model, it cannot be downloaded, or an option cannot be used.
         InfeasibleError: the model does not fit on these hosts.
-        StageError: a worker is lost.
+        StageError: a host is lost.
     """
     if options.max_num_seqs < 1:
         raise SpecError(f"--max_num_seqs: found {options.max_num_seqs}, expected at least 1")
-    own = with_kept_figures(host_cluster())
-    cluster = own if workers is None else workers.joined(own)
+    devices = host_cluster() if others is None else others.own(host_cluster())
+    own = with_kept_figures(devices)
+    cluster = own if others is None else others.joined(own)
     least_bits = min(options.bits or BITS)
     found = find_model(model, lambda spec: _check_room(spec, cluster, least_bits))
     asked = {name: getattr(options, name) for name in ("max_model_len", "max_num_seqs", "bits")}
@@ -181,7 +190,7 @@ def host_plan(
     if plan is None:
         if not options.no_measure:
             own = with_measured_figures(own)
-            cluster = own if workers is None else workers.joined(own)
+            cluster = own if others is None else others.joined(own, measures=True)
             file = _file(found, cluster, asked)
         plan = _make_plan(found, cluster, options, lengths)
         file.parent.mkdir(parents=True, exist_ok=True)

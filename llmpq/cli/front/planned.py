@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llmpq.cli.engine_options import add_engine_options
 from llmpq.cli.front.host_plan import HostPlan, Lengths, host_plan, plan_decisions, say_plan
-from llmpq.cli.workers.hosts import WorkerHosts
+from llmpq.cli.workers.hosts import OtherHosts
 from llmpq.errors import SpecError
 from llmpq.spec.plan import Plan
 
@@ -18,11 +18,11 @@ OF_THIS_HOST = ("max_model_len", "store", "store_limit", "token_budget", "itl_bo
 
 
 class PlannedModel:
-    """A model that is planned here, for this host and its workers.
+    """A model that is planned here, for this host and others that lend devices.
 
     Args:
         options: of the command, with MODEL and those of its plan.
-        workers: other hosts, ``None`` without any.
+        others: these hosts, ``None`` without any.
         lengths: of the requests that it will answer, where they are known.
 
     Attributes:
@@ -36,12 +36,12 @@ class PlannedModel:
     def __init__(
         self,
         options: argparse.Namespace,
-        workers: WorkerHosts | None,
+        others: OtherHosts | None,
         lengths: Lengths | None = None,
     ) -> None:
         self._options = copy.copy(options)
         self._lengths = lengths
-        self.workers = workers
+        self.others = others
         self.on_replan: Callable[[Plan], None] = lambda _: None
         self.found = self._plan()
         options.strat_file_name = str(self.found.file)
@@ -54,13 +54,13 @@ class PlannedModel:
         return self.found
 
     def _plan(self) -> HostPlan:
-        found = host_plan(self._options.given, self._options, self.workers, self._lengths)
+        found = host_plan(self._options.given, self._options, self.others, self._lengths)
         say_plan(found)
         return found
 
 
 def engine_words(options: argparse.Namespace) -> list[str]:
-    """Return the options of the engine, which its ranks on workers have too.
+    """Return the options of the engine, which its ranks on other hosts have too.
 
     Those of the plan, and of the files of this host, are left out.
     """

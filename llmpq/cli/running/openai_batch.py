@@ -14,7 +14,7 @@ from llmpq.cli.common import print_json, require
 from llmpq.cli.engine_options import launch_engine, run_stages
 from llmpq.cli.front.planned import PlannedModel, engine_words
 from llmpq.cli.run_options import MAX_LISTED, HostProgress, stated_hosts
-from llmpq.cli.workers.hosts import WorkerHosts
+from llmpq.cli.workers.hosts import OtherHosts
 from llmpq.dist import Hosts, model_dir_of
 from llmpq.dist.metrics.progress import RunProgress, SilentProgress
 from llmpq.errors import SpecError
@@ -32,7 +32,7 @@ def answer_batch(options: argparse.Namespace, plan: Plan, model: PlannedModel | 
     Args:
         options: of the command.
         plan: the strategy.
-        model: whose plan it is, where it was made here; its workers run ranks of the plan.
+        model: whose plan it is, where it was made here; other hosts run ranks of it, too.
 
     Raises:
         LlmpqError: a file or an option cannot be used, or the engine failed.
@@ -57,13 +57,13 @@ def answer_batch(options: argparse.Namespace, plan: Plan, model: PlannedModel | 
     if refused and options.bad_prompts == "refuse":
         raise refused[0]
     start_s = time.monotonic()
-    workers = None if model is None else model.workers
-    if model is not None and workers is not None:
+    others = None if model is None else model.others
+    if model is not None and others is not None:
         words = engine_words(options)
-        hosts = workers.start(model.found, "serve", words, replan=model.replan)
+        hosts = others.start(model.found, "serve", words, replan=model.replan)
         if hosts.num_nodes > 1:
             progress = HostProgress(SilentProgress(), hosts, plan, None)
-    summary = asyncio.run(_answer(options, plan, source, hosts, progress, workers))
+    summary = asyncio.run(_answer(options, plan, source, hosts, progress, others))
     elapsed_s = time.monotonic() - start_s
     if options.json:
         print_json(
@@ -91,7 +91,7 @@ async def _answer(
     source: Path,
     hosts: Hosts,
     progress: RunProgress | None,
-    workers: WorkerHosts | None,
+    others: OtherHosts | None,
 ) -> BatchSummary:
     from llmpq.server.app import make_service
     from llmpq.server.batch import run_batch
@@ -99,7 +99,7 @@ async def _answer(
 
     folder = model_dir_of(plan, options.model)
     tokenizer = asyncio.create_task(asyncio.to_thread(load_server_tokenizer, folder))
-    launched = launch_engine(options, plan, folder, hosts=hosts, progress=progress, monitor=workers)
+    launched = launch_engine(options, plan, folder, hosts=hosts, progress=progress, monitor=others)
     engine = await launched.ready()
     try:
         names = (plan.model.name, folder.name)

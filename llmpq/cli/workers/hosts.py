@@ -1,38 +1,35 @@
-"""The hosts that ``--workers`` names, as the command sees them that plans over their devices.
+"""Other hosts that lend devices, as the command sees them that plans over theirs and its own.
 
-They are connected once. Their devices and links make one cluster with this host's, whose plan has
-the master here. The ranks of each host are started there with ``--nnodes`` and ``--node_rank``.
-When one is lost, the plan over the others takes its place.
+Their devices and links make one cluster with this host's, whose plan has the master here. The ranks
+of each host are started there with ``--nnodes`` and ``--node_rank``. When one is lost, the plan
+over the others takes its place, within a stated time. Messages reach a host through its connection:
+a socket (:mod:`~llmpq.cli.workers.socket_hosts`) or an actor of Ray
+(:mod:`~llmpq.cli.workers.ray_hosts`).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from llmpq import __version__
-from llmpq.cli.workers.connection import CONTROL, LINK, Connection, Message
-from llmpq.cli.workers.link import MeasuredLink, measure_link
+from llmpq.cli.common import require
+from llmpq.cli.run_options import ray_address_of
+from llmpq.cli.workers.connection import Message
+from llmpq.cli.workers.link import MeasuredLink
 from llmpq.dist import Hosts
-from llmpq.dist.transport.endpoint import (
-    HANDSHAKE_S,
-    Endpoint,
-    is_loopback_name,
-    read_token,
-    receive_json,
-    send_json,
-)
+from llmpq.dist.transport.endpoint import Endpoint, is_loopback_name
 from llmpq.dist.transport.errors import error_from_status
-from llmpq.errors import LlmpqError, SpecError, StageError
+from llmpq.errors import InfeasibleError, LlmpqError, SpecError, StageError
 from llmpq.options.declare import read_options
-from llmpq.options.run import RunOptions, WorkersOptions, address_text
+from llmpq.options.run import RunOptions, WorkersOptions
 from llmpq.spec.cluster import Cluster, LinkSpec, Node, host_text
 from llmpq.spec.devices.figures import DeviceEntry
 from llmpq.spec.fields import Fields, from_json
@@ -45,18 +42,45 @@ if TYPE_CHECKING:
     from llmpq.spec.plan import Plan
 
 POLL_S = 1.0
-BUSY_S = 10.0
-"""How long a worker may take to end the ranks of the host that used it before."""
+T = TypeVar("T")
+
+
+class HostConnection(Protocol):
+    """Carries messages to a host that lends devices, and back.
+
+    Attributes:
+        name: of the host.
+        lost: why it is lost, ``None`` while it is there.
+    """
+
+    name: str
+    lost: str | None
+
+    def send(self, kind: str, **fields: object) -> None:
+        """Send a message; ``StageError`` if the host is lost."""
+
+    def receive(self, timeout_s: float) -> Message | None:
+        """Return the next message, ``None`` without one in time; ``StageError`` after a loss."""
+
+    def is_there(self) -> bool:
+        """Wait for a sign of life, for a limited time; return whether one came."""
+
+    def leave(self) -> None:
+        """End the ranks of this command there, and close."""
+
+    def close(self) -> None:
+        """Close the connection to a host that is lost."""
 
 
 @dataclass(slots=True, kw_only=True)
-class _Worker:
-    """A connected worker.
+class OtherHost:
+    """A connected host that lends devices, and what it runs.
 
     Attributes:
         name: of its node.
+        title: what it is and its name, for messages.
         connection: to it.
-        address: where other workers reach it.
+        address: where it answers measurements of links.
         here: address at which it reaches this host.
         link: from this host.
         is_used: whether it runs ranks of the plan.
@@ -64,7 +88,8 @@ class _Worker:
     """
 
     name: str
-    connection: Connection
+    title: str
+    connection: HostConnection
     address: tuple[str, int]
     here: str
     link: MeasuredLink
@@ -75,18 +100,23 @@ class _Worker:
         """Return the answer to a message.
 
         Raises:
-            LlmpqError: the worker's error, or ``StageError`` if it is lost.
+            LlmpqError: the host's error, or ``StageError`` if it is lost.
         """
         self.connection.send(kind, **fields)
+        return self.answer()
+
+    def answer(self) -> Fields:
+        """Return the answer to the first message that has none yet, as :meth:`ask` does."""
         while True:
             message = self.connection.receive(POLL_S)
-            if message is not None and self._take(message):
+            if message is None or self._take(message):
                 continue
-            if message is not None:
-                return self._answer(message)
+            if message["kind"] == "error":
+                raise error_from_status(message["status"], f"{self.title}: {message['message']}")
+            return Fields(message, self.title)
 
     def poll(self) -> None:
-        """Take what the worker says unasked; ``StageError`` if it is lost."""
+        """Take what the host says unasked; ``StageError`` if it is lost."""
         while (message := self.connection.receive(0.0)) is not None:
             self._take(message)
 
@@ -98,68 +128,79 @@ class _Worker:
         self.ended = (fields.integer("status", minimum=-64), fields.text("message"))
         return True
 
-    def _answer(self, message: Message) -> Fields:
-        if message["kind"] == "error":
-            raise error_from_status(message["status"], f"worker {self.name}: {message['message']}")
-        return Fields(message, f"worker {self.name}")
 
-
-class WorkerHosts(contextlib.AbstractContextManager["WorkerHosts"]):
-    """This host and its workers, which are connected: devices, ranks, losses.
+class OtherHosts(contextlib.AbstractContextManager["OtherHosts"]):
+    """The hosts besides this one, which are connected: devices, ranks, losses.
 
     Args:
-        options: addresses and key.
-        timeout_s: a worker without a sign of life for so long is lost.
+        options: how long a new plan may take.
+        timeout_s: a host without a sign of life for so long is lost.
         program: name of the command, for messages.
 
     Raises:
-        SpecError: an address, the key or the version of llmpq of a worker is another.
-        StageError: a worker cannot be reached, or is in use.
+        SpecError: the key or the version of llmpq of a host is another.
+        StageError: a host cannot be reached, or is in use.
     """
 
+    TITLE = "host"
+    """What one of them is called in messages."""
+
     def __init__(self, options: WorkersOptions, timeout_s: float, program: str) -> None:
-        if options.key_file is None:
-            raise SpecError("--workers: found no --key_file, expected the secret of all hosts")
-        self._key_file = options.key_file
-        self._token = read_token(options.key_file)
+        self._options = options
         self._timeout_s = timeout_s
         self._program = program
-        self._workers: list[_Worker] = []
+        self._hosts: list[OtherHost] = []
         self._between: dict[frozenset[str], LinkSpec] = {}
         self._next: Callable[[], HostPlan] | None = None
         self._start: tuple[str, Sequence[str]] = ("serve", ())
         try:
-            self._connect_all(options.workers)
+            self._connect_all()
         except BaseException:
             self.close()
             raise
 
     def __exit__(self, *error: object) -> None:
-        """Leave the workers, which end their ranks and wait for the next command."""
+        """Leave the hosts, which end their ranks."""
         self.close()
 
     def close(self) -> None:
-        """Leave all workers."""
-        for worker in self._workers:
-            worker.connection.leave()
-        self._workers.clear()
+        """Leave all hosts."""
+        for host in self._hosts:
+            host.connection.leave()
+        self._hosts.clear()
 
-    def joined(self, own: Cluster) -> Cluster:
-        """Return the cluster of this host and of all workers, as they are now.
+    def own(self, cluster: Cluster) -> Cluster:
+        """Return the part of this host's devices that may be planned for."""
+        return cluster
+
+    def joined(self, own: Cluster, *, measures: bool = False) -> Cluster:
+        """Return the cluster of this host and of all others, as they are now.
+
+        Args:
+            own: devices of this host.
+            measures: whether devices are measured that were not before.
 
         Raises:
-            StageError: a worker is lost.
+            StageError: a host is lost.
         """
-        if not self._workers:
+        if not self._hosts:
             return own
         found = {own.nodes[0].name: own}
-        for worker in self._workers:
-            fields = worker.ask("devices").child("cluster")
-            found[worker.name] = from_json(Cluster, fields)
+        for host in self._hosts:  # all at once: measuring takes long
+            with contextlib.suppress(StageError):  # it is raised below, once all have answered
+                host.connection.send("devices", measure=measures)
+        failed: list[LlmpqError] = []
+        for host in self._hosts:
+            try:
+                found[host.name] = from_json(Cluster, host.answer().child("cluster"))
+            except LlmpqError as error:
+                failed.append(error)
+        if failed:
+            raise failed[0]
         nodes, entries = _with_own_figures(found)
         names = {node.name for node in nodes}
         here = own.nodes[0].name
-        links = [_link_spec((here, worker.name), worker.link) for worker in self._workers]
+        links = [_link_spec((here, host.name), host.link) for host in self._hosts]
         links += [link for ends, link in self._between.items() if ends <= names]
         return Cluster(
             name=", ".join(found),
@@ -176,7 +217,7 @@ class WorkerHosts(contextlib.AbstractContextManager["WorkerHosts"]):
         *,
         replan: Callable[[], HostPlan] | None = None,
     ) -> Hosts:
-        """Start the ranks of a plan on the workers; return the place of this host.
+        """Start the ranks of a plan on the other hosts; return the place of this one.
 
         Args:
             found: the plan; its first node is this host.
@@ -185,25 +226,26 @@ class WorkerHosts(contextlib.AbstractContextManager["WorkerHosts"]):
             replan: returns the plan over the hosts that are left, after one was lost.
 
         Raises:
-            LlmpqError: a worker has no such model, or is lost.
+            LlmpqError: a host has no such model, or is lost.
         """
         self._start, self._next = (command, words), replan
         plan = found.plan
         used = [self._named(name) for name in plan.nodes[1:]]
-        for worker in self._workers:
-            worker.is_used, worker.ended = worker in used, None
-            if worker.is_used:
-                worker.ask("model", **_model_fields(found.model))
+        self._place(plan)
+        for host in self._hosts:
+            host.is_used, host.ended = host in used, None
+            if host.is_used:
+                host.ask("model", **_model_fields(found.model))
             else:
-                worker.ask("stop")
-            worker.ended = None  # of ranks that the message has ended
+                host.ask("stop")
+            host.ended = None  # of ranks that the message has ended
         if not used:
             return Hosts()
         address = (self._address(used), 0)
         with Endpoint(address=address).listening() as listener:
             address = (address[0], int(listener.getsockname()[1]))
-        for number, worker in enumerate(used, start=1):
-            worker.ask(
+        for number, host in enumerate(used, start=1):
+            host.ask(
                 "start",
                 command=command,
                 words=list(words),
@@ -213,188 +255,191 @@ class WorkerHosts(contextlib.AbstractContextManager["WorkerHosts"]):
                 master_addr=address[0],
                 master_port=address[1],
             )
-            worker.ended = None
+            host.ended = None
         return Hosts(
-            num_nodes=len(plan.nodes), node_rank=0, address=address, token_file=self._key_file
+            num_nodes=len(plan.nodes), node_rank=0, address=address, token_file=self._token_file()
         )
 
     def check(self) -> None:
-        """Raise an error if a worker with ranks of the plan was lost, or its ranks have ended."""
-        for worker in list(self._workers):
+        """Raise an error if a host with ranks of the plan was lost, or its ranks have ended."""
+        for host in list(self._hosts):
             try:
-                worker.poll()
+                host.poll()
             except StageError as error:
-                if worker.is_used:
+                if host.is_used:
                     raise
-                self._remove(worker, str(error))
+                self._remove(host, str(error))
                 continue
-            if worker.is_used and worker.ended is not None and worker.ended[0]:
-                status, text = worker.ended
+            if host.is_used and host.ended is not None and host.ended[0]:
+                status, text = host.ended
                 raise error_from_status(
                     status if status in (1, 2, 3) else StageError.exit_status,
-                    f"worker {worker.name}: its ranks ended with status {status}: {text}",
+                    f"{host.title}: its ranks ended with status {status}: {text}",
                 )
 
     def next_start(self) -> tuple[Plan, Hosts] | None:
         """Return the plan over the hosts that are left and this host's place, if one was lost.
 
         Raises:
-            LlmpqError: it does not fit into them.
+            LlmpqError: it does not fit into them, or takes too long.
         """
-        start_s = time.monotonic()
-        if self._next is None or not self.drop_lost():
+        replan = self._next
+        if replan is None or not self.drop_lost():
             return None
-        while True:
+        start_s = time.monotonic()
+
+        def planned() -> tuple[HostPlan, Hosts]:
+            while True:
+                try:
+                    found = replan()
+                    return found, self.start(found, *self._start, replan=replan)
+                except StageError:
+                    if not self._drop_closed():  # else another one was lost meanwhile
+                        raise
+
+        found, place = self.in_time(planned)
+        seconds = format_seconds(time.monotonic() - start_s)
+        self.say(f"goes on with {', '.join(found.plan.nodes)}; planned within {seconds}")
+        return found.plan, place
+
+    def in_time(self, replan: Callable[[], T]) -> T:
+        """Return what makes a new plan after a loss and starts its ranks, within the limit.
+
+        Raises:
+            LlmpqError: there is no plan, or none in time.
+        """
+        limit_s = self._options.replan_timeout_s
+        found: list[T] = []
+        failed: list[BaseException] = []
+
+        def run() -> None:
             try:
-                found = self._next()
-                place = self.start(found, *self._start, replan=self._next)
-            except StageError:
-                if not self._drop_closed():  # else another one was lost meanwhile
-                    raise
-                continue
-            except LlmpqError as error:
-                raise type(error)(f"no plan without the hosts that were lost: {error}") from None
-            seconds = format_seconds(time.monotonic() - start_s)
-            self.say(f"goes on with {', '.join(found.plan.nodes)}; planned within {seconds}")
-            return found.plan, place
+                found.append(replan())
+            except BaseException as error:  # it is raised in the caller's thread
+                failed.append(error)
+
+        # A search for a plan cannot be interrupted: one that is late ends with the command.
+        thread = threading.Thread(target=run, daemon=True, name="llmpq replan")
+        thread.start()
+        thread.join(limit_s)
+        if failed:
+            if isinstance(failed[0], LlmpqError) and not isinstance(failed[0], StageError):
+                text = f"no plan without the hosts that were lost: {failed[0]}"
+                raise type(failed[0])(text) from None
+            raise failed[0]
+        if not found:
+            raise InfeasibleError(
+                f"found no plan without the hosts that were lost within {limit_s:g} s; "
+                "--replan_timeout allows more"
+            )
+        return found[0]
 
     def drop_lost(self) -> bool:
-        """Leave out the workers that are lost; return whether one of them had ranks of the plan.
+        """Leave out the hosts that are lost; return whether one of them had ranks of the plan.
 
         The ranks of the others end then, so that what they hold is free for the next plan.
         """
-        lost = [worker for worker in self._workers if self._is_lost(worker)]
-        for worker in lost:
-            self._remove(worker, worker.connection.lost or "its ranks have ended")
-        is_over = any(worker.is_used for worker in lost)
-        for worker in self._workers if is_over else ():
+        lost = [host for host in self._hosts if self._is_lost(host)]
+        for host in lost:
+            self._remove(host, host.connection.lost or "its ranks have ended")
+        is_over = any(host.is_used for host in lost)
+        for host in self._hosts if is_over else ():
             with contextlib.suppress(StageError):  # another loss, which the next plan finds
-                worker.ask("stop")
+                host.ask("stop")
         return is_over
 
     def say(self, text: str) -> None:
         """Print a line about the hosts."""
         print(f"{self._program}: {text}", file=sys.stderr, flush=True)
 
-    def _is_lost(self, worker: _Worker) -> bool:
-        """Wait for a sign of life; ranks that will not come back count as a loss, too."""
-        if not worker.connection.is_there():
-            return True
-        with contextlib.suppress(StageError):
-            worker.poll()
-        # Those of a batch end at any fault; those of a server only where restarts do not help.
-        return self._start[0] == "serve" and worker.is_used and worker.ended is not None
+    def _connect_all(self) -> None:
+        """Connect to all hosts, measure their links, and :meth:`_join` them."""
+        raise NotImplementedError
 
-    def _drop_closed(self) -> bool:
-        """Leave out the workers whose connection has ended; return whether there was one."""
-        lost = [worker for worker in self._workers if worker.connection.lost is not None]
-        for worker in lost:
-            self._remove(worker, worker.connection.lost or "")
-        return bool(lost)
+    def _place(self, plan: Plan) -> None:
+        """Reserve what the ranks of a plan need."""
 
-    def _named(self, name: str) -> _Worker:
-        return next(worker for worker in self._workers if worker.name == name)
+    def _token_file(self) -> Path:
+        """Return the file of the secret that all hosts share."""
+        raise NotImplementedError
 
-    def _remove(self, worker: _Worker, why: str) -> None:
-        self._workers.remove(worker)
-        worker.connection.close()
-        self.say(f"worker {worker.name} is lost: {why.removeprefix(f'{worker.name}: ')}")
-
-    def _connect_all(self, addresses: Sequence[tuple[str, int]]) -> None:
-        """Connect to all workers and measure the links between them."""
-        if len(set(addresses)) < len(addresses):
-            raise SpecError("--workers: found one twice, expected each once")
-        hosts = [host for host, _ in addresses]
-        for address in addresses:
-            name = address[0] if hosts.count(address[0]) == 1 else address_text(address)
-            self._connect(name, address)
-        for one, other in combinations(self._workers, 2):
-            fields = one.ask("link", host=other.address[0], port=other.address[1])
-            fields.text("kind")
-            measured = from_json(MeasuredLink, fields)
-            ends = one.name, other.name
-            self._between[frozenset(ends)] = _link_spec(ends, measured)
-
-    def _connect(self, name: str, address: tuple[str, int]) -> None:
-        """Connect to a worker, and measure its link."""
-        where = f"worker {address_text(address)}"
-        try:
-            sock = self._greeted(Endpoint(address=address), where)
-            deadline_s = time.monotonic() + HANDSHAKE_S
-            probe = Endpoint(address=address).connect_authenticated(self._token, LINK, deadline_s)
-            measured = measure_link(probe, HANDSHAKE_S)
-        except (OSError, StageError) as error:
-            raise StageError(f"{where}: {error}") from None
-        worker = _Worker(
-            name=name,
-            connection=Connection(sock, name, self._timeout_s),
-            address=(sock.getpeername()[0], address[1]),
-            here=sock.getsockname()[0],
-            link=measured,
-        )
-        self._workers.append(worker)
-        devices = from_json(Cluster, worker.ask("devices").child("cluster")).devices
+    def _join(self, host: OtherHost) -> None:
+        """Add a host that is connected and whose link is measured; print its devices."""
+        self._hosts.append(host)
+        fields = host.ask("devices", measure=False).child("cluster")
+        devices, link = from_json(Cluster, fields).devices, host.link
         shown = ", ".join(f"{one.type} ({host_text(one)})" for one in devices)
         self.say(
-            f"worker {name} has joined: {shown}; link {format_bytes(measured.out_bytes_per_s)}/s "
-            f"there, {format_bytes(measured.in_bytes_per_s)}/s back, "
-            f"{format_seconds(measured.latency_s)}"
+            f"{host.title} has joined: {shown}; link {format_bytes(link.out_bytes_per_s)}/s there, "
+            f"{format_bytes(link.in_bytes_per_s)}/s back, {format_seconds(link.latency_s)}"
         )
 
-    def _greeted(self, endpoint: Endpoint, where: str) -> socket.socket:
-        """Return a connection to a worker of the same version, once it is not in use."""
-        end_s = time.monotonic() + BUSY_S
-        hello = {"version": __version__, "timeout_s": self._timeout_s}
-        while True:
-            deadline_s = time.monotonic() + HANDSHAKE_S
-            try:
-                sock = endpoint.connect_authenticated(self._token, CONTROL, deadline_s)
-            except SpecError:
-                raise SpecError(
-                    f"{where}: found another key there, expected that of {self._key_file}"
-                ) from None
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(sock)
-                deadline_s = time.monotonic() + HANDSHAKE_S
-                send_json(sock, hello, deadline_s)
-                answer = Fields(receive_json(sock, deadline_s), where)
-                if answer.text("kind", ("hello", "busy")) == "hello":
-                    if (version := answer.text("version")) != __version__:
-                        raise SpecError(
-                            f"{where}: found llmpq {version}, expected {__version__} as on this "
-                            "host"
-                        )
-                    stack.pop_all()
-                    return sock
-            if time.monotonic() >= end_s:
-                user = answer.text("host")
-                raise StageError(f"found it in use by {user}, expected an idle worker")
-            time.sleep(POLL_S)
+    def _measure_between(self) -> None:
+        """Measure the links between each two of the other hosts."""
+        for one, other in combinations(self._hosts, 2):
+            fields = one.ask("link", host=other.address[0], port=other.address[1])
+            fields.text("kind")
+            ends = one.name, other.name
+            self._between[frozenset(ends)] = _link_spec(ends, from_json(MeasuredLink, fields))
 
-    def _address(self, used: Sequence[_Worker]) -> str:
-        """Return the address at which all workers of a plan reach this host."""
-        found = {worker.here for worker in used}
+    def _is_lost(self, host: OtherHost) -> bool:
+        """Wait for a sign of life; ranks that will not come back count as a loss, too."""
+        if not host.connection.is_there():
+            return True
+        with contextlib.suppress(StageError):
+            host.poll()
+        # Those of a batch end at any fault; those of a server only where restarts do not help.
+        return self._start[0] == "serve" and host.is_used and host.ended is not None
+
+    def _drop_closed(self) -> bool:
+        """Leave out the hosts whose connection has ended; return whether there was one."""
+        lost = [host for host in self._hosts if host.connection.lost is not None]
+        for host in lost:
+            self._remove(host, host.connection.lost or "")
+        return bool(lost)
+
+    def _named(self, name: str) -> OtherHost:
+        return next(host for host in self._hosts if host.name == name)
+
+    def _remove(self, host: OtherHost, why: str) -> None:
+        self._hosts.remove(host)
+        host.connection.close()
+        self.say(f"{host.title} is lost: {why.removeprefix(f'{host.name}: ')}")
+
+    def _address(self, used: Sequence[OtherHost]) -> str:
+        """Return the address at which all hosts of a plan reach this one."""
+        found = {host.here for host in used}
         others = {one for one in found if not is_loopback_name(one)}
         if len(others) > 1:
             raise SpecError(
-                f"--workers: found that they reach this host at {', '.join(sorted(others))}, "
+                f"found that the {self.TITLE}s reach this host at {', '.join(sorted(others))}, "
                 "expected one address"
             )
         return min(others or found)
 
 
-def workers_of(options: argparse.Namespace, program: str) -> WorkerHosts | None:
-    """Return the workers that a command names, connected; ``None`` without any.
+def other_hosts_of(options: argparse.Namespace, program: str) -> OtherHosts | None:
+    """Return the hosts that a command names, or those of Ray, connected; ``None`` without any.
 
     Raises:
-        LlmpqError: as :class:`WorkerHosts`.
+        LlmpqError: as :class:`OtherHosts`.
     """
     asked = read_options(WorkersOptions, options)
-    if not asked.workers:
-        if asked.key_file is not None:
-            raise SpecError("--key_file: found without --workers, expected both")
-        return None
+    address = ray_address_of(options)
+    if asked.workers and options.launcher == "ray":
+        raise SpecError("--workers: found with --launcher ray, expected one of them")
+    if asked.key_file is not None and not asked.workers:
+        raise SpecError("--key_file: found without --workers, expected both")
     timeout_s = getattr(options, "step_timeout", RunOptions().step_timeout_s)
+    if options.launcher == "ray":
+        require("ray")
+        from llmpq.cli.workers.ray_hosts import RayHosts
+
+        return RayHosts(asked, timeout_s, program, address=address)
+    if not asked.workers:
+        return None
+    from llmpq.cli.workers.socket_hosts import WorkerHosts
+
     return WorkerHosts(asked, timeout_s, program)
 
 
@@ -436,7 +481,7 @@ def _with_own_figures(
 
 
 def _model_fields(model: FoundModel) -> dict[str, Any]:
-    """Return what a worker needs to find its own copy of a model."""
+    """Return what a host needs to find its own copy of a model."""
     fields: dict[str, Any] = {"path": str(model.path), "digest": model_digest(model.path)}
     if model.hub is not None:
         commit = model.hub.commit

@@ -24,19 +24,23 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import worker as ray_worker
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from llmpq.dist.launch.process_environment import python_path
 from llmpq.dist.launch.signals import StopRequest, clean_up_if_killed, ending_with_this_process
 from llmpq.errors import CapacityError, SpecError, StageError, StoppedError
+from llmpq.logging import get_logger
 from llmpq.spec.catalog import device as device_spec
 from llmpq.spec.cluster import Cluster, Device
 from llmpq.spec.plan import Plan
 
+logger = get_logger(__name__)
 LABEL = "llmpq-device"
 """Label of a node of Ray: the device types of a node of the plan's cluster, joined by ``_``."""
 PLACE_TIMEOUT_S = 60.0
+REACH_TIMEOUT_S = 5.0
 POLL_S = 0.2
 END_TIMEOUT_S = 20.0
 """Seconds that the other hosts have to end by themselves after a failure."""
@@ -244,12 +248,16 @@ def ray_cluster(address: str | None) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
+    # Ray prints losses of nodes on standard output, which has the results of the command.
+    ray_worker.print_to_stdstream = _log_text_of_ray
     try:
+        _check_reachable(address)
         ray.init(address=address or "auto", logging_level="error", log_to_driver=False)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
         raise SpecError(
             f"--ray_address: found no Ray cluster at {address or 'the default address'}, expected "
-            f"one that 'ray start' began ({str(error).splitlines()[0]})"
+            f"one that 'ray start' began, with a node on this host ({reason})"
         ) from None
     try:
         yield
@@ -257,32 +265,71 @@ def ray_cluster(address: str | None) -> Iterator[None]:
         ray.shutdown()
 
 
+def _check_reachable(address: str | None) -> None:
+    """Raise ``OSError`` if nothing listens at an address; Ray itself would try for minutes."""
+    host, _, port = (address or "").rpartition(":")
+    if port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), REACH_TIMEOUT_S).close()
+
+
+def _log_text_of_ray(data: Mapping[str, Any], **_: object) -> None:
+    for text in data["lines"]:
+        logger.info("Ray: %s", text)
+
+
 @contextlib.contextmanager
 def _placed(
     wanted: Sequence[RayHost], stop: StopRequest, timeout_s: float
 ) -> Iterator[PlacementGroup]:
     """Reserve nodes of Ray, a different one for each host."""
+    resources = [host.resources for host in wanted]
+    labels = [{LABEL: host.devices} for host in wanted]
     try:
-        group = placement_group(
-            [host.resources for host in wanted],
-            strategy="STRICT_SPREAD",
-            bundle_label_selector=[{LABEL: host.devices} for host in wanted],
-        )
+        group = new_group(resources, labels, "STRICT_SPREAD", timeout_s, stop)
     except ValueError as error:
         raise SpecError(f"cluster: device types: {str(error).splitlines()[0]}") from None
+    if group is None:
+        raise CapacityError(
+            f"Ray: found the nodes {_nodes_text()}, expected within {timeout_s:g} s that "
+            f"these are free: {', '.join(host.wanted for host in wanted)}"
+        )
     try:
-        deadline = time.monotonic() + timeout_s
-        while not group.wait(POLL_S):
-            if stop.is_requested:
-                raise StoppedError(f"stopped by {stop.source}: Ray had not placed the run yet")
-            if time.monotonic() > deadline:
-                raise CapacityError(
-                    f"Ray: found the nodes {_nodes_text()}, expected within {timeout_s:g} s that "
-                    f"these are free: {', '.join(host.wanted for host in wanted)}"
-                )
         yield group
     finally:
         remove_placement_group(group)
+
+
+def new_group(
+    resources: Sequence[dict[str, float]],
+    labels: Sequence[dict[str, str]],
+    strategy: str,
+    timeout_s: float,
+    stop: StopRequest | None = None,
+) -> PlacementGroup | None:
+    """Return a placement group once Ray has reserved it, ``None`` if that takes too long.
+
+    Args:
+        resources: of each bundle.
+        labels: that the node of each bundle has.
+        strategy: of Ray, for the nodes of bundles.
+        timeout_s: how long to wait.
+        stop: ends the waiting.
+
+    Raises:
+        ValueError: a label is none for Ray.
+        StoppedError: the run was asked to end meanwhile.
+    """
+    group = placement_group(list(resources), strategy=strategy, bundle_label_selector=list(labels))
+    with contextlib.ExitStack() as stack:
+        stack.callback(remove_placement_group, group)
+        deadline_s = time.monotonic() + timeout_s
+        while not group.wait(POLL_S):
+            if stop is not None and stop.is_requested:
+                raise StoppedError(f"stopped by {stop.source}: Ray had not placed the run yet")
+            if time.monotonic() > deadline_s:
+                return None
+        stack.pop_all()
+    return group
 
 
 def _nodes_text() -> str:

@@ -43,12 +43,12 @@ def memory(monkeypatch, tmp_path):
     return free
 
 
-def found(*words, model=DEMO, workers=None):
+def found(*words, model=DEMO, others=None):
     parser = argparse.ArgumentParser()
     add_host_plan_options(parser, 1)
     options = parser.parse_args(words)
     options.command = "llmpq test"
-    return host_plan(str(model), options, workers)
+    return host_plan(str(model), options, others)
 
 
 def test_a_plan_is_kept_and_used_again(memory, tmp_path):
@@ -117,10 +117,13 @@ def test_a_kept_plan_that_no_longer_fits_is_made_anew(memory):
     assert second.plan.estimate.stages[0].memory.total < needed
 
 
-class Workers:
-    """A worker whose host is as large as this one and has a faster processor."""
+class Others:
+    """A host that is as large as this one, with a faster processor."""
 
-    def joined(self, own):
+    def own(self, cluster):
+        return cluster
+
+    def joined(self, own, **_):
         entry = DeviceEntry(
             type="cpu-b",
             kind="cpu",
@@ -148,11 +151,11 @@ def test_a_plan_over_several_hosts_has_its_master_here(memory, monkeypatch):
     monkeypatch.setattr(module, "plan_longest_context", other_way_round)
     memory.append(500 / 1024)
     words = ("--max_num_seqs", "64", "--max_model_len", "512", "--bits", "16", "--no_measure")
-    first = found(*words, workers=Workers())
+    first = found(*words, others=Others())
     assert made[0].nodes == ("b", "here")
     assert first.plan.nodes == ("here", "b")
     assert "b/cpu-b#0" in plan_text(first)
-    again = found(*words, workers=Workers())
+    again = found(*words, others=Others())
     assert (again.file, again.is_new) == (first.file, False)
 
 

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 from helpers.clocks import PATIENCE_S
-from helpers.hosts import ROOT, TestHost, free_port, two_hosts, wait_for_text
+from helpers.hosts import TestHost, free_port, two_hosts, wait_for_text
 from helpers.processes import is_running, wait_for
+from helpers.served_demo import DEMO, HOST, NEW, PLAN, PROMPT, answer_of_one_host, ask, url_of
 
 # Each rank imports torch, and again after each loss.
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
-DEMO = ROOT / "models" / "demo"
-PROMPT, NEW = "The server listens on", 48
-HOST = "tests.helpers.small_host"
 ALONE, TOGETHER = "900", "500"
 """Mebibytes: one such host holds the model with its contexts at 16 bits, or two do."""
-PLAN = ["--max_num_seqs", "64", "--max_model_len", "512", "--bits", "16", "--no_measure"]
 
 
 @pytest.fixture(autouse=True)
@@ -36,17 +31,7 @@ def cache(monkeypatch, tmp_path):
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The answer of one host."""
-    words = [ALONE, "run", str(DEMO), "-p", PROMPT, "--max_tokens", str(NEW), "--json", *PLAN]
-    cache = {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
-    done = subprocess.run(
-        [sys.executable, "-m", HOST, *words],
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | cache,
-        stdout=subprocess.PIPE,
-        check=True,
-    )
-    found = json.loads(done.stdout)
-    assert len(found["devices"]) == 1
-    return str(found["text"])
+    return answer_of_one_host(ALONE, tmp_path_factory.mktemp("cache"))
 
 
 class Machines:
@@ -93,13 +78,6 @@ def run_words(*more: str) -> list[str]:
     return ["-p", PROMPT, "--max_tokens", str(NEW), *more]
 
 
-def url_of(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    assert line.startswith("ready ")
-    return line.split()[1]
-
-
 def children_of(parent: int) -> list[int]:
     found = []
     for status in Path("/proc").glob("[0-9]*/status"):
@@ -107,23 +85,6 @@ def children_of(parent: int) -> list[int]:
             if f"\nPPid:\t{parent}\n" in status.read_text():
                 found.append(int(status.parent.name))
     return [pid for pid in found if is_running(pid)]
-
-
-def ask(host: TestHost, url: str, at_half: Callable[[], None] = lambda: None) -> str:
-    """Return a streamed answer; call ``at_half`` once half of it is here."""
-    body = {"model": "demo", "prompt": PROMPT, "max_tokens": NEW, "temperature": 0, "stream": True}
-
-    def stream() -> str:
-        texts: list[str] = []
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE_S) as answer:
-            for line in answer.iter_lines():
-                if line.startswith("data: {"):
-                    texts.append(json.loads(line.removeprefix("data: "))["choices"][0]["text"])
-                    if len(texts) == NEW // 2:
-                        at_half()
-        return "".join(texts)
-
-    return host.call(stream)
 
 
 @pytest.fixture(params=["loopback", "namespaces"])

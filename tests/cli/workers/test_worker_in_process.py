@@ -13,9 +13,9 @@ from helpers.processes import wait_for
 from helpers.small_host import small_host
 
 from llmpq.cli.front.host_plan import FoundModel
-from llmpq.cli.workers import command, hosts
+from llmpq.cli.workers import command, hosts, lender, socket_hosts
 from llmpq.cli.workers.command import Worker
-from llmpq.cli.workers.hosts import WorkerHosts
+from llmpq.cli.workers.socket_hosts import WorkerHosts
 from llmpq.dist.launch.signals import StopRequest
 from llmpq.dist.transport.endpoint import Endpoint, read_token
 from llmpq.errors import SpecError, StageError
@@ -61,14 +61,14 @@ class Started:
 
 @pytest.fixture
 def worker(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "host_cluster", lambda: small_host(300))
+    monkeypatch.setattr(lender, "host_cluster", lambda: small_host(300))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with Started(WorkerOptions(key_file=key(tmp_path))) as started:
         yield started
 
 
 def asked(found: WorkerHosts, kind: str, **fields: object):
-    return found._workers[0].ask(kind, **fields)
+    return found._hosts[0].ask(kind, **fields)
 
 
 def test_its_devices_and_its_link_join_those_of_this_host(worker, capsys):
@@ -83,11 +83,11 @@ def test_its_devices_and_its_link_join_those_of_this_host(worker, capsys):
 
 
 def test_one_worker_serves_one_host_after_the_other(worker, monkeypatch, capsys):
-    monkeypatch.setattr(hosts, "BUSY_S", 0.0)
+    monkeypatch.setattr(socket_hosts, "BUSY_S", 0.0)
     first = worker.connected()
     with pytest.raises(StageError, match=r"in use by 127\.0\.0\.1, expected an idle worker"):
         worker.connected()
-    monkeypatch.setattr(hosts, "BUSY_S", PATIENCE_S)
+    monkeypatch.setattr(socket_hosts, "BUSY_S", PATIENCE_S)
     first.close()
     worker.connected().close()
     assert "127.0.0.1 has left" in capsys.readouterr().err
@@ -106,7 +106,7 @@ def test_another_key_is_one_line_at_both_ends(worker, tmp_path, capsys):
 
 
 def test_another_version_is_refused_and_both_are_named(worker, monkeypatch, capsys):
-    monkeypatch.setattr(hosts, "__version__", "0.0.1")
+    monkeypatch.setattr(socket_hosts, "__version__", "0.0.1")
     own = command.__version__
     with pytest.raises(SpecError, match=f"found llmpq {own}, expected 0.0.1"):
         worker.connected()
@@ -117,7 +117,7 @@ def test_another_version_is_refused_and_both_are_named(worker, monkeypatch, caps
 
 
 def test_no_worker_is_one_error_that_names_the_address(tmp_path, monkeypatch):
-    monkeypatch.setattr(hosts, "HANDSHAKE_S", 0.1)
+    monkeypatch.setattr(socket_hosts, "HANDSHAKE_S", 0.1)
     with Endpoint(address=("127.0.0.1", 0)).listening() as listener:
         address = ("127.0.0.1", listener.getsockname()[1])
     options = WorkersOptions(workers=(address,), key_file=key(tmp_path))
@@ -150,7 +150,7 @@ def test_a_model_of_the_hub_is_found_in_the_workers_cache(worker, tmp_path, monk
     snapshot = tmp_path / "snapshots" / "abc"
     shutil.copytree(DEMO, snapshot)
     places = {("a/b", "abc"): snapshot}
-    monkeypatch.setattr(command, "snapshot_of", lambda *name: places.get(name))
+    monkeypatch.setattr(lender, "snapshot_of", lambda *name: places.get(name))
     fields = {"path": str(tmp_path / "gone"), "commit": "abc", "file": "."}
     with worker.connected() as found:
         digest = model_digest(DEMO)
@@ -160,7 +160,7 @@ def test_a_model_of_the_hub_is_found_in_the_workers_cache(worker, tmp_path, monk
 
 
 def test_the_folder_that_a_worker_was_given_is_the_one_that_is_compared(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "host_cluster", lambda: small_host(300))
+    monkeypatch.setattr(lender, "host_cluster", lambda: small_host(300))
     own = tmp_path / "own"
     shutil.copytree(DEMO, own)
     options = WorkerOptions(key_file=key(tmp_path), model=own)
@@ -183,9 +183,9 @@ def test_the_folder_that_a_worker_was_given_is_the_one_that_is_compared(tmp_path
 )
 def test_only_options_of_the_engine_come_from_another_host(words):
     with pytest.raises(SpecError, match="expected options of the engine"):
-        command._checked_words(words)
+        lender._checked_words(words)
     good = ["--token_budget", "5", "--step_timeout", "60", "--no_prefix_caching"]
-    assert command._checked_words(good) == good
+    assert lender._checked_words(good) == good
 
 
 def test_what_is_not_asked_for_in_order_is_an_error(worker):

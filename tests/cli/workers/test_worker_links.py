@@ -12,8 +12,9 @@ from llmpq.cli.workers import connection as module
 from llmpq.cli.workers import hosts, link
 from llmpq.cli.workers.connection import Connection
 from llmpq.cli.workers.link import answer_link, measure_link
+from llmpq.cli.workers.socket_hosts import WorkerHosts
 from llmpq.errors import SpecError, StageError
-from llmpq.options.run import WORKER_PORT, worker_address
+from llmpq.options.run import WORKER_PORT, WorkersOptions, worker_address
 from llmpq.spec.catalog import with_device_types
 from llmpq.spec.devices.figures import DeviceEntry
 from llmpq.units import GIB
@@ -164,4 +165,4 @@ def test_other_texts_are_no_address(text):
 
 def test_a_key_is_needed(tmp_path):
     with pytest.raises(SpecError, match="--key_file"):
-        hosts.WorkerHosts(hosts.WorkersOptions(workers=(("b", 7),)), 1.0, "test")
+        WorkerHosts(WorkersOptions(workers=(("b", 7),)), 1.0, "test")
