@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +23,8 @@ from typing import Any, NoReturn
 from llmpq import __version__
 from llmpq.errors import LlmpqError, SpecError
 from llmpq.logging import configure_logging
+from llmpq.options.declare import add_options
+from llmpq.options.run import CommandOptions
 
 INTERRUPTED = 130
 QUIET_S = 2.0
@@ -55,7 +57,24 @@ EXTRAS = {
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose errors are one line: usage is in ``--help``."""
+    """A parser whose errors are one line: usage is in ``--help``.
+
+    Among the options that it reads, ``given_words`` has the name and the words of each.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._given_words: list[tuple[str, list[str]]] = []
+        self.set_defaults(given_words=self._given_words)
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        words = list(arg_strings)
+        if action.option_strings:
+            flag = action.option_strings[0]
+            joined = len(words) == 1 and words[0].startswith("-")
+            words = [f"{flag}={words[0]}"] if joined else [flag, *words]
+        self._given_words.append((action.dest, words))
+        return super()._get_values(action, arg_strings)
 
     def error(self, message: str) -> NoReturn:
         """Print the message and exit with status 2."""
@@ -75,10 +94,20 @@ class CommandParser(argparse.ArgumentParser):
 def make_parser(name: str, description: str) -> argparse.ArgumentParser:
     """Return a parser with the options every command has."""
     parser = CommandParser(prog=name, description=description)
-    parser.add_argument("--version", action="version", version=f"{name} {__version__}")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--verbose", "-v", action="store_true", help="log the steps")
+    version = {"action": "version", "version": f"{name} {__version__}"}
+    add_options(parser, CommandOptions, version=version)
     return parser
+
+
+def add_json(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Let ``--json`` stand after a verb, too."""
+    for verb in verbs.choices.values():
+        add_options(verb, CommandOptions, "json", json={"default": argparse.SUPPRESS})
+
+
+def words_without(options: argparse.Namespace, left_out: Collection[str]) -> list[str]:
+    """Return the words of a command, names in full, without the options of these names."""
+    return [word for name, words in options.given_words if name not in left_out for word in words]
 
 
 def run_command(
@@ -154,15 +183,6 @@ def require(*packages: str) -> None:
     for package in packages:
         if find_spec(package) is None:
             raise ModuleNotFoundError(f"No module named '{package}'", name=package)
-
-
-def check_least(options: argparse.Namespace, least: int, *names: str) -> None:
-    """Check that options are ``None`` or numbers, or lists of them, of at least ``least``."""
-    for name in names:
-        value = getattr(options, name)
-        smallest = min(value) if isinstance(value, list) else value
-        if smallest is not None and smallest < least:
-            raise SpecError(f"--{name}: found {smallest}, expected at least {least}")
 
 
 @contextlib.contextmanager

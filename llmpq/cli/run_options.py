@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from llmpq.cli.common import words_without
 from llmpq.dist import Hosts
 from llmpq.dist.io.job import Rendezvous
 from llmpq.dist.launch.process_environment import Task, started_task
@@ -81,8 +82,8 @@ class HostProgress:
         inner: receives all events.
         place: this host among those of the run.
         plan: whose nodes are the hosts.
-        words: the command of other hosts but for ``--node_rank``; ``None`` if a launcher starts it
-            everywhere.
+        words: the command of other hosts, without ``--node_rank``; ``None`` if a launcher starts
+            it everywhere.
         program: name of the command.
 
     Raises:
@@ -124,12 +125,15 @@ class HostProgress:
         print(f"{self._program}: {self._name}: {text}", file=sys.stderr, flush=True)
 
 
+def host_words(options: argparse.Namespace, *program: str) -> list[str] | None:
+    """Return the command of a host without its number, ``None`` where a launcher starts it."""
+    words = words_without(options, {"node_rank"})
+    return [*program, *words] if options.nnodes > 1 else None
+
+
 def _command_of(words: Sequence[str], number: int) -> str:
-    """Return the command for another host, given host 0's."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--node_rank")
-    rest = parser.parse_known_args(words)[1]
-    return shlex.join([*rest, "--node_rank", str(number)])
+    """Return the command for a host, given it without ``--node_rank``."""
+    return shlex.join([*words, "--node_rank", str(number)])
 
 
 def commands_of_hosts(
@@ -140,7 +144,7 @@ def commands_of_hosts(
     Args:
         options: of the command.
         nodes: of the plan.
-        words: the command of host 0.
+        words: the command of host 0, without ``--node_rank``.
         others: that of the other hosts.
     """
     added = ["--nnodes", str(len(nodes))]
@@ -187,14 +191,10 @@ def words_for_ray(options: argparse.Namespace) -> list[str]:
     Raises:
         SpecError: an option is about hosts, which Ray chooses.
     """
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--launcher")
-    parser.add_argument("--ray_address")
     for name, value in [*values_of(HostOptions()).items(), ("no_auto", False)]:
         if getattr(options, name) != value:
             raise SpecError(f"--{name}: found with --launcher ray, expected one of them")
-    words: list[str] = parser.parse_known_args(options.argv)[1]
-    return words
+    return words_without(options, {"launcher", "ray_address"})
 
 
 def hosts_of(options: argparse.Namespace) -> Hosts:

@@ -32,6 +32,8 @@ class Option(Rule):
         help: what it is for, with ``%(default)s`` where the default is shown.
         flags: names without dashes, the field's own by default; those of a switch state the
             opposite of a default that is true.
+        short: a letter, which is a flag with one dash.
+        aliases: flags without dashes that stand for a value, each with the value.
         metavar: stands for the value in the help.
         above: the number is larger than this.
         unit: the value on the command line is a multiple of this.
@@ -44,6 +46,8 @@ class Option(Rule):
 
     help: str
     flags: Sequence[str] = ()
+    short: str = ""
+    aliases: Sequence[tuple[str, Any]] = ()
     metavar: str | tuple[str, ...] | None = None
     above: float = -math.inf
     unit: float = 1
@@ -86,7 +90,8 @@ class _Declared:
     def flags(self) -> list[str]:
         if self.option.is_positional:
             return [self.name]
-        return [f"--{flag}" for flag in self.option.flags or (self.name,)]
+        short = [f"-{self.option.short}"] if self.option.short else []
+        return [*(f"--{flag}" for flag in self.option.flags or (self.name,)), *short]
 
     @property
     def dest(self) -> str:
@@ -111,6 +116,11 @@ def add_options(
     for name in names or declared:
         one = declared[name]
         group.add_argument(*one.flags, **_arguments(one) | dict(changes.get(name, {})))
+        for flag, value in one.option.aliases:
+            text = f"name of {one.flags[0]} {value} in the paper"
+            group.add_argument(
+                f"--{flag}", dest=one.dest, action="store_const", const=value, help=text
+            )
 
 
 def _arguments(one: _Declared) -> dict[str, Any]:
@@ -179,6 +189,12 @@ def read_options(
         if name not in declared:
             raise
         raise SpecError(f"{declared[name].flags[0]}{colon}{text}") from None
+
+
+def names_of(kind: type[Any], *names: str) -> set[str]:
+    """Return the names that arguments of a class have in a namespace, by default all."""
+    declared = _declared(kind)
+    return {declared[name].dest for name in names or declared}
 
 
 def values_of(options: Any, kind: type[Any] | None = None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from llmpq.options.declare import Option
+from llmpq.options.declare import Option, check_options
 from llmpq.spec.cluster import CPU_ISAS
 from llmpq.spec.precision import BITS, DTYPE_BYTES
 
@@ -42,7 +42,7 @@ class LayerOptions:
     device_type: Annotated[
         str | None, Option(help="name written into the table (default: cpu)")
     ] = None
-    threads: Annotated[int, Option(help="CPU threads (default %(default)s)")] = 1
+    threads: Annotated[int, Option(minimum=1, help="CPU threads (default %(default)s)")] = 1
     core: Annotated[int | None, Option(help="first CPU core to run on (default: not pinned)")] = (
         None
     )
@@ -63,14 +63,15 @@ class LayerOptions:
     max_prompt: Annotated[int, Option(help="")] = 512
     max_context: Annotated[int | None, Option(help="default 1024, or the model's positions")] = None
     max_prefill: Annotated[int, Option(help="")] = 2048
-    batches: Annotated[tuple[int, ...] | None, Option(help="")] = None
-    prompt_tokens: Annotated[tuple[int, ...] | None, Option(help="")] = None
-    context_tokens: Annotated[tuple[int, ...] | None, Option(help="")] = None
+    batches: Annotated[tuple[int, ...] | None, Option(minimum=1, help="")] = None
+    prompt_tokens: Annotated[tuple[int, ...] | None, Option(minimum=1, help="")] = None
+    context_tokens: Annotated[tuple[int, ...] | None, Option(minimum=1, help="")] = None
     layers: Annotated[
         int | None,
         Option(
+            minimum=1,
             help="layers timed in a row (default: 6, and up to 12 where layers are small enough "
-            "for a processor's cache)"
+            "for a processor's cache)",
         ),
     ] = None
     companions: Annotated[int, Option(metavar="N", help="has no effect (deprecated)")] = 0
@@ -78,6 +79,9 @@ class LayerOptions:
     in_worker: Annotated[bool, Option(help=argparse.SUPPRESS)] = False
     """Threads and vector extension are fixed when torch is imported; this option marks the process
     that was started with them set."""
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -221,7 +221,11 @@ class QualityOptions:
         ),
     ] = None
     method: Annotated[
-        str, Option(help="planner (default: %(default)s); all compares every method")
+        str,
+        Option(
+            aliases=(("shaq-efficient", "heuristic"),),
+            help="planner (default: %(default)s); all compares every method",
+        ),
     ] = "llmpq"
 
 

@@ -15,7 +15,10 @@ from llmpq.spec.plan import POLICY_NAMES
 from llmpq.units import GIB
 
 Transport = Literal["auto", "sockets", "torch", "gloo"]
+Pooling = Literal["last", "mean"]
+"""How the final hidden states of a prompt become one: that of its last token, or their mean."""
 WORKER_PORT = 29400
+MODEL_HELP = "folder, GGUF file, or model of the hub: ORG/NAME[:revision or GGUF file]"
 _MAX_PORT = 65535
 
 
@@ -71,6 +74,25 @@ def _pairs(
     given: Mapping[str, str] | Iterable[tuple[str, str]] | None,
 ) -> tuple[tuple[str, str], ...]:
     return tuple(dict(given or {}).items())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandOptions:
+    """Options of every command."""
+
+    version: Annotated[bool, Option(help="show program's version number and exit")] = False
+    json: Annotated[bool, Option(help="print one JSON object")] = False
+    verbose: Annotated[bool, Option(short="v", help="log the steps")] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """The words of ``llmpq``."""
+
+    verb: Annotated[
+        str | None, Option(is_positional=True, metavar="VERB", help="one of those below")
+    ] = None
+    words: Annotated[tuple[str, ...], Option(is_positional=True, help=argparse.SUPPRESS)] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,6 +253,42 @@ class WorkersOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostPlanOptions(WorkersOptions):
+    """The plan of a model for this host and its workers.
+
+    Raises:
+        SpecError: a value cannot be used.
+    """
+
+    given: Annotated[str | None, Option(is_positional=True, metavar="MODEL", help=MODEL_HELP)] = (
+        None
+    )
+    max_num_seqs: Annotated[
+        int,
+        Option(minimum=1, metavar="N", help="answers at the same time (default %(default)s)"),
+    ] = 1
+    replan: Annotated[bool, Option(help="do not use the plan that is kept")] = False
+    no_measure: Annotated[
+        bool,
+        Option(help="plan with the catalogue's figures of devices that were not measured before"),
+    ] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOptions:
+    """What a model on this host is asked."""
+
+    model: Annotated[str, Option(is_positional=True, metavar="MODEL", help=MODEL_HELP)]
+    system: Annotated[
+        str | None, Option(metavar="TEXT", help="message of the system, before all others")
+    ] = None
+    prompt: Annotated[
+        str | None,
+        Option(short="p", metavar="TEXT", help="what to continue (default: standard input)"),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

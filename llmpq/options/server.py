@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 from llmpq.options.declare import Option, check_options
-from llmpq.options.run import DrainOptions, host_name
+from llmpq.options.run import DrainOptions, Pooling, host_name
 from llmpq.routing import BALANCERS
 from llmpq.spec.runtime_constants import FIRST_BYTE_S, MAX_CHOICES, POLL_S
 
@@ -72,6 +73,56 @@ class ListenOptions(DrainOptions):
         Path | None, Option(metavar="FILE.pem", help="its key (default: in --ssl_certfile)")
     ] = None
     transport: TransportLimits = field(default_factory=TransportLimits)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """How requests name a model, and how its embeddings are made."""
+
+    served_model_name: Annotated[
+        tuple[str, ...],
+        Option(
+            metavar="NAME",
+            help="names of the model in requests; answers use the first (default: the plan's)",
+        ),
+    ] = ()
+    pooling: Annotated[
+        Pooling | None,
+        Option(
+            help="embeddings: the last token's final hidden state, or the mean of all (default: "
+            "1_Pooling/config.json of the model, else last)"
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedFiles(ServedModel):
+    """Which fleet is served, and which part of it this host has."""
+
+    fleet: Annotated[
+        str | None,
+        Option(
+            metavar="FILE",
+            help="fleet file of llmpq-algo --replicas: start every replica on this host, each with "
+            "the other options, and a router in front of them",
+        ),
+    ] = None
+    node: Annotated[
+        str | None,
+        Option(
+            metavar="NAME",
+            help="--fleet over several hosts: the node of its cluster that this host is; the first "
+            "one has the router, which listens on --port, and the replicas on the ports after it",
+        ),
+    ] = None
+    node_addr: Annotated[
+        tuple[str, ...],
+        Option(
+            metavar="NAME=ADDRESS",
+            help="--node: where the other hosts reach a node (default: its name)",
+        ),
+    ] = ()
+    in_fleet: Annotated[bool, Option(help=argparse.SUPPRESS)] = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ After a deliberate change: ``python tests/architecture/test_cli_surface.py`` rew
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import tomllib
 from pathlib import Path
@@ -50,6 +51,18 @@ def test_every_command_has_json_and_version():
     for name in commands():
         assert f"{name} --json" in text
         assert f"{name} --version" in text
+
+
+def test_options_are_declared_in_their_own_layer_alone():
+    """Elsewhere a command adds options of ``llmpq/options``, and never one that it makes."""
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in sorted((ROOT / "llmpq").rglob("*.py"))
+        if path.parent != ROOT / "llmpq" / "options"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr == "add_argument"
+    ]
+    assert found == []
 
 
 if __name__ == "__main__":

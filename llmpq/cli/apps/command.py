@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from llmpq.cli.apps import plan, run
-from llmpq.cli.common import make_parser, run_command
+from llmpq.cli.common import add_json, make_parser, run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,10 +21,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_plan(verbs)
     plan.add_simulate(verbs)
     run.add_run(verbs)
-    for verb in verbs.choices.values():
-        verb.add_argument(
-            "--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON object"
-        )
+    add_json(verbs)
     return parser
 
 

@@ -23,12 +23,7 @@ from llmpq.assigner.longest_context import USUAL_ANSWER
 from llmpq.batching.drift import Drift
 from llmpq.cli import run_options
 from llmpq.cli.common import command_start_s, make_parser, print_json, require, run_command
-from llmpq.cli.front.host_plan import (
-    MODEL_HELP,
-    Lengths,
-    add_host_plan_options,
-    find_model,
-)
+from llmpq.cli.front.host_plan import Lengths, add_host_plan_options, find_model
 from llmpq.cli.front.planned import PlannedModel, check_plan_options
 from llmpq.cli.options import (
     add_drift_options,
@@ -52,7 +47,14 @@ from llmpq.errors import LlmpqError, SpecError, StageError
 from llmpq.logging import get_logger
 from llmpq.options.declare import add_options, read_options, values_of
 from llmpq.options.engine import EngineOptions
-from llmpq.options.run import FaultOptions, LauncherOptions, PromptFiles, RunOptions
+from llmpq.options.run import (
+    MODEL_HELP,
+    FaultOptions,
+    HostPlanOptions,
+    LauncherOptions,
+    PromptFiles,
+    RunOptions,
+)
 from llmpq.spec.fields import dump_json, write_text
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan import Plan, PlanForecast, Schedule, read_plan
@@ -80,12 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("llmpq-dist", "Run a strategy on prompts.")
     files = parser.add_argument_group("files")
-    files.add_argument(
-        "given",
-        nargs="?",
-        metavar="MODEL",
-        help=f"instead of a strategy, planned for the prompts: {MODEL_HELP}",
-    )
+    given = {"help": f"instead of a strategy, planned for the prompts: {MODEL_HELP}"}
+    add_options(files, HostPlanOptions, "given", given=given)
     prompts = ("strat_file_name", "model", "prompts", "format", "output", "resume")
     add_options(files, PromptFiles, *prompts, "report", "plot", "trace")
     sampling = parser.add_argument_group("sampling (greedy by default)")
@@ -237,7 +235,7 @@ def _supervise(job: Job, plan: Plan, options: argparse.Namespace) -> Measurement
     with run_options.run_progress(plan.model.num_layers) as progress, stop.from_signals():
         if place.num_nodes == 1:
             return run_job(job, progress=progress, stop=stop, **values_of(faults))
-        words = ["llmpq-dist", *options.argv] if options.nnodes > 1 else None
+        words = run_options.host_words(options, "llmpq-dist")
         on_host = run_options.HostProgress(progress, place, plan, words)
         measurement = run_job(job, hosts=place, progress=on_host, stop=stop, **values_of(faults))
     on_host.say("done")

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from llmpq.cli.common import make_parser, run_command
+from llmpq.cli.common import add_json, make_parser, run_command
 from llmpq.cli.measuring import device, layer, link, memory, tables
 
 _VERBS = "layer|device|link|memory|fit|import|recalibrate|describe"
@@ -26,10 +26,7 @@ def _parser() -> argparse.ArgumentParser:
     tables.add_import(verbs)
     tables.add_recalibrate(verbs)
     tables.add_describe(verbs)
-    for verb in verbs.choices.values():
-        verb.add_argument(
-            "--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON object"
-        )
+    add_json(verbs)
     return parser
 
 

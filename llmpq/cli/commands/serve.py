@@ -14,19 +14,16 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
-from llmpq.cli.common import command_start_s, make_parser, require, run_command
+from llmpq.cli.common import command_start_s, make_parser, require, run_command, words_without
 from llmpq.cli.engine_options import (
     add_engine_options,
     check_engine_options,
     launch_engine,
     run_stages,
 )
-from llmpq.cli.front.host_plan import (
-    MODEL_HELP,
-    add_host_plan_options,
-)
+from llmpq.cli.front.host_plan import add_host_plan_options
 from llmpq.cli.front.planned import PlannedModel, check_plan_options, engine_words
 from llmpq.cli.run_options import HostProgress, commands_of_hosts, stated_hosts
 from llmpq.cli.server_options import (
@@ -37,14 +34,20 @@ from llmpq.cli.server_options import (
 )
 from llmpq.cli.workers.hosts import other_hosts_of
 from llmpq.dist import Hosts, model_dir_of
-from llmpq.dist.io.generation import Pooling
 from llmpq.dist.launch.process_environment import visible_devices
 from llmpq.dist.metrics.measurement import StartLog
 from llmpq.dist.metrics.progress import SilentProgress
 from llmpq.errors import SpecError
-from llmpq.options.declare import add_options, read_options, values_of
-from llmpq.options.run import HostOptions
-from llmpq.options.server import AdmissionOptions, RoutingOptions
+from llmpq.options.declare import add_options, names_of, read_options, values_of
+from llmpq.options.run import MODEL_HELP, HostOptions, HostPlanOptions, PromptFiles
+from llmpq.options.server import (
+    AdmissionOptions,
+    ListenOptions,
+    RoutingOptions,
+    ServedFiles,
+    ServedModel,
+    TransportLimits,
+)
 from llmpq.routing import load_balancer
 from llmpq.spec.plan import Fleet, Plan, read_fleet, read_plan
 
@@ -60,6 +63,9 @@ SEQUENCES = 4
 """Answers at the same time that a model is planned for by default."""
 OF_MODEL = ("bits", "key_file", "no_measure", "ray_address", "replan", "workers")
 """Options of the plan of MODEL."""
+_OF_MASTER = names_of(ListenOptions) | names_of(TransportLimits) | names_of(AdmissionOptions)
+_OF_MASTER |= names_of(ServedModel) | {"json", "node_rank"}
+"""Options that hosts without the master do not have, or not with the same value."""
 FLEET_PACKAGES = ("torch", "transformers", "aiohttp", "fastapi", "uvicorn", "httptools")
 
 
@@ -82,36 +88,13 @@ def _parser() -> argparse.ArgumentParser:
 def _add_files(parser: argparse.ArgumentParser) -> None:
     files = parser.add_argument_group("files")
     what = files.add_mutually_exclusive_group()
-    what.add_argument("--strat_file_name", metavar="FILE", help="strategy file")
-    what.add_argument(
-        "--fleet",
-        metavar="FILE",
-        help="fleet file of llmpq-algo --replicas: start every replica on this host, each with the "
-        "other options, and a router in front of them",
-    )
-    files.add_argument(
-        "--node",
-        metavar="NAME",
-        help="--fleet over several hosts: the node of its cluster that this host is; the first one "
-        "has the router, which listens on --port, and the replicas on the ports after it",
-    )
-    files.add_argument(
-        "--node_addr",
-        nargs="+",
-        metavar="NAME=ADDRESS",
-        help="--node: where the other hosts reach a node (default: its name)",
-    )
-    files.add_argument("--in_fleet", action="store_true", help=argparse.SUPPRESS)
-    files.add_argument(
-        "--model", metavar="DIR", help="weights (default: the directory in the plan)"
-    )
-    files.add_argument(
-        "given",
-        nargs="?",
-        metavar="MODEL",
-        help=f"instead of a plan, planned for this host: {MODEL_HELP}",
-    )
-    _add_model_options(files)
+    add_options(what, PromptFiles, "strat_file_name")
+    add_options(what, ServedFiles, "fleet")
+    add_options(files, ServedFiles, "node", "node_addr", "in_fleet", node_addr={"default": None})
+    add_options(files, PromptFiles, "model")
+    given = {"help": f"instead of a plan, planned for this host: {MODEL_HELP}"}
+    add_options(files, HostPlanOptions, "given", given=given)
+    add_options(files, ServedFiles, "served_model_name", "pooling")
     balancer = {
         "default": None,
         "help": f"--fleet: which replica takes a request (default {RoutingOptions().balancer})",
@@ -123,21 +106,6 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
     hosts = parser.add_argument_group("several hosts (each runs this command; host 0 has HTTP)")
     add_options(hosts, HostOptions)
     add_host_plan_options(parser.add_argument_group("plan of MODEL"), SEQUENCES, has_length=False)
-
-
-def _add_model_options(files: argparse._ActionsContainer) -> None:
-    files.add_argument(
-        "--served_model_name",
-        nargs="+",
-        metavar="NAME",
-        help="names of the model in requests; answers use the first (default: the plan's)",
-    )
-    files.add_argument(
-        "--pooling",
-        choices=get_args(Pooling),
-        help="embeddings: the last token's final hidden state, or the mean of all (default: "
-        "1_Pooling/config.json of the model, else last)",
-    )
 
 
 def _add_limit_options(parser: argparse.ArgumentParser) -> None:
@@ -268,26 +236,17 @@ def _check_files(options: argparse.Namespace) -> None:
 def _host_progress(options: argparse.Namespace, plan: Plan, hosts: Hosts) -> HostProgress:
     """Return what says which host this is and which it waits for."""
     is_started = options.in_fleet or options.given is not None
-    words = None if is_started else ["llmpq-serve", *stage_options(options.argv)]
+    words = None if is_started else ["llmpq-serve", *words_without(options, _OF_MASTER)]
     return HostProgress(SilentProgress(), hosts, plan, words, "llmpq-serve")
-
-
-def stage_options(words: Sequence[str]) -> list[str]:
-    """Return the options of the command for hosts without the master: all but those of HTTP."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    add_address_options(parser)
-    _add_limit_options(parser)
-    _add_model_options(parser)
-    parser.add_argument("--json", action="store_true")
-    return parser.parse_known_args(words)[1]
 
 
 def _check_one_host(plan: Plan, options: argparse.Namespace) -> None:
     """Check that the ranks of a plan are on one node, where no option says that there are more."""
-    nodes, words = plan.nodes, options.argv
+    nodes = plan.nodes
     if len(nodes) > 1:
+        own, others = words_without(options, {"node_rank"}), words_without(options, _OF_MASTER)
         commands = commands_of_hosts(
-            options, nodes, ["llmpq-serve", *words], ["llmpq-serve", *stage_options(words)]
+            options, nodes, ["llmpq-serve", *own], ["llmpq-serve", *others]
         )
         raise SpecError(
             f"{options.strat_file_name}: found stages on {len(nodes)} nodes ({', '.join(nodes)}), "
@@ -402,9 +361,7 @@ def _command_of_node(
     options: argparse.Namespace, node: str, places: Sequence[Sequence[str]]
 ) -> str:
     """Return the command that starts what belongs to a node of a fleet."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--node")
-    words = parser.parse_known_args(options.argv)[1]
+    words = words_without(options, {"node"})
     if options.token_file is None and any(len(place) > 1 for place in places):
         words += ["--token_file", "FILE"]
     if options.api_key_file is None and len({place[0] for place in places}) > 1:
@@ -457,7 +414,7 @@ def replica_command(
     one = fleet.replicas[number]
     strategy = Path(options.fleet).resolve().parent / one.strategy
     words = [sys.executable, "-m", "llmpq.cli.commands.serve", "--strat_file_name", str(strategy)]
-    words += ["--in_fleet", *replica_options(options.argv)]
+    words += ["--in_fleet", *replica_options(options)]
     if node == place[0]:
         listen = ("127.0.0.1", 0) if url is None else (master, port)
         words += ["--host", listen[0], "--port", str(listen[1])]
@@ -471,18 +428,13 @@ def replica_command(
     )
 
 
-def replica_options(words: Sequence[str]) -> list[str]:
+def replica_options(options: argparse.Namespace) -> list[str]:
     """Return the options of the command that its replicas get: all but those of router and hosts.
 
     A replica without other options listens on this host only.
     """
-    parser = argparse.ArgumentParser(add_help=False)
-    names = ("fleet", "node", "balancer", "host", "port", "master_port")
-    for name in (*names, "ssl_certfile", "ssl_keyfile"):
-        parser.add_argument(f"--{name}")
-    parser.add_argument("--node_addr", nargs="+")
-    parser.add_argument("--json", action="store_true")
-    return parser.parse_known_args(words)[1]
+    own = {"fleet", "node", "node_addr", "balancer", "host", "port", "master_port", "json"}
+    return words_without(options, own | {"ssl_certfile", "ssl_keyfile"})
 
 
 if __name__ == "__main__":

@@ -6,15 +6,15 @@ import argparse
 import contextlib
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from llmpq.cli.common import check_least
 from llmpq.cli.front.host_plan import HostPlan, host_plan, say_plan
 from llmpq.cli.workers.hosts import other_hosts_of
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.metrics.progress import BarProgress, Event, SilentProgress
 from llmpq.errors import StageError
+from llmpq.options.declare import add_options, read_options
 from llmpq.units import format_number, format_seconds
 
 if TYPE_CHECKING:
@@ -45,16 +45,9 @@ class Shown:
 
 def add_answer_options(parser: argparse.ArgumentParser) -> None:
     """Add how answers are made."""
-    parser.add_argument(
-        "--max_tokens",
-        type=int,
-        metavar="N",
-        help=f"most tokens of an answer (default {MAX_TOKENS}, or what the context leaves)",
-    )
-    parser.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)"
-    )
-    parser.add_argument("--seed", type=int, metavar="N", help="of random choices")
+    most = f"most tokens of an answer (default {MAX_TOKENS}, or what the context leaves)"
+    names = ("max_tokens", "temperature", "seed")
+    add_options(parser, SamplingParams, *names, max_tokens={"help": most})
 
 
 def sampling_of(options: argparse.Namespace, most: int) -> SamplingParams:
@@ -63,12 +56,8 @@ def sampling_of(options: argparse.Namespace, most: int) -> SamplingParams:
     Raises:
         SpecError: an option cannot be used.
     """
-    check_least(options, 1, "max_tokens")
-    return SamplingParams(
-        temperature=options.temperature,
-        max_tokens=options.max_tokens or min(MAX_TOKENS, most),
-        seed=options.seed,
-    )
+    asked = read_options(SamplingParams, options)
+    return replace(asked, max_tokens=asked.max_tokens or min(MAX_TOKENS, most))
 
 
 class LoadProgress:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 
 from llmpq.cli.common import make_parser, require, run_command
 from llmpq.cli.front.answers import LoadedModel, add_answer_options, sampling_of
-from llmpq.cli.front.host_plan import MODEL_HELP, add_host_plan_options, say_plan
+from llmpq.cli.front.host_plan import add_host_plan_options, say_plan
 from llmpq.errors import SpecError
+from llmpq.options.declare import add_options
+from llmpq.options.run import AnswerOptions
 
 if TYPE_CHECKING:
     from llmpq.server.text.tokenizer import ChatEncoder
@@ -28,10 +30,9 @@ def _parser() -> argparse.ArgumentParser:
         "llmpq chat",
         "Talk to a model on this host. Ctrl-C ends an answer; Ctrl-D or /exit ends the talk.",
     )
-    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument("--system", metavar="TEXT", help="message of the system, before all others")
+    add_options(parser, AnswerOptions, "model", "system")
     add_answer_options(parser)
-    add_host_plan_options(parser.add_argument_group("plan"), 1)
+    add_host_plan_options(parser.add_argument_group("plan"))
     return parser
 
 

@@ -26,9 +26,11 @@ from llmpq.cli.front.host_devices import (
 )
 from llmpq.cli.front.hub import HubModel, HubName, hub_model, hub_name
 from llmpq.cli.render import aligned, compact_bits
-from llmpq.errors import InfeasibleError, LlmpqError, SpecError
-from llmpq.options.declare import add_options
-from llmpq.options.run import LauncherOptions, WorkersOptions
+from llmpq.errors import InfeasibleError, LlmpqError
+from llmpq.options.declare import add_options, read_options
+from llmpq.options.engine import EngineOptions
+from llmpq.options.plan import SearchOptions
+from llmpq.options.run import HostPlanOptions, LauncherOptions
 from llmpq.profiler.device import host_cluster
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster
@@ -41,8 +43,6 @@ from llmpq.units import format_bytes, format_number
 
 if TYPE_CHECKING:
     from llmpq.cli.workers.hosts import OtherHosts
-
-MODEL_HELP = "folder, GGUF file, or model of the hub: ORG/NAME[:revision or GGUF file]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +99,8 @@ class HostPlan:
 
 
 def add_host_plan_options(
-    parser: argparse._ActionsContainer,
-    sequences: int,
+    group: argparse._ActionsContainer,
+    sequences: int = 1,
     *,
     has_length: bool = True,
     has_replan: bool = True,
@@ -109,50 +109,27 @@ def add_host_plan_options(
     """Add what a plan for this host can be asked for.
 
     Args:
-        parser: gets the options.
+        group: gets the options.
         sequences: default number of answers at the same time.
         has_length: whether ``--max_model_len`` is among them.
         has_replan: whether ``--replan`` is.
         has_launcher: whether ``--launcher`` is.
     """
     if has_length:
-        parser.add_argument(
-            "--max_model_len",
-            type=int,
-            metavar="N",
-            help="tokens of prompt and answer together (default: the most that fit without loss "
-            "of quality, up to the model's own)",
-        )
-    parser.add_argument(
-        "--max_num_seqs",
-        type=int,
-        default=sequences,
-        metavar="N",
-        help="answers at the same time (default %(default)s)",
-    )
-    parser.add_argument(
-        "--bits",
-        type=int,
-        nargs="+",
-        choices=sorted(BITS),
-        metavar="BITS",
-        help="bitwidths to choose from (default: all; 8 and more where they fit)",
-    )
-    if has_replan:
-        text = "do not use the plan that is kept"
-        parser.add_argument("--replan", action="store_true", help=text)
-    parser.add_argument(
-        "--no_measure",
-        action="store_true",
-        help="plan with the catalogue's figures of devices that were not measured before",
-    )
-    add_options(parser, WorkersOptions)
+        length = "tokens of prompt and answer together (default: the most that fit without loss "
+        length += "of quality, up to the model's own)"
+        add_options(group, EngineOptions, "max_model_len", max_model_len={"help": length})
+    add_options(group, HostPlanOptions, "max_num_seqs", max_num_seqs={"default": sequences})
+    bits = "bitwidths to choose from (default: all; 8 and more where they fit)"
+    add_options(group, SearchOptions, "bits", bits={"default": None, "help": bits})
+    names = ("no_measure", "workers", "key_file", "replan_timeout_s")
+    add_options(group, HostPlanOptions, *(["replan"] * has_replan), *names)
     if has_launcher:
         launcher = {
             "help": "ray: plan over the devices of all nodes of a Ray cluster, one of them this "
             "host (default %(default)s: this host, and --workers)"
         }
-        add_options(parser, LauncherOptions, "launcher", "ray_address", launcher=launcher)
+        add_options(group, LauncherOptions, "launcher", "ray_address", launcher=launcher)
 
 
 def host_plan(
@@ -174,8 +151,7 @@ def host_plan(
         InfeasibleError: the model does not fit on these hosts.
         StageError: a host is lost.
     """
-    if options.max_num_seqs < 1:
-        raise SpecError(f"--max_num_seqs: found {options.max_num_seqs}, expected at least 1")
+    read_options(HostPlanOptions, options)
     devices = host_cluster() if others is None else others.own(host_cluster())
     own = with_kept_figures(devices)
     cluster = own if others is None else others.joined(own)

@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from llmpq.cli.common import words_without
 from llmpq.cli.engine_options import add_engine_options
 from llmpq.cli.front.host_plan import HostPlan, Lengths, host_plan, plan_decisions, say_plan
 from llmpq.cli.workers.hosts import OtherHosts
@@ -64,19 +65,10 @@ def engine_words(options: argparse.Namespace) -> list[str]:
 
     Those of the plan, and of the files of this host, are left out.
     """
-    engine = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    engine = argparse.ArgumentParser(add_help=False)
     add_engine_options(engine)
-    others = engine.parse_known_args(options.argv)[1]
-    words = []
-    for word in options.argv:
-        if others and word == others[0]:
-            del others[0]
-        else:
-            words.append(word)
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in OF_THIS_HOST:
-        own.add_argument(f"--{name}")
-    words = own.parse_known_args(words)[1]
+    others = {name for name, _ in options.given_words} - {one.dest for one in engine._actions}
+    words = words_without(options, others.union(OF_THIS_HOST))
     budget = getattr(options, "token_budget", None)
     return words if budget is None else [*words, "--token_budget", str(budget)]
 

@@ -10,6 +10,8 @@ from importlib import import_module
 
 from llmpq.cli.common import make_parser, run_command
 from llmpq.errors import SpecError
+from llmpq.options.declare import add_options
+from llmpq.options.run import Program
 
 VERBS = {
     "chat": ("llmpq.cli.front.chat", "talk to a model: a folder, a GGUF file, or one of the hub"),
@@ -51,8 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.epilog = (
         f"verbs:\n{rows}\nllmpq VERB --help lists the options of one. Start with: llmpq chat MODEL"
     )
-    parser.add_argument("verb", metavar="VERB", nargs="?", help="one of those below")
-    parser.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    add_options(parser, Program, words={"nargs": argparse.REMAINDER})
     return parser
 
 

@@ -9,13 +9,10 @@ from dataclasses import asdict
 
 from llmpq.cli.common import INTERRUPTED, make_parser, print_json, require, run_command
 from llmpq.cli.front.answers import LoadedModel, add_answer_options, sampling_of
-from llmpq.cli.front.host_plan import (
-    MODEL_HELP,
-    add_host_plan_options,
-    plan_decisions,
-    say_plan,
-)
+from llmpq.cli.front.host_plan import add_host_plan_options, plan_decisions, say_plan
 from llmpq.errors import SpecError
+from llmpq.options.declare import add_options
+from llmpq.options.run import AnswerOptions
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,12 +24,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = make_parser(
         "llmpq run", "Answer one prompt on this host; the answer alone is printed."
     )
-    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument(
-        "--prompt", "-p", metavar="TEXT", help="what to continue (default: standard input)"
-    )
+    add_options(parser, AnswerOptions, "model", "prompt")
     add_answer_options(parser)
-    add_host_plan_options(parser.add_argument_group("plan"), 1)
+    add_host_plan_options(parser.add_argument_group("plan"))
     return parser
 
 

@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmpq.cli.common import check_least, print_points, progress_bar
+from llmpq.cli.common import print_points, progress_bar
 from llmpq.cli.render import table_summary
 from llmpq.dist.launch.process_environment import cpu_environment
 from llmpq.errors import SpecError
-from llmpq.options.declare import add_options
+from llmpq.options.declare import add_options, read_options
 from llmpq.options.measure import POINTS, LayerOptions, MeasuredModel, Measurements
 from llmpq.profiler.device import available_cores, cpu_isas, cpu_name, cpu_quota
 from llmpq.profiler.grid import GridLimits, Shape, planned_grid, product_grid
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    check_least(options, 1, *_LISTS, "threads", "layers")
+    read_options(LayerOptions, options)
     if options.cpu_share is not None and not MIN_CPU_SHARE <= options.cpu_share <= 1.0:
         raise SpecError(f"--cpu_share: found {options.cpu_share}, expected {MIN_CPU_SHARE} to 1")
     if options.budget <= 0:

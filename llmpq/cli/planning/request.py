@@ -53,13 +53,6 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     add_options(quality, PlanRequest, "bits")
     search = parser.add_argument_group("search")
     add_options(search, QualityOptions, "method", method={"choices": (*METHODS, "all")})
-    search.add_argument(
-        "--shaq-efficient",
-        dest="method",
-        action="store_const",
-        const="heuristic",
-        help="name of --method heuristic in the paper",
-    )
     names = ("solver", "orders", "formula", "layer_group", "gap", "time_limit_s")
     add_options(search, PlanRequest, *names, gap={"default": None})  # which depends on the solver
     manual = parser.add_argument_group(

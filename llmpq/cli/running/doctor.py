@@ -15,6 +15,7 @@ from llmpq.cli.common import make_parser, print_json, require, run_command
 from llmpq.cli.run_options import (
     HostProgress,
     add_host_options,
+    host_words,
     hosts_of,
     rendezvous_of,
     transport_of,
@@ -41,7 +42,9 @@ def _parser() -> argparse.ArgumentParser:
         "llmpq-dist doctor", "Check every rank of a strategy without loading weights."
     )
     model = {"help": "weights (default: the plan's own)"}
-    add_options(parser, PromptFiles, "strat_file_name", "model", model=model)
+    strategy = {"required": True}
+    names = ("strat_file_name", "model")
+    add_options(parser, PromptFiles, *names, strat_file_name=strategy, model=model)
     add_options(parser, RunOptions, "step_timeout_s")
     add_host_options(parser)
     return parser
@@ -64,7 +67,7 @@ def _run(options: argparse.Namespace) -> int:
         )
         place, progress = hosts_of(options), None
         if place.num_nodes > 1:
-            words = ["llmpq-dist", "doctor", *options.argv] if options.nnodes > 1 else None
+            words = host_words(options, "llmpq-dist", "doctor")
             progress = HostProgress(SilentProgress(), place, plan, words)
         run_job(job, hosts=place, progress=progress)
         if not output.is_file():

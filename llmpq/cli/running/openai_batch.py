@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from llmpq.cli.common import print_json, require
 from llmpq.cli.engine_options import launch_engine, run_stages
 from llmpq.cli.front.planned import PlannedModel, engine_words
-from llmpq.cli.run_options import MAX_LISTED, HostProgress, stated_hosts
+from llmpq.cli.run_options import MAX_LISTED, HostProgress, host_words, stated_hosts
 from llmpq.cli.workers.hosts import OtherHosts
 from llmpq.dist import Hosts, model_dir_of
 from llmpq.dist.metrics.progress import RunProgress, SilentProgress
@@ -42,7 +42,7 @@ def answer_batch(options: argparse.Namespace, plan: Plan, model: PlannedModel | 
     hosts = stated_hosts(options)
     progress: RunProgress | None = None
     if hosts.num_nodes > 1:
-        words = ["llmpq-dist", *options.argv]
+        words = host_words(options, "llmpq-dist")
         progress = on_host = HostProgress(SilentProgress(), hosts, plan, words)
         if hosts.node_rank > 0:
             require("torch", "transformers")

@@ -11,10 +11,9 @@ from typing import Literal, Protocol
 
 from llmpq.batching.blocks import Tier
 from llmpq.dist.io.sampling_params import SamplingParams, StructuredOutputsParams, TokenLogprobs
+from llmpq.options.run import Pooling
 
 GenerationEnd = Literal["stop", "length", "abort", "error"]
-Pooling = Literal["last", "mean"]
-"""How the final hidden states of a prompt become one: that of its last token, or their mean."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

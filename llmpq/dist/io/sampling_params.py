@@ -86,7 +86,9 @@ class SamplingParams:
         structured_outputs: the form that the text must have; ``None`` leaves it free.
     """
 
-    max_tokens: Annotated[int, Rule(minimum=1)] | None = None
+    max_tokens: (
+        Annotated[int, Option(minimum=1, metavar="N", help="most tokens of an answer")] | None
+    ) = None
     temperature: Annotated[float, Option(optional=True, help="0 is greedy (default)")] = 0.0
     top_p: Annotated[
         float, Option(optional=True, help="share of probability to keep (default %(default)g)")

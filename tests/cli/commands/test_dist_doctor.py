@@ -92,3 +92,8 @@ def test_missing_weights_are_an_exit_status(tiny_model, tmp_path, capsys):
     words = ["doctor", "--strat_file_name", str(strategy), "--model", str(model_dir)]
     assert main(words) == 2
     assert "not ready" in capsys.readouterr().out
+
+
+def test_a_doctor_needs_a_strategy(capsys):
+    assert main(["doctor"]) == 2
+    assert "required: --strat_file_name" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from llmpq.cli.commands import dist
 from llmpq.cli.commands.dist import main
 from llmpq.cli.front.planned import engine_words
 from llmpq.spec.plan import read_plan
@@ -95,5 +95,5 @@ def test_what_does_not_go_together_is_one_line(tiny_model, files, capsys, words,
 def test_only_options_of_the_engine_go_to_workers():
     argv = ["model", "--prompts", "4", "--kernel", "reference", "--max_restarts", "4"]
     argv += ["--store", "off", "--output", "4", "--step_timeout=9", "--max_model_len", "64"]
-    words = ["--kernel", "reference", "--max_restarts", "4", "--step_timeout=9"]
-    assert engine_words(argparse.Namespace(argv=argv)) == words
+    words = ["--kernel", "reference", "--max_restarts", "4", "--step_timeout", "9"]
+    assert engine_words(dist._parser().parse_args(argv)) == words

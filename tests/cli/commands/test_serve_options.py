@@ -15,6 +15,7 @@ from helpers.ranks import make_plan
 from llmpq.batching.speculation import SpeculativeConfig, as_speculative_config
 from llmpq.cli.commands import dist, serve
 from llmpq.cli.engine_options import check_context_memory
+from llmpq.cli.front.planned import engine_words
 from llmpq.cli.running import openai_batch
 from llmpq.costmodel.memory import context_bytes
 from llmpq.errors import SpecError
@@ -92,6 +93,17 @@ def test_a_model_alone_is_planned_for_this_host(served, capsys, monkeypatch, tmp
     decisions = json.loads(capsys.readouterr().out)["decisions"]
     assert (decisions["context"], decisions["sequences"]) == (300, 2)
     assert (decisions["plan"], decisions["is_new_plan"]) == (str(file), False)
+
+
+@pytest.mark.parametrize("model", [0, 2, 4, 9])
+def test_workers_get_the_options_of_the_engine(model):
+    words = ["--kernel", "x", "--workers", "a", "--key_file", "k", "--no_prefix_caching"]
+    words = ["--step", "5", *words, "--port", "80", "--max_num_seqs", "2", "--bits", "8", "-v"]
+    words.insert(model, "MODEL")
+    options = serve._parser().parse_args(words)
+    assert options.given == "MODEL"
+    expected = ["--step_timeout", "5", "--kernel", "x", "--no_prefix_caching"]
+    assert engine_words(options) == expected
 
 
 def test_a_request_longer_than_the_plan_needs_free_memory():

@@ -18,6 +18,7 @@ from helpers.processes import is_running, wait_for
 from helpers.served import DEMO
 
 from llmpq import plan
+from llmpq.cli.commands import serve
 from llmpq.cli.commands.serve import main, replica_options
 from llmpq.dist.launch.process_environment import visible_devices
 from llmpq.errors import SpecError
@@ -282,7 +283,9 @@ def test_a_replica_sees_its_own_accelerators():
 def test_replicas_get_the_options_that_are_not_the_routers():
     words = ["--fleet", "f.json", "--port=80", "--host", "0.0.0.0", "--alpha", "2", "--json"]
     words += ["--node", "a", "--node_addr", "a=10.0.0.1", "b=10.0.0.2", "--master_port", "7"]
-    assert replica_options([*words, "--token_file", "t"]) == ["--alpha", "2", "--token_file", "t"]
+    words += ["--balance", "round_robin", "--no_pref", "--kernel=-x", "--token_file", "t"]
+    left = ["--alpha", "2", "--no_prefix_caching", "--kernel=-x", "--token_file", "t"]
+    assert replica_options(serve._parser().parse_args(words)) == left
 
 
 def test_a_host_sees_its_own_accelerators_of_a_replica_over_several():
