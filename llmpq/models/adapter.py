@@ -11,7 +11,7 @@ around the decoder layers have the names of the family's record, by default thos
 
 Most families keep the experts of a layer as ``gate_up_proj`` ``[E, 2F, H]`` and ``down_proj``
 ``[E, H, F]``, outputs first, and get the experts of each token as arguments. The modules of
-gpt_oss, Llama 4 and DBRX are replaced by modules of that layout, which are quantized like others.
+other families are replaced by modules of that layout, as their records say, and quantized like it.
 
 Shapes: T tokens, E experts, k experts of a token, H hidden, F features of an expert.
 """
@@ -36,14 +36,12 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.integrations.moe import use_experts_implementation
-from transformers.models.dbrx.modeling_dbrx import DbrxFFN
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.pytorch_utils import Conv1D
 
 from llmpq.errors import SpecError, bad_field
 from llmpq.logging import get_logger
 from llmpq.models.attention import KVShape
-from llmpq.spec.families import Family, family_of, known_families
+from llmpq.spec.families import Family, OwnModule, family_of, known_families
 from llmpq.spec.model_files.config import CONFIG_FILE, language_fields, model_fields
 
 _logger = get_logger(__name__)
@@ -334,6 +332,7 @@ class BiasedExperts(nn.Module):
 
     Attributes:
         is_stored_transposed: as in ``StackedExperts``.
+        has_common_layout: as in ``RoutedExperts``.
 
     Args:
         config: of the model.
@@ -341,7 +340,7 @@ class BiasedExperts(nn.Module):
     """
 
     is_stored_transposed = True
-    _apply_gate = GptOssExperts._apply_gate
+    has_common_layout = False
 
     def __init__(self, config: PreTrainedConfig, experts: Any) -> None:
         del config  # read by the decorator
@@ -354,7 +353,10 @@ class BiasedExperts(nn.Module):
         self.down_proj_bias: nn.Parameter = experts.down_proj_bias
         self.num_experts = count
         self.act_fn = ClampedGate(experts.alpha, experts.limit)
-        self.alpha, self.limit = experts.alpha, experts.limit
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gated: Tensor = self.act_fn(gate_up)
+        return gated
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts; as ``StackedExperts.forward``."""
@@ -375,11 +377,12 @@ class ClampedGate(nn.Module):
 
     def forward(self, gate_up: Tensor) -> Tensor:
         """Return ``[..., F]`` from ``[..., 2F]``, whose features are of gate and up in turn."""
-        apply: Callable[[Any, Tensor], Tensor] = GptOssExperts._apply_gate
-        return apply(self, gate_up)
+        gate = gate_up[..., ::2].clamp(max=self.limit)
+        up = gate_up[..., 1::2].clamp(min=-self.limit, max=self.limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
 
 
-class Llama4Mixture(nn.Module):
+class ScaledExperts(nn.Module):
     """The feed-forward of Llama 4 with experts: scores weigh the inputs of a token's experts.
 
     transformers runs every token through every expert, most of them on zeros.
@@ -412,13 +415,18 @@ class Llama4Mixture(nn.Module):
         return shared + routed.view(*experts.shape, -1).sum(1), logits
 
 
-class DbrxMixture(nn.Module):
+class RoutedExperts(nn.Module):
     """The feed-forward of DBRX: a router, and experts in the usual layout.
+
+    Attributes:
+        has_common_layout: whether other libraries store the experts one by one.
 
     Args:
         config: of the model.
         mixture: the module of transformers.
     """
+
+    has_common_layout = False
 
     def __init__(self, config: PreTrainedConfig, mixture: Any) -> None:
         super().__init__()
@@ -428,29 +436,30 @@ class DbrxMixture(nn.Module):
         self.router = mixture.router
         self.top_k: int = mixture.top_k
         self.moe_normalize_expert_weights = mixture.moe_normalize_expert_weights
+        self._choose = type(mixture).route_tokens_to_experts
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return the output of the experts, in the shape of ``hidden_states`` ``[..., H]``."""
-        choose: Callable[[Any, Tensor], tuple[Tensor, Tensor]] = DbrxFFN.route_tokens_to_experts
-        weights, experts = choose(self, self.router(hidden_states))
+        weights, experts = self._choose(self, self.router(hidden_states))
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         output: Tensor = self.experts(tokens, experts, weights)
         return output.view(hidden_states.shape)
 
 
-_REPLACED: dict[str, Callable[[PreTrainedConfig, Any], nn.Module]] = {
-    "DbrxFFN": DbrxMixture,
-    "GptOssExperts": BiasedExperts,
-    "Llama4TextMoe": Llama4Mixture,
+_OWN: dict[OwnModule, Callable[[PreTrainedConfig, Any], nn.Module]] = {
+    "biased_experts": BiasedExperts,
+    "routed_experts": RoutedExperts,
+    "scaled_experts": ScaledExperts,
 }
 
 
 def use_stacked_experts(layer: nn.Module, config: PreTrainedConfig) -> None:
     """Replace the experts of a layer on the meta device by modules of the usual layout."""
-    for name, module in list(layer.named_modules()):
-        make = _REPLACED.get(type(module).__name__)
-        if make is not None:
-            layer.set_submodule(name, make(config, module))
+    for name, kind in family_of(config.model_type).own_modules:
+        make, part = _OWN.get(kind), layer.get_submodule(name)
+        is_dense = kind == "scaled_experts" and not hasattr(part, "experts")
+        if make is not None and not is_dense:
+            layer.set_submodule(name, make(config, part))
 
 
 def _stacks(

@@ -10,9 +10,9 @@ the rows of the step. Where the KV store attends, all rows attend to its blocks 
 rows from position 0 on attend to their own new keys and values, and the blocks of other rows are
 gathered.
 
-Some families look up no registered function. The attention modules of BLOOM, MPT, Falcon and Llama
-4 are replaced by modules with the same submodules and call. GPT-J and CodeGen compute their scores
-in one method, which is replaced. ALiBi is the linear bias of BLOOM's and MPT's scores (Press et
+Some families look up no registered function. Their records name the module here that replaces that
+of transformers, with the same submodules and call; GPT-J and CodeGen compute their scores in one
+method, which is replaced. ALiBi is the linear bias of BLOOM's and MPT's scores (Press et
 al., "Train Short, Test Long", 2022); slopes are as in transformers' BLOOM.
 
 Shapes: R rows, N tokens of the step, H heads, h KV heads, d head_dim, S tokens of a row so far; of
@@ -24,6 +24,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
@@ -35,10 +36,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv
-from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
-from transformers.models.llama4.modeling_llama4 import apply_rotary_emb
 
 from llmpq.errors import SpecError
+from llmpq.spec.families import Family, OwnModule
 from llmpq.spec.runtime_constants import SCORE_BLOCK_TOKENS
 
 
@@ -347,7 +347,7 @@ def use_packed_attention(layer: nn.Module) -> None:
     if not found:
         raise SpecError(
             f"{type(layer).__name__}: found no attention that calls a registered function, "
-            "expected one as in transformers' Llama"
+            "expected one, or an own module in the family's record"
         )
     for part in found:
         config: Any = copy.copy(part.config)
@@ -593,7 +593,7 @@ def alibi_slopes(heads: int) -> Tensor:
     return torch.cat([slopes, extra])
 
 
-def mpt_slopes(heads: int, largest: int) -> Tensor:
+def unrounded_slopes(heads: int, largest: int) -> Tensor:
     """Return the slope of every head of MPT, ``[heads]`` float32; exponents end at ``largest``."""
     power = 2 ** math.ceil(math.log2(heads))
     exponents = torch.arange(1, power + 1).float() * (largest / power)
@@ -608,7 +608,7 @@ def _geometric(heads: int, exponents: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _slopes_on(heads: int, largest: int | None, device: torch.device) -> Tensor:
-    slopes = alibi_slopes(heads) if largest is None else mpt_slopes(heads, largest)
+    slopes = alibi_slopes(heads) if largest is None else unrounded_slopes(heads, largest)
     return slopes.to(device)
 
 
@@ -667,7 +667,7 @@ class AlibiAttention(nn.Module):
         return residual + self.dense(attended.view(1, tokens, -1)), None
 
 
-class MptAttention(nn.Module):
+class PositionBiasAttention(nn.Module):
     """Self-attention of MPT on packed tokens; the same submodules and call.
 
     Args:
@@ -708,7 +708,7 @@ class MptAttention(nn.Module):
         return self.out_proj(attended.reshape(1, tokens, -1)), None
 
 
-class FalconAttention(nn.Module):
+class FusedRotaryAttention(nn.Module):
     """Self-attention of Falcon with rotary positions; grouped heads are cached once.
 
     Args:
@@ -720,6 +720,7 @@ class FalconAttention(nn.Module):
         self.query_key_value = attention.query_key_value
         self.dense = attention.dense
         self._kv_heads: int = attention.num_kv_heads
+        self._rotate = _beside(attention).apply_rotary_pos_emb
         self._head_dim: int = attention.head_dim
         self._layer: int = attention.layer_idx
 
@@ -741,7 +742,7 @@ class FalconAttention(nn.Module):
         query = groups[:, :, :, :-2].reshape(1, tokens, -1, dim).transpose(1, 2)
         key, value = groups[:, :, :, -2].transpose(1, 2), groups[:, :, :, -1].transpose(1, 2)
         cos, sin = position_embeddings
-        query, key = apply_rotary_pos_emb(query, key, cos, sin)  # type: ignore[no-untyped-call]
+        query, key = self._rotate(query, key, cos, sin)
         if layer_past is not None:
             key, value = layer_past.update(key, value, self._layer)
         options = ScoreOptions(scaling=dim**-0.5, window=attention_mask.window)
@@ -749,7 +750,7 @@ class FalconAttention(nn.Module):
         return self.dense(attended.reshape(1, tokens, -1)), None
 
 
-class Llama4Attention(nn.Module):
+class ComplexRotaryAttention(nn.Module):
     """Self-attention of Llama 4; scales queries without rotation by their own positions.
 
     transformers counts positions from the length of the cache, the same for all tokens of a step.
@@ -766,6 +767,7 @@ class Llama4Attention(nn.Module):
         self._head_dim: int = attention.head_dim
         self._layer: int = attention.layer_idx
         self._rotates = bool(attention.use_rope)
+        self._rotate = _beside(attention).apply_rotary_emb
         self._is_tuned = bool(attention.attn_temperature_tuning) and not self._rotates
         self._floor, self._scale = float(attention.floor_scale), float(attention.attn_scale)
 
@@ -784,7 +786,7 @@ class Llama4Attention(nn.Module):
             for name in ("q_proj", "k_proj", "v_proj")
         )
         if self._rotates:
-            query, key = apply_rotary_emb(query, key, position_embeddings)
+            query, key = self._rotate(query, key, position_embeddings)
         if self.qk_norm is not None:
             query, key = self.qk_norm(query), self.qk_norm(key)
         if self._is_tuned:
@@ -802,27 +804,32 @@ class Llama4Attention(nn.Module):
         return self.get_submodule("o_proj")(attended.reshape(1, tokens, -1)), None
 
 
-_REPLACED: dict[str, Callable[[Any], nn.Module]] = {
-    "BloomAttention": AlibiAttention,
-    "FalconAttention": FalconAttention,
-    "Llama4TextAttention": Llama4Attention,
-    "MptAttention": MptAttention,
+def _beside(part: nn.Module) -> Any:
+    """Return the module of transformers in which the class of ``part`` is defined."""
+    return sys.modules[type(part).__module__]
+
+
+def _with_attend(part: Any) -> Any:
+    part._attn = partial(_attend, part.head_dim**-0.5)
+    return part
+
+
+_OWN: dict[OwnModule, Callable[[Any], nn.Module]] = {
+    "alibi": AlibiAttention,
+    "position_bias": PositionBiasAttention,
+    "fused_rotary": FusedRotaryAttention,
+    "complex_rotary": ComplexRotaryAttention,
+    "split_scores": _with_attend,
 }
-_SPLIT = frozenset({"CodeGenAttention", "GPTJAttention"})
 
 
-def use_own_attention(layer: nn.Module) -> bool:
-    """Replace the attention of a layer, if it is one of this module's; return whether it is."""
-    for name, part in list(layer.named_modules()):
-        kind = type(part).__name__
-        if kind in _SPLIT:
-            part._attn = partial(_attend, part.head_dim**-0.5)
-            return True
-        if kind in _REPLACED:
+def use_own_attention(layer: nn.Module, family: Family) -> bool:
+    """Replace the attention of a layer, if its record says so; return whether it does."""
+    for name, kind in family.own_modules:
+        if (make := _OWN.get(kind)) is not None:
+            part = layer.get_submodule(name)
             if type(part).__module__.startswith("transformers."):
-                layer.set_submodule(name, _REPLACED[kind](part))
-            return True
-        if isinstance(part, AlibiAttention):
+                layer.set_submodule(name, make(part))
             return True
     return False
 

@@ -300,7 +300,7 @@ def _install(layer: nn.Module, family: Family) -> None:
         assert isinstance(block, Gated)
         use_blockwise_activation(layer, f"{block.prefix}.{block.activation}")
     use_row_blocks(layer)
-    if not use_own_attention(layer):
+    if not use_own_attention(layer, family):
         use_packed_attention(layer)
 
 

@@ -34,9 +34,7 @@ class ModelOptions:
     ] = None
     model_name: Annotated[
         str | None,
-        Option(
-            flags=("model-name",), metavar="FAMILY", help="family as in the paper: opt or bloom"
-        ),
+        Option(flags=("model-name",), metavar="FAMILY", help="family, as in the paper's commands"),
     ] = None
     model_size: Annotated[
         str | None, Option(metavar="SIZE", help="with --model-name, such as 30b")

@@ -18,7 +18,7 @@ from statistics import median
 
 import torch
 from torch import nn
-from transformers import LlamaConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from llmpq.batching.blocks import blocks_of, slot_blocks
 from llmpq.dist.engine.compiled_steps import step_runner_of
@@ -37,6 +37,7 @@ from llmpq.profiler.layer import warn_if_noisy
 from llmpq.quant.loading.loader import use_huge_pages
 from llmpq.quant.modules.layer import fuse_norms_, quantize_layer_
 from llmpq.spec.devices.timings import LAYER_MATRICES, DeviceTimings, LayerTiming
+from llmpq.spec.families import DEFAULT_MODEL_TYPE
 from llmpq.spec.precision import DTYPE_BYTES, Dtype, Phase, default_precision, linear_bytes
 
 FORMATS: dict[Dtype, torch.dtype] = {
@@ -270,11 +271,11 @@ def _layers(job: DeviceJob, dtype: Dtype, bits: int, depth: int) -> list[nn.Modu
     return layers
 
 
-def _config(features: int, depth: int) -> LlamaConfig:
+def _config(features: int, depth: int) -> PreTrainedConfig:
     heads = features // HEAD_DIM
-    config = LlamaConfig(
-        hidden_size=features, intermediate_size=features, num_attention_heads=heads,
-        num_key_value_heads=heads, num_hidden_layers=depth, vocab_size=8,
+    config = AutoConfig.for_model(
+        DEFAULT_MODEL_TYPE, hidden_size=features, intermediate_size=features,
+        num_attention_heads=heads, num_key_value_heads=heads, num_hidden_layers=depth, vocab_size=8,
     )  # fmt: skip
     config._attn_implementation = "sdpa"
     return config

@@ -15,15 +15,7 @@ from llmpq.spec.families import family_of
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(families.__file__).parent
 RECORDS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
-OTHERS = {
-    "llmpq/options/plan.py": {"bloom", "opt"},
-    "llmpq/models/adapter.py": {"dbrx", "gptoss", "llama4text"},
-    "llmpq/models/attention.py": {
-        "bloom", "codegen", "falcon", "gptj", "llama", "llama4text", "mpt",
-    },
-    "llmpq/profiler/whole_device.py": {"llama"},
-    "llmpq/quant/modules/layer.py": {"dbrx", "jetmoe", "llama"},
-}  # fmt: skip
+OTHERS = {"llmpq/quant/modules/layer.py": {"llama"}}
 """Families that are still named by code elsewhere. A name may only leave."""
 OTHER_PROGRAM = re.compile(r"llama[-_.](?:cpp|quantize|server)|llama\.cpp")
 WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+")

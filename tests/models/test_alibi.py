@@ -19,10 +19,11 @@ from llmpq.models.attention import (
     alibi_bias,
     attend_last,
     keys_before,
-    mpt_slopes,
+    unrounded_slopes,
     use_own_attention,
 )
 from llmpq.models.stage import BlockwiseActivation, use_blockwise_activation
+from llmpq.spec.families import family_of
 from llmpq.spec.runtime_constants import ACTIVATION_BLOCK_VALUES, SCORE_BLOCK_TOKENS
 
 torch.set_num_threads(1)
@@ -67,8 +68,8 @@ def test_layer_equals_that_of_transformers(fields):
         right.append(own)
 
     names = [name for name, _ in layer.named_parameters()]
-    use_own_attention(layer)
-    use_own_attention(layer)
+    use_own_attention(layer, family_of("bloom"))
+    use_own_attention(layer, family_of("bloom"))
     step = StepAttention(PackedBatch.whole([LONG, 9]), None)
     mask = LayerAttention(step=step, window=None)
     made, weights = layer(hidden, alibi=bias, attention_mask=mask)
@@ -107,4 +108,4 @@ def test_activation_is_wrapped_once():
 @pytest.mark.parametrize("heads", [1, 3, 8, 12])
 def test_slopes_of_mpt_are_those_of_transformers(heads):
     expected = build_mpt_alibi_tensor(heads, 2, alibi_bias_max=8)  # [heads, 1, 2]
-    torch.testing.assert_close(mpt_slopes(heads, 8), -expected[:, 0, 0], atol=0, rtol=0)
+    torch.testing.assert_close(unrounded_slopes(heads, 8), -expected[:, 0, 0], atol=0, rtol=0)

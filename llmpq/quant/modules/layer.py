@@ -32,7 +32,7 @@ from llmpq.kernels.base import KernelBackend, PackedWeight, PreparedWeight
 from llmpq.kernels.cpu.dense import can_prepack, is_whole, prepack, prepacked_linear
 from llmpq.kernels.cpu.native import TYPES, Norm, TiledWeight, library, rows_of_tiles
 from llmpq.kernels.registry import TileBackend, choose_backend
-from llmpq.models.adapter import BiasedExperts, ClampedGate, DbrxMixture
+from llmpq.models.adapter import BiasedExperts, ClampedGate, accepts
 from llmpq.quant.quantizers.rtn import quantize
 from llmpq.spec.precision import Precision, default_precision
 from llmpq.spec.runtime_constants import ROW_BLOCK
@@ -48,12 +48,14 @@ class FusedNorm(nn.Module):
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
         self.weight = norm.get_parameter("weight")
+        self._replaced = type(norm).forward
         self.variance_epsilon = float(norm.variance_epsilon)  # type: ignore[arg-type]
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Norm each row of ``[..., H]``."""
         if hidden.dtype != self.weight.dtype:
-            return LlamaRMSNorm.forward(self, hidden)  # type: ignore[arg-type]
+            made: Tensor = self._replaced(self, hidden)
+            return made
         return rms_norm(hidden, self.weight, self.variance_epsilon)
 
 
@@ -121,8 +123,6 @@ _ROUTER_NAMES = frozenset(
     }
 )
 _EXPERT_WEIGHTS = frozenset({"gate_up_proj", "down_proj"})
-_SINGLE_STACKS = frozenset({"JetMoeParallelExperts"})
-"""Classes of experts that are one matrix each."""
 # Flags that transformers' decorator of expert modules sets, and their values for a plain layout.
 _PLAIN_EXPERTS = {
     "is_transposed": False,
@@ -271,16 +271,21 @@ def _of_module(name: str, module: nn.Module) -> Iterator[Matrix]:
 
 def has_common_layout(layer: nn.Module) -> bool:
     """Return whether other libraries store the experts of a layer, if any, one by one."""
-    odd = (BiasedExperts, DbrxMixture)
-    return not any(
-        isinstance(part, odd) or type(part).__name__ in _SINGLE_STACKS for part in layer.modules()
+    return all(
+        getattr(part, "has_common_layout", True) and not _is_single(part)
+        for part in layer.modules()
     )
+
+
+def _is_single(experts: nn.Module) -> bool:
+    """Return whether a module is experts of one matrix each, which get rows of each in turn."""
+    held = [(key, value.dim()) for key, value in experts.named_parameters(recurse=False)]
+    return held == [("weight", 3)] and accepts(experts.forward, "expert_size")
 
 
 def expert_keys(experts: nn.Module) -> tuple[str, ...]:
     """Return the names of the parameters that stack the matrices of experts."""
-    is_single = type(experts).__name__ in _SINGLE_STACKS
-    return ("weight",) if is_single else ("gate_up_proj", "down_proj")
+    return ("weight",) if _is_single(experts) else ("gate_up_proj", "down_proj")
 
 
 def experts_of(
@@ -348,7 +353,7 @@ def is_router(name: str) -> bool:
 
 def has_plain_experts(module: nn.Module) -> bool:
     """Return whether a module is a stack of experts that can be quantized."""
-    if type(module).__name__ in _SINGLE_STACKS:
+    if _is_single(module):
         return True
     held, odd = _expert_layout(module)
     return held == _EXPERT_WEIGHTS and not odd
@@ -360,7 +365,7 @@ def _expert_layout(experts: nn.Module) -> tuple[set[str], list[str]]:
     if isinstance(experts, BiasedExperts):
         return held - {f"{key}_bias" for key in _EXPERT_WEIGHTS}, []
     odd = [flag for flag, plain in _PLAIN_EXPERTS.items() if getattr(experts, flag, plain) != plain]
-    if "top_k_index" not in inspect.signature(experts.forward).parameters:  # Llama 4 runs them all
+    if not accepts(experts.forward, "top_k_index"):  # some run them all
         odd.append("forward")
     # The decorator gives every class a gate function; a class's own does more than activate.
     gate = getattr(type(experts), "_apply_gate", None)
@@ -568,7 +573,7 @@ def gate_of(experts: nn.Module) -> nn.Module:
 
 
 class QuantStack(nn.Module):
-    """Experts of one matrix each; replaces that of JetMoE, which holds ``weight`` ``[E, N, K]``."""
+    """Experts of one matrix each, of a module that holds ``weight`` ``[E, N, K]``."""
 
     def __init__(self, matrices: Sequence[nn.Module]) -> None:
         super().__init__()

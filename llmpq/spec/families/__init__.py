@@ -72,6 +72,14 @@ class Alibi:
     largest: str | None = None
 
 
+OwnModule = Literal[
+    "alibi", "position_bias", "fused_rotary", "complex_rotary", "split_scores",
+    "biased_experts", "routed_experts", "scaled_experts",
+]  # fmt: skip
+"""Modules of ``llmpq.models`` that take the place of those of transformers."""
+DEFAULT_MODEL_TYPE = "llama"
+"""The family of which a record has all defaults."""
+
 Norms = tuple[str | None, str | None, str | None, str | None]
 """Names of the norms before and after attention, before and after the MLP."""
 
@@ -111,6 +119,7 @@ class Family:
         form: of every layer, or a function of transformers' configuration and a layer's number.
         alibi: bias of the scores, if any.
         writes_scores: whether attention writes out its scores, as they are capped or have sinks.
+        own_modules: paths in a layer whose modules of transformers are replaced, and by what.
         has_formula: whether the activation of a layer is a formula of tensor operations, which is
             computed blockwise.
         attends_to_cache: whether a layer attends to its cached keys and values unchanged, query
@@ -128,6 +137,7 @@ class Family:
     form: LayerForm | Callable[[Any, int], LayerForm] = LayerForm()
     alibi: Alibi | None = None
     writes_scores: bool = False
+    own_modules: tuple[tuple[str, OwnModule], ...] = ()
     has_formula: bool = False
     attends_to_cache: bool = True
     sends_more: bool = False

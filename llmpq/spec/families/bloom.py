@@ -10,6 +10,7 @@ from llmpq.spec.huggingface.sizes import Sizes, unlimited
 
 FAMILY = Family(
     name="bloom",
+    own_modules=(("self_attention", "alibi"),),
     sizes=Sizes(
         attention=SelfAttention(
             prefix="self_attention",

@@ -53,6 +53,7 @@ def _stack(name: str, shape: tuple[int, int], count: tuple[int, int]) -> LinearS
 
 FAMILY = Family(
     name="dbrx",
+    own_modules=(("ffn", "routed_experts"),),
     sizes=Sizes(attention=_attention, feed_forward=_feed_forward),
     parts=ModelParts(embedding="wte", final_norm="norm_f"),
 )

@@ -43,6 +43,7 @@ def _form(config: Any, layer: int) -> LayerForm:
 
 FAMILY = Family(
     name="falcon",
+    own_modules=(("self_attention", "fused_rotary"),),
     sizes=Sizes(
         attention=SelfAttention(
             prefix="self_attention",

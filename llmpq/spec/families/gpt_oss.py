@@ -10,6 +10,7 @@ from llmpq.spec.huggingface.sizes import Sizes
 
 FAMILY = Family(
     name="gpt_oss",
+    own_modules=(("mlp.experts", "biased_experts"),),
     sizes=Sizes(
         attention=SelfAttention(sinks=True),
         feed_forward=Experts(

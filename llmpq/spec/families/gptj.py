@@ -27,6 +27,7 @@ PARTS = ModelParts(embedding="wte", final_norm="ln_f")
 
 FAMILY = Family(
     name="gptj",
+    own_modules=(("attn", "split_scores"),),
     sizes=SIZES,
     parts=PARTS,
     form=LayerForm(norms=NORMS, rotation="pairs", is_parallel=True),

@@ -9,6 +9,7 @@ from llmpq.spec.huggingface.sizes import Sizes
 
 FAMILY = Family(
     name="llama4_text",
+    own_modules=(("self_attn", "complex_rotary"), ("feed_forward", "scaled_experts")),
     sizes=Sizes(
         feed_forward=Experts(
             prefix="feed_forward",

@@ -10,6 +10,7 @@ from llmpq.spec.huggingface.sizes import Sizes, unlimited
 
 FAMILY = Family(
     name="mpt",
+    own_modules=(("attn", "position_bias"),),
     sizes=Sizes(
         attention=SelfAttention(
             prefix="attn",
