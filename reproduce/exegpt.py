@@ -44,8 +44,7 @@ from llmpq.spec.workload import (
     draw_trace,
     truncated_normal,
 )
-from reproduce.cases import IMAGES
-from reproduce.output import Record, number, run, say, table, times
+from reproduce.output import IMAGES, Record, number, run, say, table, times
 
 # --- Formulas of the paper ---
 

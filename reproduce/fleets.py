@@ -19,9 +19,8 @@ from llmpq.errors import InfeasibleError
 from llmpq.spec import catalog
 from llmpq.spec.cluster import cluster_of_types
 from llmpq.spec.workload import Workload
-from reproduce import paper
-from reproduce.cases import Case
 from reproduce.output import Record, run, say, table
+from reproduce.run_all import MODELS, Case
 
 BATCH = 64
 QUALITY_BUDGET = 1.0
@@ -38,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def collect() -> Record:
     """Return the fleets of all clusters."""
     record: Record = {"batch": BATCH, "quality_budget": QUALITY_BUDGET, "clusters": []}
-    for number in sorted(paper.MODELS):
+    for number in sorted(MODELS):
         request = Case(cluster=number).request()
         work = replace(request.workload, batch=BATCH)
         record["clusters"].append(entry(str(number), replace(request, workload=work)))

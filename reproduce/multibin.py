@@ -23,8 +23,7 @@ from statistics import fmean
 
 from llmpq.batching.policies.multibin import quantile_boundaries
 from llmpq.errors import SpecError
-from reproduce.cases import IMAGES
-from reproduce.output import Record, number, run, table
+from reproduce.output import IMAGES, Record, number, run, table
 
 # --- Theory ---
 

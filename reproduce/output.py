@@ -11,6 +11,8 @@ from typing import Any
 
 from llmpq.errors import LlmpqError
 
+ROOT = Path(__file__).resolve().parents[1]
+IMAGES = ROOT / "docs" / "images"
 Record = dict[str, Any]
 
 

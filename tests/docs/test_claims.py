@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from helpers.docs_pages import ROOT
 
-from reproduce import exegpt, larry, sal, samullm, serving
+from reproduce import exegpt, larry, run_all, sal, samullm
 from scripts.docs_site import evidence
 
 Record = dict[str, Any]
@@ -428,14 +428,14 @@ def gains(scheme: str, field: str, *tables: str) -> list[float]:
 
 
 def faster_than_pipeedge() -> str:
-    equal = gains(serving.OURS_AT_EQUAL_QUALITY, "gain")
+    equal = gains(run_all.OURS_AT_EQUAL_QUALITY, "gain")
     faster = [
         ours["omega"] > theirs["omega"]
-        for ours, theirs in zip(served(serving.OURS), served(serving.RIVAL), strict=True)
+        for ours, theirs in zip(served(run_all.OURS), served(run_all.RIVAL), strict=True)
         if ours["gain"] > 1
     ]
-    (last,) = (row for row in served(serving.OURS_AT_EQUAL_QUALITY) if row["gain"] < 1.001)
-    best = sum(gain > 1.001 for gain in gains(serving.OURS_AT_BEST, "gain_over_best"))
+    (last,) = (row for row in served(run_all.OURS_AT_EQUAL_QUALITY) if row["gain"] < 1.001)
+    best = sum(gain > 1.001 for gain in gains(run_all.OURS_AT_BEST, "gain_over_best"))
     return (
         f"{sum(gain > 1.001 for gain in equal)} {len(equal)} {last['cluster']} {len(faster)} "
         f"{sum(faster)} {best} 0.1"
@@ -449,16 +449,16 @@ def mean_and_most(scheme: str, field: str) -> str:
 
 def throughput_gains() -> str:
     return (
-        f"2.26x 2.88x {mean_and_most(serving.OURS_AT_EQUAL_QUALITY, 'gain')} "
-        f"{mean_and_most(serving.OURS_AT_BEST, 'gain_over_best')} "
-        f"{mean_and_most(serving.OURS, 'gain')}"
+        f"2.26x 2.88x {mean_and_most(run_all.OURS_AT_EQUAL_QUALITY, 'gain')} "
+        f"{mean_and_most(run_all.OURS_AT_BEST, 'gain_over_best')} "
+        f"{mean_and_most(run_all.OURS, 'gain')}"
     )
 
 
 def other_gains(name: str, published: str, digits: int) -> str:
-    equal = fmean(gains(serving.OURS_AT_EQUAL_QUALITY, "gain", name))
-    best = fmean(gains(serving.OURS_AT_BEST, "gain_over_best", name))
-    theirs = fmean(gains(serving.OURS, "paper_gain", name))
+    equal = fmean(gains(run_all.OURS_AT_EQUAL_QUALITY, "gain", name))
+    best = fmean(gains(run_all.OURS_AT_BEST, "gain_over_best", name))
+    theirs = fmean(gains(run_all.OURS, "paper_gain", name))
     assert f"{theirs:.2f}x" == published
     return f"{published} {equal:.2f}x {best:.{digits}f}x"
 
@@ -466,7 +466,7 @@ def other_gains(name: str, published: str, digits: int) -> str:
 def reversed_gains() -> str:
     found = [
         row["gain"]
-        for row in served(serving.OURS_AT_EQUAL_QUALITY, "table 4", "table 7")
+        for row in served(run_all.OURS_AT_EQUAL_QUALITY, "table 4", "table 7")
         if row["cluster"] == 4
     ]
     return f"4 {found[0]:.2f}x {found[1]:.2f}x"
@@ -526,7 +526,7 @@ def one_pass_rows() -> str:
 
 
 def bits_of_pipeedge() -> str:
-    found = served(serving.RIVAL, "table 4", "table 5")
+    found = served(run_all.RIVAL, "table 4", "table 5")
     ours = (str(row["cluster"]) for row in found if row["omega"] == 1)
     return f"4 {' '.join(ours)} 3 4 1"
 
@@ -534,7 +534,7 @@ def bits_of_pipeedge() -> str:
 def gains_at_8_bits() -> str:
     found = [
         row
-        for row in served(serving.OURS, "table 4", "table 5")
+        for row in served(run_all.OURS, "table 4", "table 5")
         if row["cluster"] in (3, 6, 10, 11)
     ]
     paper, ours = (between(row[field] for row in found) for field in ("paper_gain", "gain"))
@@ -542,9 +542,9 @@ def gains_at_8_bits() -> str:
 
 
 def gains_over_best() -> str:
-    found = served(serving.RIVAL_AT_BEST, "table 4", "table 5")
+    found = served(run_all.RIVAL_AT_BEST, "table 4", "table 5")
     assert {f"{row['omega']:.3g}" for row in found} == {"0.00346"}
-    low, high = between(gains(serving.OURS_AT_BEST, "gain_over_best", "table 4", "table 5")).split(
+    low, high = between(gains(run_all.OURS_AT_BEST, "gain_over_best", "table 4", "table 5")).split(
         " to "
     )
     return f"8 {low}x {high}x"

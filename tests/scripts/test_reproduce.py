@@ -18,17 +18,8 @@ from llmpq.spec.cluster import load_cluster  # noqa: E402
 from llmpq.spec.plan import read_plan  # noqa: E402
 from llmpq.spec.precision import Phase  # noqa: E402
 from llmpq.spec.workload import load_workload  # noqa: E402
-from reproduce import (  # noqa: E402
-    calibrate,
-    cases,
-    formula,
-    output,
-    paper,
-    pictures,
-    serving,
-    solving,
-)
-from reproduce.cases import LONG, SHORT, Case  # noqa: E402
+from reproduce import calibrate, output, pictures, run_all  # noqa: E402
+from reproduce.run_all import LONG, SHORT, Case  # noqa: E402
 
 pytestmark = pytest.mark.nightly
 
@@ -75,23 +66,25 @@ def test_the_mean_gain_is_the_one_the_paper_claims():
     # "up to 2.88x (2.26x on average)": the mean is over clusters 1 to 8, the maximum not.
     gains = {
         cluster: rows["pipeedge"].latency_s / rows["llmpq"].latency_s
-        for cluster, rows in paper.TABLE_4.items()
+        for cluster, rows in run_all.TABLE_4.items()
     }
     assert sum(gains.values()) / len(gains) == pytest.approx(2.26, abs=0.005)
     assert gains[8] == pytest.approx(2.88, abs=0.005)
 
 
 def test_table_10_has_the_mean_and_the_slowest_of_the_paper():
-    seconds = paper.TABLE_10.values()
+    seconds = run_all.TABLE_10.values()
     assert sum(seconds) / len(seconds) == pytest.approx(18.38, abs=0.005)
     assert max(seconds) == 115.981
 
 
 def test_throughputs_of_table_8_and_figure_9_are_those_of_the_serving_tables():
-    assert 3200 / paper.TABLE_4[3]["llmpq"].latency_s == pytest.approx(
-        paper.TABLE_8[3]["group 1"][0], abs=0.01
+    assert 3200 / run_all.TABLE_4[3]["llmpq"].latency_s == pytest.approx(
+        run_all.TABLE_8[3]["group 1"][0], abs=0.01
     )
-    assert 6400 / paper.TABLE_7[4]["llmpq"].latency_s == pytest.approx(paper.FIGURE_9[4], abs=0.01)
+    assert 6400 / run_all.TABLE_7[4]["llmpq"].latency_s == pytest.approx(
+        run_all.FIGURE_9[4], abs=0.01
+    )
 
 
 # --- Plans that are kept ---
@@ -99,51 +92,51 @@ def test_throughputs_of_table_8_and_figure_9_are_those_of_the_serving_tables():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(cases, "STRATEGIES", tmp_path)
+    monkeypatch.setattr(run_all, "STRATEGIES", tmp_path)
     return tmp_path
 
 
 def test_a_kept_plan_is_written_once_and_named_like_the_commands(folder):
     case = Case(cluster=1)
-    cases.keep(case, "uniform")
+    run_all.keep(case, "uniform")
     path = folder / "opt-13b__paper-01__s512-n100-b32__uniform.json"
     assert read_plan(path).search.method == "uniform"
     before = path.stat().st_mtime_ns
-    cases.keep(case, "uniform")
+    run_all.keep(case, "uniform")
     assert path.stat().st_mtime_ns == before
 
 
 def test_a_file_that_took_other_seconds_holds_the_same_plan_and_one_of_another_price_does_not(
     folder,
 ):
-    plan = cases.keep(Case(cluster=1), "uniform")
+    plan = run_all.keep(Case(cluster=1), "uniform")
     path = Case(cluster=1).strategy("uniform")
     slower = replace(plan, search=replace(plan.search, planning_s=1e3))
     dearer = replace(plan, search=replace(plan.search, theta_s=plan.search.theta_s + 1))
-    assert cases._holds(path, slower)
-    assert not cases._holds(path, dearer)
+    assert run_all._holds(path, slower)
+    assert not run_all._holds(path, dearer)
 
 
 def test_a_method_the_planner_lacks_gives_no_plan_and_no_file(folder):
-    assert cases.keep(Case(cluster=1), "no such method") is None
+    assert run_all.keep(Case(cluster=1), "no such method") is None
     assert not list(folder.iterdir())
 
 
 def test_pipeedge_of_the_paper_shares_one_micro_batch_between_phases():
-    plan = serving._pipeedge_of_the_paper(Case(cluster=9))
+    plan = run_all._pipeedge_of_the_paper(Case(cluster=9))
     assert (plan.micro_batching.prefill, plan.micro_batching.decode) == (8, 8)
     assert len(set(plan.bits)) == 1
 
 
 def test_the_published_formula_counts_less_than_the_steady_one():
-    row = formula._ours(2)
+    row = run_all._ours(2)
     assert row["by_steady"]["paper_s"] < row["by_steady"]["steady_s"]
     assert row["objective_lost"] >= -1e-3
 
 
 def test_uneven_layers_are_a_sensitivity_table_of_all_layers():
     model = catalog.model("facebook/opt-13b")
-    rows = solving._uneven(model).normalised((16, 8, 4, 3))
+    rows = run_all._uneven(model).normalised((16, 8, 4, 3))
     assert len(rows) == model.num_layers
     assert sum(row[2] for row in rows) == pytest.approx(1)
     assert rows[-1][2] > 4 * rows[0][2]
