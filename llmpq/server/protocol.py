@@ -6,10 +6,10 @@ Unknown fields are accepted and logged once each. Ranges that every sampler shar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -58,6 +58,43 @@ def _check_text(value: object) -> object:
     return value
 
 
+def _check_stop_strings(value: str | list[str] | None) -> str | list[str] | None:
+    words = [value] if isinstance(value, str) else value or []
+    if len(words) > MAX_STOP_STRINGS or any(not 0 < len(word) <= MAX_STOP_LENGTH for word in words):
+        raise ValueError(
+            f"expected at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_LENGTH} characters"
+        )
+    return value
+
+
+def check_json_text(value: object, depth: int = 0) -> None:
+    """Check every text of a JSON value, keys included.
+
+    Raises:
+        ValueError: a text holds a lone surrogate, or values are nested too deep.
+    """
+    if depth > MAX_DEPTH:
+        raise ValueError(f"expected values nested at most {MAX_DEPTH} deep")
+    if isinstance(value, str):
+        _check_text(value)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _check_text(key)
+            check_json_text(item, depth + 1)
+    elif isinstance(value, list):
+        for item in value:
+            check_json_text(item, depth + 1)
+
+
+def _check_json(value: Any) -> Any:
+    check_json_text(value)
+    return value
+
+
+JsonField = AfterValidator(_check_json)
+"""Marks a field that holds any JSON."""
+Stop = AfterValidator(_check_stop_strings)
+"""Marks a field that holds stop strings."""
 Text = Annotated[str, BeforeValidator(_check_text)]
 Count = Annotated[int, Field(ge=0, lt=_INT64)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
@@ -119,6 +156,7 @@ Prompts = Annotated[
 Messages = Annotated[
     list[dict[str, Any]],
     Field(min_length=1, max_length=MAX_MESSAGES),
+    JsonField,
     WithJsonSchema(
         {
             "type": "array",
@@ -135,8 +173,10 @@ Messages = Annotated[
     ),
 ]
 
-Tools = Annotated[list[dict[str, Any]] | None, Field(max_length=MAX_TOOLS)]
-TemplateVariables = Annotated[dict[str, Any] | None, Field(max_length=MAX_TEMPLATE_VARIABLES)]
+Tools = Annotated[list[dict[str, Any]] | None, Field(max_length=MAX_TOOLS), JsonField]
+TemplateVariables = Annotated[
+    dict[str, Any] | None, Field(max_length=MAX_TEMPLATE_VARIABLES), JsonField
+]
 
 
 class RequestBody(BaseModel):
@@ -220,7 +260,7 @@ class GenerationBody(PromptBody):
     logit_bias: Annotated[dict[str, Number] | None, Field(max_length=MAX_LOGIT_BIAS)] = None
     n: Annotated[int | None, Field(ge=1, le=MAX_CHOICES)] = 1
     seed: Annotated[int | None, Field(ge=-_INT64, lt=_INT64)] = None
-    stop: Text | list[Text] | None = None
+    stop: Annotated[Text | list[Text] | None, Stop] = None
     stream_options: StreamOptions | None = None
     temperature: Annotated[float | None, Field(ge=0, le=1e6)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
@@ -253,12 +293,6 @@ class GenerationBody(PromptBody):
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-    @field_validator("stop")
-    @classmethod
-    def _check_stop(cls, value: str | list[str] | None) -> str | list[str] | None:
-        check_stop_strings([value] if isinstance(value, str) else value or [])
-        return value
 
     @model_validator(mode="after")
     def _check_stream(self) -> GenerationBody:
@@ -310,14 +344,7 @@ class ChatBody(RequestBody):
         for place, message in enumerate(messages):
             if not isinstance(message.get("role"), str):
                 raise ValueError(f"message {place}: found no role, expected a text")
-        check_json_text(messages)
         return messages
-
-    @field_validator("tools", "chat_template_kwargs")
-    @classmethod
-    def _check_values(cls, value: Any) -> Any:
-        check_json_text(value)
-        return value
 
     @model_validator(mode="after")
     def _check_prompt_end(self) -> ChatBody:
@@ -357,12 +384,6 @@ class TokenizeRequest(RequestBody):
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = False
 
-    @field_validator("messages", "tools", "chat_template_kwargs")
-    @classmethod
-    def _check_values(cls, value: Any) -> Any:
-        check_json_text(value)
-        return value
-
     @model_validator(mode="after")
     def _check_input(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
@@ -375,34 +396,3 @@ class DetokenizeRequest(RequestBody):
 
     model: str | None = None
     tokens: Annotated[list[TokenId], Field(max_length=MAX_DETOKENIZED)]
-
-
-def check_stop_strings(words: Sequence[str]) -> None:
-    """Check the number of stop strings and the length of each.
-
-    Raises:
-        ValueError: they are too many, or one is empty or too long.
-    """
-    if len(words) > MAX_STOP_STRINGS or any(not 0 < len(word) <= MAX_STOP_LENGTH for word in words):
-        raise ValueError(
-            f"expected at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_LENGTH} characters"
-        )
-
-
-def check_json_text(value: object, depth: int = 0) -> None:
-    """Check every text of a JSON value, keys included.
-
-    Raises:
-        ValueError: a text holds a lone surrogate, or values are nested too deep.
-    """
-    if depth > MAX_DEPTH:
-        raise ValueError(f"expected values nested at most {MAX_DEPTH} deep")
-    if isinstance(value, str):
-        _check_text(value)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            _check_text(key)
-            check_json_text(item, depth + 1)
-    elif isinstance(value, list):
-        for item in value:
-            check_json_text(item, depth + 1)

@@ -11,7 +11,6 @@ import pytest
 from helpers.clocks import PATIENCE_S
 from helpers.fake_engine import FakeEngine
 from helpers.served import (
-    Served,
     chat_text,
     last_request,
     make_service,
@@ -24,12 +23,6 @@ TOOL = {"name": "look", "description": "Looks.", "input_schema": {"type": "objec
 GREEDY = {"temperature": 0}
 """Sampling, which the newest client has no arguments for."""
 KEY = "a-key-of-many-letters"
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(make_service(FakeEngine())) as server:
-        yield server
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import json
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -14,7 +13,7 @@ import openai
 import pytest
 from helpers.clocks import PATIENCE_S
 from helpers.fake_engine import FakeEngine, embedding_of
-from helpers.served import Served, demo_tokenizer, make_service, serving
+from helpers.served import demo_tokenizer, make_service, serving
 
 from llmpq.errors import SpecError
 from llmpq.server.apis.embeddings import embedding_settings
@@ -22,18 +21,6 @@ from llmpq.server.batch import run_batch
 from llmpq.server.service import EmbeddingSettings
 
 TEXT = "Open the file and"
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(make_service(FakeEngine())) as server:
-        yield server
-
-
-@pytest.fixture
-def client(served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
 
 
 def encode(text: str) -> list[int]:

@@ -4,29 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
 from helpers.clocks import PATIENCE_S
 from helpers.fake_engine import FakeEngine
-from helpers.served import Served, demo_tokenizer, make_service, serving
+from helpers.served import demo_tokenizer, make_service, serving
 
 PROMPT = "Open the file and"
 MESSAGES = [{"role": "user", "content": "Say hello"}]
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(make_service(FakeEngine())) as server:
-        yield server
-
-
-@pytest.fixture
-def client(served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
 
 
 def encode(text: str) -> list[int]:

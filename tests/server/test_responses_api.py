@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import openai
 import pytest
 from helpers.fake_engine import FakeEngine
 from helpers.served import (
-    Served,
     chat_text,
     last_request,
     make_service,
@@ -34,18 +32,6 @@ END = [
     "response.incomplete",
 ]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(make_service(FakeEngine())) as server:
-        yield server
-
-
-@pytest.fixture
-def client(served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
 
 
 def test_response_is_the_answer_of_a_chat(client, served):

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, WithJsonSchema, field_validator
+from pydantic import Field, WithJsonSchema
 
 from llmpq.server.apis.answer_events import AnswerSplitter
 from llmpq.server.apis.openai import chat_of, chat_request, encode_chat
@@ -14,12 +14,12 @@ from llmpq.server.errors import ApiError, anthropic_error, bad_request
 from llmpq.server.protocol import (
     MAX_MESSAGES,
     ChatCompletionRequest,
+    JsonField,
     ModelBody,
     RequestBody,
+    Stop,
     Text,
     Tools,
-    check_json_text,
-    check_stop_strings,
 )
 from llmpq.server.service import ChoiceDelta, Json, PreparedRequest, ServedModel, TokenUsage
 from llmpq.server.tools import AnswerPart, AnswerParts, PartStep
@@ -45,10 +45,11 @@ _DELTAS = {
     "call": ("input_json_delta", "partial_json"),
 }
 """The type of the delta of each kind of part, and the field of its text."""
-Content = Annotated[str | list[dict[str, Any]], WithJsonSchema(_CONTENT)]
+Content = Annotated[str | list[dict[str, Any]], JsonField, WithJsonSchema(_CONTENT)]
 Turns = Annotated[
     list[dict[str, Any]],
     Field(min_length=1, max_length=MAX_MESSAGES),
+    JsonField,
     WithJsonSchema(
         {
             "type": "array",
@@ -94,27 +95,15 @@ class CountTokensRequest(ModelBody):
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
 
-    @field_validator("messages", "system", "tools")
-    @classmethod
-    def _check_values(cls, value: Any) -> Any:
-        check_json_text(value)
-        return value
-
 
 class MessagesRequest(CountTokensRequest):
     """The body of ``/v1/messages``."""
 
     max_tokens: Annotated[int, Field(ge=1, lt=2**63)]
-    stop_sequences: list[Text] | None = None
+    stop_sequences: Annotated[list[Text] | None, Stop] = None
     temperature: Annotated[float | None, Field(ge=0, le=1)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
     top_k: Annotated[int | None, Field(ge=0, lt=2**31)] = None
-
-    @field_validator("stop_sequences")
-    @classmethod
-    def _check_stop(cls, value: list[str] | None) -> list[str] | None:
-        check_stop_strings(value or ())
-        return value
 
 
 async def prepare_messages(

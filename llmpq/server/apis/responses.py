@@ -17,11 +17,11 @@ from llmpq.server.errors import ApiError, bad_request
 from llmpq.server.json_output import dump_json
 from llmpq.server.protocol import (
     MAX_MESSAGES,
+    JsonField,
     ModelBody,
     RequestBody,
     Text,
     Tools,
-    check_json_text,
 )
 from llmpq.server.service import ChoiceDelta, Json, PreparedRequest, ServedModel, TokenUsage
 from llmpq.server.tools import AnswerPart, AnswerParts, PartStep
@@ -39,6 +39,7 @@ _EVENTS = {
 Input = Annotated[
     str | list[dict[str, Any]],
     Field(min_length=1),
+    JsonField,
     WithJsonSchema(
         {
             "anyOf": [
@@ -97,13 +98,12 @@ class ResponsesRequest(ModelBody):
     tools: Tools = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = True
-    metadata: dict[str, Any] | None = None
+    metadata: Annotated[dict[str, Any] | None, JsonField] = None
     background: bool | None = False
 
-    @field_validator("input", "tools", "metadata")
+    @field_validator("input")
     @classmethod
-    def _check_values(cls, value: Any) -> Any:
-        check_json_text(value)
+    def _check_length(cls, value: Any) -> Any:
         if isinstance(value, list) and len(value) > MAX_MESSAGES:
             raise ValueError(f"expected at most {MAX_MESSAGES} items")
         return value
