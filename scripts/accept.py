@@ -232,21 +232,6 @@ def log_likelihoods(model_dir: Path, documents: list[dict[str, str]]) -> list[tu
     return found
 
 
-def litellm(setting: Setting) -> str:
-    """Ask for chat, streams, log probabilities and an error."""
-    return setting.run(setting.python, "-c", LITELLM, setting.url, **LOCAL).strip()
-
-
-def anthropic(setting: Setting) -> str:
-    """Ask Anthropic's API for a message, a stream, the number of tokens and an error."""
-    return setting.run(setting.python, "-c", ANTHROPIC, setting.url).strip()
-
-
-def openai(setting: Setting) -> str:
-    """Ask the Responses API for a response, a stream and the next turn."""
-    return setting.run(setting.python, "-c", OPENAI, setting.url).strip()
-
-
 def aiperf(setting: Setting) -> str:
     """Measure with aiperf."""
     cache = setting.folder / "hub" / "models--local--demo"
@@ -306,14 +291,18 @@ def vllm(setting: Setting) -> str:
     return f"{report['completed']} requests, {report['total_output_tokens']} tokens"
 
 
-def agent_client(name: str) -> Callable[[Setting], str]:
-    """Return what runs a program of ``scripts/agent_clients``."""
-    program = ROOT / "scripts" / "agent_clients" / f"use_{name}.py"
+def python_client(*words: str) -> Callable[[Setting], str]:
+    """Return what runs Python of the clients' environment with these words and the address."""
 
     def act(setting: Setting) -> str:
-        return setting.run(setting.python, str(program), setting.url, **LOCAL).strip()
+        return setting.run(setting.python, *words, setting.url, **LOCAL).strip()
 
     return act
+
+
+def agent_client(name: str) -> Callable[[Setting], str]:
+    """Return what runs a program of ``scripts/agent_clients``."""
+    return python_client(str(ROOT / "scripts" / "agent_clients" / f"use_{name}.py"))
 
 
 def aider(setting: Setting) -> str:
@@ -354,9 +343,11 @@ CLIENTS = {
     "lm-eval": Client(
         module="lm_eval", install='"lm-eval[api]" transformers', act=lm_eval, package="lm-eval"
     ),
-    "litellm": Client(module="litellm", install="litellm", act=litellm),
-    "anthropic": Client(module="anthropic", install="anthropic", act=anthropic),
-    "openai": Client(module="openai", install="openai", act=openai),
+    "litellm": Client(module="litellm", install="litellm", act=python_client("-c", LITELLM)),
+    "anthropic": Client(
+        module="anthropic", install="anthropic", act=python_client("-c", ANTHROPIC)
+    ),
+    "openai": Client(module="openai", install="openai", act=python_client("-c", OPENAI)),
     "litellm-tools": Client(module="litellm", install="litellm", act=agent_client("litellm")),
     "pydantic-ai": Client(
         module="pydantic_ai",
