@@ -5,7 +5,6 @@ from __future__ import annotations
 KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
-GB = 10**9
 MS = 1e-3
 US = 1e-6
 

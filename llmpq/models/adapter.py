@@ -23,6 +23,7 @@ import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -41,7 +43,14 @@ from transformers.pytorch_utils import Conv1D
 from llmpq.errors import SpecError, bad_field
 from llmpq.logging import get_logger
 from llmpq.models.attention import KVShape
-from llmpq.spec.families import Family, OwnModule, family_of, known_families
+from llmpq.spec.families import (
+    DEFAULT_MODEL_TYPE,
+    Family,
+    ModelParts,
+    OwnModule,
+    family_of,
+    known_families,
+)
 from llmpq.spec.model_files.config import CONFIG_FILE, language_fields, model_fields
 
 _logger = get_logger(__name__)
@@ -250,6 +259,13 @@ def _use_linear(layer: nn.Module) -> None:
         if isinstance(module, Conv1D):
             inputs, outputs = module.weight.shape
             layer.set_submodule(name, TransposedLinear(inputs, outputs, device="meta"))
+
+
+@cache
+def default_norm() -> type[nn.Module]:
+    """Return the class of the norms in the family that all records are compared with."""
+    config = AutoConfig.for_model(DEFAULT_MODEL_TYPE)
+    return type(Skeleton.of(config).decoder.get_submodule(ModelParts().final_norm))
 
 
 def fill_constants(part: nn.Module, model: PreTrainedModel) -> None:

@@ -147,7 +147,6 @@ class Simulator:
     def __init__(self, workload: AppWorkload) -> None:
         self.workload = workload
         self.models = len(workload.app.models)
-        self.simulations = 0
         self._of_model = [np.flatnonzero(workload.model == model) for model in range(self.models)]
         self._producers = [self._producers_of(model) for model in range(self.models)]
         self._runs: dict[tuple[object, ...], ProcessRun] = {}
@@ -344,7 +343,6 @@ class Simulator:
         return self._runs[key]
 
     def _simulate(self, process: ModelProcess, ready: Array | None, end_s: float) -> ProcessRun:
-        self.simulations += 1
         work, rest, law = self.workload, process.rest, process.candidate.law
         prompt = work.prompt[rest.requests] + rest.made
         long = prompt.astype(np.float64)

@@ -143,10 +143,6 @@ class Application:
         """Return the edges into a node from other nodes."""
         return tuple(one for one in self.edges if one.target == node and not one.is_loop)
 
-    def consumers(self, node: str) -> tuple[str, ...]:
-        """Return the nodes that read the answers of a node, itself excluded."""
-        return tuple(one.target for one in self.edges if one.source == node and not one.is_loop)
-
     def is_chain(self, node: str) -> bool:
         """Whether a node reads its own answers, chunk by chunk."""
         return any(one.is_loop and one.source == node for one in self.edges)

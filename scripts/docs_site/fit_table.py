@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import cache
 
-from llmpq.assigner.explain.compare import bytes_alone
 from llmpq.costmodel import ClusterCosts, build_costs
 from llmpq.spec import catalog
 from llmpq.spec.cluster import cluster_of_types
+from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import BITS, DTYPE_BYTES
 from llmpq.spec.workload import Workload
 
@@ -49,3 +49,22 @@ def most_bits(costs: ClusterCosts, workload: Workload) -> int | None:
     """Return the most bits at which the first device alone holds a model, ``None`` for none."""
     capacity = costs.capacity_bytes(costs.cluster.devices[0])
     return next((b for b in BITS if bytes_alone(costs, workload, b) <= capacity), None)
+
+
+def bytes_alone(costs: ClusterCosts, workload: Workload, bits: int) -> int:
+    """Return the bytes of a whole model on the first device, every layer at ``bits``.
+
+    Micro-batches are of one sequence, which takes the least memory.
+    """
+    device, model = costs.cluster.devices[0], costs.model
+    kinds = model.layer_kinds
+    kv = sum(
+        costs.layer_kv_bytes(kind, workload.batch, workload.max_context_tokens, device)
+        for kind in kinds
+    )
+    temporary = costs.temporary_bytes(
+        device, workload, MicroBatching(prefill=1, decode=1), is_master=True, is_last=True,
+        kv_bytes=kv,
+    )  # fmt: skip
+    weights = sum(costs.layer_weight_bytes(device, kind, bits) for kind in kinds)
+    return costs.runtime_bytes(device) + costs.master_bytes(device) + weights + kv + temporary

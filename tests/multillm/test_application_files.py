@@ -62,7 +62,6 @@ def test_an_application_answers_about_its_graph():
     assert app.order == ("router", "code", "chat", "summary", "judge")
     assert app.producers("judge") == ("code", "chat", "summary")
     assert app.producers("summary") == ()
-    assert app.consumers("router") == ("code", "chat")
     assert [node.name for node in app.nodes if app.is_chain(node.name)] == ["summary"]
     assert app.model_of("chat").name == "large"
     assert [app.share(edge) for edge in app.edges] == [0.5, 0.75, 1, 1, 1, 1]

@@ -28,11 +28,9 @@ from llmpq.assigner.request import (
     build_task,
     silent,
 )
-from llmpq.costmodel import ClusterCosts
 from llmpq.errors import InfeasibleError, ProfileMissError, SpecError
-from llmpq.spec.plan import MicroBatching, Plan
+from llmpq.spec.plan import Plan
 from llmpq.spec.precision import BITS
-from llmpq.spec.workload import Workload
 
 SEARCH = "llmpq"
 
@@ -309,22 +307,3 @@ def fit_answers(request: PlanRequest, widths: Sequence[int] = BITS) -> tuple[Fit
     if missing is not None and all(one.plan is None for one in answers):
         raise missing
     return tuple(answers)
-
-
-def bytes_alone(costs: ClusterCosts, workload: Workload, bits: int) -> int:
-    """Return the bytes of a whole model on the first device, every layer at ``bits``.
-
-    Micro-batches are of one sequence, which takes the least memory.
-    """
-    device, model = costs.cluster.devices[0], costs.model
-    kinds = model.layer_kinds
-    kv = sum(
-        costs.layer_kv_bytes(kind, workload.batch, workload.max_context_tokens, device)
-        for kind in kinds
-    )
-    temporary = costs.temporary_bytes(
-        device, workload, MicroBatching(prefill=1, decode=1), is_master=True, is_last=True,
-        kv_bytes=kv,
-    )  # fmt: skip
-    weights = sum(costs.layer_weight_bytes(device, kind, bits) for kind in kinds)
-    return costs.runtime_bytes(device) + costs.master_bytes(device) + weights + kv + temporary

@@ -68,13 +68,6 @@ class ControlChannel:
         message: Message = json.loads(self._lines.popleft())
         return message
 
-    def hang_up(self) -> None:
-        """End the stream in both directions; a blocked call of either end raises ``EOFError``."""
-        try:
-            self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return  # the other end is closed already
-
     def close(self) -> None:
         """Close the socket."""
         self._sock.close()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,16 +45,19 @@ class _TransformersTokenizer:
 def load_tokenizer(model_dir: Path) -> Tokenizer | None:
     """Return the directory's tokenizer, ``None`` if there is none."""
     arguments = tokenizer_arguments(model_dir)
-    if arguments is None:
-        return None
-    from transformers import AutoTokenizer  # noqa: PLC0415  the program may have no torch
+    return None if arguments is None else _TransformersTokenizer(_tokenizer(model_dir, arguments))
+
+
+def _tokenizer(model_dir: Path, arguments: Mapping[str, Any]) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer  # noqa: PLC0415  not before ``main`` keeps torch out
 
     try:
-        return _TransformersTokenizer(
-            AutoTokenizer.from_pretrained(**arguments, local_files_only=True)
+        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            **arguments, local_files_only=True
         )
     except Exception as error:  # tokenizers raise many types
         raise tokenizer_error(model_dir, error) from error
+    return found
 
 
 def eos_token_ids(model_dir: Path, config: PreTrainedConfig) -> frozenset[int]:
@@ -71,12 +74,7 @@ def export_tokenizer(model_dir: Path) -> dict[str, Any] | None:
     arguments = tokenizer_arguments(model_dir)
     if arguments is None:
         return None
-    from transformers import AutoTokenizer  # noqa: PLC0415  not before ``main`` keeps torch out
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(**arguments, local_files_only=True)
-    except Exception as error:  # tokenizers raise many types
-        raise tokenizer_error(model_dir, error) from error
+    tokenizer = _tokenizer(model_dir, arguments)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise SpecError(

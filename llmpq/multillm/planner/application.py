@@ -46,9 +46,6 @@ from llmpq.options.plan import ApplicationSearch
 from llmpq.spec.cluster import Cluster
 from llmpq.spec.plan import Provenance
 
-Places = Mapping[int, tuple[tuple[int, ...], ...]]
-"""Devices of each replica of each model, indices into the cluster's."""
-
 
 def place(
     pools: DevicePools,

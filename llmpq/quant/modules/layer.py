@@ -25,14 +25,13 @@ from types import CodeType
 
 import torch
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from llmpq.errors import SpecError
 from llmpq.kernels.base import KernelBackend, PackedWeight, PreparedWeight
 from llmpq.kernels.cpu.dense import can_prepack, is_whole, prepack, prepacked_linear
 from llmpq.kernels.cpu.native import TYPES, Norm, TiledWeight, library, rows_of_tiles
 from llmpq.kernels.registry import TileBackend, choose_backend
-from llmpq.models.adapter import BiasedExperts, ClampedGate, accepts
+from llmpq.models.adapter import BiasedExperts, ClampedGate, accepts, default_norm
 from llmpq.quant.quantizers.rtn import quantize
 from llmpq.spec.precision import Precision, default_precision
 from llmpq.spec.runtime_constants import ROW_BLOCK
@@ -62,7 +61,7 @@ class FusedNorm(nn.Module):
 def fuse_norms_(module: nn.Module) -> None:
     """Replace the norms below ``module`` that the kernel can compute."""
     for name, part in list(module.named_modules()):
-        if name and _is_like_llama(part) and can_norm(part.get_parameter("weight")):
+        if name and _is_default_norm(part) and can_norm(part.get_parameter("weight")):
             module.set_submodule(name, FusedNorm(part))
 
 
@@ -99,9 +98,11 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return y
 
 
-def _is_like_llama(part: nn.Module) -> bool:
-    found, expected = _code_of(type(part)), _code_of(LlamaRMSNorm)
-    if found is None or expected is None or not hasattr(part, "variance_epsilon"):
+def _is_default_norm(part: nn.Module) -> bool:
+    if not hasattr(part, "variance_epsilon"):
+        return False
+    found, expected = _code_of(type(part)), _code_of(default_norm())
+    if found is None or expected is None:
         return False
     is_same = (found.co_code, found.co_names) == (expected.co_code, expected.co_names)
     return is_same and _numbers(found) == _numbers(expected)

@@ -407,9 +407,9 @@ def norm_like(module: nn.Module, columns: int, dtype: torch.dtype) -> RowNorm:
         _USUAL_EPSILON,
     )
     if isinstance(module, FusedNorm):
-        return _norm(factor, None, epsilon, centers=False, rounds=True)
+        return RowNorm(weight=factor, bias=None, epsilon=epsilon, centers=False, rounds=True)
     if type(module) is nn.LayerNorm:
-        return _norm(factor, offset, epsilon, centers=True, rounds=False)
+        return RowNorm(weight=factor, bias=offset, epsilon=epsilon, centers=True, rounds=False)
     heads = 1 if factor is None or factor.dim() == 1 else len(factor)
     generator = torch.Generator().manual_seed(0)
     sizes = torch.tensor(_SIZES)[:, None, None]
@@ -419,19 +419,13 @@ def norm_like(module: nn.Module, columns: int, dtype: torch.dtype) -> RowNorm:
     factors = [None] if factor is None else [factor, 1 + factor, (1 + factor).to(dtype).float()]
     best, least = None, _LIMITS[dtype]
     for centers, rounds, own in itertools.product((False, True), (False, True), factors):
-        norm = _norm(own, offset, epsilon, centers=centers, rounds=rounds)
+        norm = RowNorm(weight=own, bias=offset, epsilon=epsilon, centers=centers, rounds=rounds)
         difference = (_normed(rows, norm) - expected).norm() / expected.norm()
         if difference < least:
             best, least = norm, float(difference)
     if best is None:
         raise UnsupportedStepError(f"the norm {type(module).__name__}")
     return best
-
-
-def _norm(
-    weight: Tensor | None, bias: Tensor | None, epsilon: float, *, centers: bool, rounds: bool
-) -> RowNorm:
-    return RowNorm(weight=weight, bias=bias, epsilon=epsilon, centers=centers, rounds=rounds)
 
 
 def _normed(rows: Tensor, norm: RowNorm) -> Tensor:
