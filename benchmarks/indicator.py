@@ -40,7 +40,7 @@ from llmpq.assigner import PlanRequest, make_plan
 from llmpq.assigner.constraints.fixed_bits import bits_at_average, quantizable_weights
 from llmpq.assigner.constraints.resolve import Overrides
 from llmpq.calibration import read_calibration
-from llmpq.evals.score import Tally, add_states
+from llmpq.evals.evaluate import Tally, add_states
 from llmpq.evals.windows import WindowBatch, Windows, read_windows
 from llmpq.indicator import INDICATORS, IndicatorInput, Random, Variance, sensitivity_table
 from llmpq.models import DecoderStage

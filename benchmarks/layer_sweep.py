@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from llmpq.errors import SpecError
-from llmpq.evals.score import K, Quality, Tally, add_states
+from llmpq.evals.evaluate import K, Quality, Tally, add_states
 from llmpq.evals.windows import Windows
 from llmpq.models import DecoderStage, Master
 

@@ -22,7 +22,7 @@ from llmpq.assigner.forecast import (
     stage_memory,
     with_exact_memory,
 )
-from llmpq.assigner.heuristics import adabits, fastest, pipeedge, proportional, transfer
+from llmpq.assigner.heuristics import baselines, transfer
 from llmpq.assigner.milp.search import find_plan
 from llmpq.assigner.objective import relative_gap
 from llmpq.assigner.request import (
@@ -68,13 +68,13 @@ def find_best(task: PlanningTask, progress: Progress) -> Solution:
 
 METHODS: Mapping[str, Method] = {
     "llmpq": find_best,
-    "uniform": proportional.find_uniform,
-    "adaptive_even": adabits.find_adaptive_even,
-    "memory_proportional": proportional.find_memory_proportional,
-    "speed_proportional": proportional.find_speed_proportional,
-    "pipeedge": pipeedge.find_pipeedge,
-    "fastest": fastest.find_fastest,
-    "adabits": adabits.find_adabits,
+    "uniform": baselines.find_uniform,
+    "adaptive_even": baselines.find_adaptive_even,
+    "memory_proportional": baselines.find_memory_proportional,
+    "speed_proportional": baselines.find_speed_proportional,
+    "pipeedge": baselines.find_pipeedge,
+    "fastest": baselines.find_fastest,
+    "adabits": baselines.find_adabits,
     "heuristic": transfer.find_transfer,
 }
 """The planning methods by name."""

@@ -1,28 +1,333 @@
-"""Evaluate a model at given bits, or several variants, against the model at 16 bits."""
+"""Evaluate a model at given bits, or several variants, against the model at 16 bits.
+
+A model runs layer by layer in this process, with one layer and the hidden states of all windows in
+memory, or on the ranks of a plan. Both return the hidden states after the last layer. The head is
+applied to a chunk of tokens at a time, so that the logits of the whole text are never in memory.
+Terms are float32, sums float64.
+
+Shapes: R windows, T tokens of each, H hidden size, C tokens of a chunk, V vocabulary.
+"""
 
 from __future__ import annotations
 
+import math
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
+from llmpq.batching.blocks import blocks_of
+from llmpq.dist import Job, Prompt, run_job
+from llmpq.dist.io.prompts import write_prompts
+from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.metrics.progress import RunProgress, SilentProgress
-from llmpq.errors import SpecError
-from llmpq.evals.pipeline import pipeline_hidden
-from llmpq.evals.score import Quality, perplexity_and_kl
-from llmpq.evals.stream import LayerSource, stream_hidden
+from llmpq.errors import LlmpqError, SpecError, StageError
 from llmpq.evals.windows import Windows, read_windows
-from llmpq.kernels.base import open_device
-from llmpq.models import Checkpoint, Master
+from llmpq.kernels.base import exact_dtype, open_device
+from llmpq.models import Checkpoint, DecoderStage, Master, kv_shapes
 from llmpq.quant.checkpoint.reader import GptqCheckpoint
-from llmpq.quant.loading.loader import load_master
-from llmpq.spec.plan import Plan
+from llmpq.quant.loading.loader import load_master, load_stage
+from llmpq.spec.model_files.config import absolute_model_path
+from llmpq.spec.plan import MicroBatching, Plan, write_plan
+from llmpq.spec.workload import Workload
+
+Progress = Callable[[int, int], None]
+"""Called with the layers done and their total."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSource:
+    """The layers of a checkpoint, one at a time; a plain one is quantized while it is loaded.
+
+    Attributes:
+        model_dir: directory with ``config.json`` and safetensors weights, plain or GPTQ.
+        bits: bitwidth of every layer; 16 is not quantized, ``None`` is as stored.
+        dtype: dtype of the run.
+        device: device of the run.
+        backend: preferred kernel; ``None`` for the default.
+    """
+
+    model_dir: Path
+    bits: Sequence[int | None]
+    dtype: torch.dtype
+    device: torch.device
+    backend: str | None = None
+
+    def each(self) -> Iterator[DecoderStage]:
+        """Load the layers in order; the caller drops each one before it requests the next."""
+        for index, width in enumerate(self.bits):
+            yield load_stage(
+                self.model_dir,
+                index,
+                index + 1,
+                None if width is None else [width],
+                dtype=self.dtype,
+                device=self.device,
+                backend=self.backend,
+            )
+
+
+def stream_hidden(
+    source: LayerSource,
+    master: Master,
+    windows: Windows,
+    *,
+    kv_bits: int | None = None,
+    progress: Progress | None = None,
+) -> list[Tensor]:
+    """Run all windows through all layers, one layer at a time.
+
+    Args:
+        source: the layers.
+        master: the model's embedding.
+        windows: the text.
+        kv_bits: 8 for an 8-bit KV cache, ``None`` for a KV cache in the dtype of the run.
+        progress: called after each layer.
+
+    Returns:
+        Hidden states after the last layer, ``[R, T, H]`` for each micro-batch of ``windows``.
+    """
+    states = [
+        master.embed(batch.inputs.to(source.device), batch.positions) for batch in windows.batches()
+    ]
+    for done, layer in enumerate(source.each(), start=1):
+        cache = None if kv_bits is None else _cache(layer, windows, states[0], kv_bits)
+        for number, hidden in enumerate(states):
+            states[number] = layer.run_whole(hidden, cache)
+        if progress is not None:
+            progress(done, len(source.bits))
+    return states
+
+
+def _cache(layers: DecoderStage, windows: Windows, hidden: Tensor, kv_bits: int) -> KVCache:
+    return KVCache(
+        kv_shapes(layers.config, layers.first_layer, layers.end_layer),
+        layers.first_layer,
+        num_blocks=windows.rows * blocks_of(windows.longest),
+        dtype=hidden.dtype,
+        device=hidden.device,
+        kv_bits=kv_bits,
+    )
+
+
+def pipeline_hidden(
+    plan: Plan,
+    model_dir: Path,
+    windows: Windows,
+    *,
+    step_timeout_s: float = 10.0,
+    progress: RunProgress | None = None,
+    kernel: str | None = None,
+) -> list[Tensor]:
+    """Run all windows through the ranks of ``plan``.
+
+    Args:
+        plan: the plan.
+        model_dir: directory with the weights.
+        windows: the text.
+        step_timeout_s: seconds without a message after which a rank has failed.
+        progress: called with the events of the ranks: layers loaded, then tokens done.
+        kernel: preferred kernel; ``None`` for the default.
+
+    Returns:
+        Hidden states after the last layer, ``[R, T, H]`` for each micro-batch of ``windows``.
+
+    Raises:
+        LlmpqError: ``SpecError`` when the plan is for another model, ``CapacityError`` when memory
+            is exhausted, ``StageError`` when a rank dies, hangs or fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="llmpq-eval-") as name:
+        folder = Path(name)
+        job = Job(
+            strategy=folder / "strategy.json",
+            model_dir=absolute_model_path(model_dir),
+            prompts=folder / "windows.jsonl",
+            output=folder / "hidden.safetensors",
+            task="hidden",
+            step_timeout_s=step_timeout_s,
+            kernel=kernel,
+        )
+        write_plan(job.strategy, evaluation_plan(plan, windows))
+        write_prompts(job.prompts, list(_prompts(windows)))
+        run_job(job, progress=progress)
+        return _read(job.output, windows)
+
+
+def evaluation_plan(plan: Plan, windows: Windows) -> Plan:
+    """Return ``plan`` with the windows as its workload and the same devices, layers and bits."""
+    workload = Workload(batch=windows.rows, prompt_tokens=windows.longest, new_tokens=1)
+    sizes = MicroBatching(prefill=windows.rows, decode=1)
+    return replace(plan, workload=workload, micro_batching=sizes)
+
+
+def _prompts(windows: Windows) -> Iterator[Prompt]:
+    rows = (row for batch in windows.batches() for row in batch.inputs.tolist())
+    for number, row in enumerate(rows):
+        yield Prompt(id=number, where="windows", token_ids=tuple(row), max_new_tokens=1)
+
+
+def _read(path: Path, windows: Windows) -> list[Tensor]:
+    states = []
+    with safe_open(path, framework="pt") as file:
+        for number, batch in enumerate(windows.batches()):
+            state: Tensor = file.get_tensor(str(number)).clone()  # [R, T, H]
+            if state.shape[:2] != batch.inputs.shape:
+                raise StageError(
+                    f"micro-batch {number}: found states {list(state.shape)} for windows "
+                    f"{list(batch.inputs.shape)}"
+                )
+            states.append(state)
+    return states
+
+
+K = TypeVar("K", bound=Hashable)
+
+CHUNK_VALUES = 1 << 22
+"""Logits of a chunk ``C x V``: 16 MiB in float32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quality:
+    """Quality of a model on a text.
+
+    Attributes:
+        perplexity: ``exp`` of the mean of ``-ln p(token)``.
+        tokens: number of predicted tokens.
+        kl_to_16bit: mean over tokens of ``sum p16 ln(p16 / p)`` in nats, ``p16`` the reference's
+            distribution; ``None`` without a reference.
+    """
+
+    perplexity: float
+    tokens: int
+    kl_to_16bit: float | None = None
+
+    def to_json(self) -> dict[str, float | int | None]:
+        """Return the JSON object."""
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over the tokens of one model."""
+
+    loss: float = 0.0
+    divergence: float | None = None
+    tokens: int = 0
+
+    def add(self, scores: Tensor, targets: Tensor, reference: Tensor | None) -> None:
+        """Add a chunk of tokens.
+
+        Args:
+            scores: log-probabilities ``[C, V]`` float32.
+            targets: ``[C]`` int64.
+            reference: log-probabilities of the reference ``[C, V]``.
+        """
+        chosen = scores.gather(1, targets[:, None])
+        exact = exact_dtype(scores.device)
+        self.loss -= float(chosen.sum(dtype=exact))
+        self.tokens += targets.numel()
+        if reference is not None:
+            ratio = (reference - scores).mul_(reference.exp()).sum(dim=1)  # [C]
+            # Rounding can make the divergence of two nearly equal rows negative.
+            near = float(ratio.clamp_(min=0).sum(dtype=exact))
+            self.divergence = near + (self.divergence or 0.0)
+
+    def quality(self) -> Quality:
+        """Return the means.
+
+        Raises:
+            LlmpqError: the model's scores are not numbers.
+        """
+        if math.isnan(self.loss):
+            raise LlmpqError(
+                "evaluation: found scores that are not numbers (NaN), expected finite ones; an "
+                "overflow in the layers, perhaps: try --dtype bfloat16 or float32"
+            )
+        mean = self.loss / self.tokens
+        return Quality(
+            # exp overflows above 709.
+            perplexity=math.exp(min(mean, 700.0)),
+            tokens=self.tokens,
+            kl_to_16bit=None if self.divergence is None else self.divergence / self.tokens,
+        )
+
+
+def perplexity_and_kl(
+    master: Master,
+    windows: Windows,
+    states: Iterable[Tensor],
+    reference: Iterable[Tensor] | None = None,
+    *,
+    reference_master: Master | None = None,
+) -> Quality:
+    """Return the perplexity of a run, and its divergence from a reference if one is given.
+
+    Args:
+        master: embedding, final norm and head of the model.
+        windows: the text.
+        states: hidden states after the last layer, ``[R, T, H]`` for each micro-batch.
+        reference: hidden states of the 16-bit model.
+        reference_master: master of the 16-bit model; by default ``master``.
+
+    Raises:
+        SpecError: the number of states differs from the number of micro-batches.
+    """
+    tally = Tally()
+    others: Iterable[Tensor | None] = repeat(None) if reference is None else reference
+    found = 0
+    for batch, state, other in zip(windows.batches(), states, others, strict=False):
+        expected = None if other is None else (reference_master or master, other)
+        add_states(master, batch.targets, {0: state}, expected, {0: tally})
+        found += 1
+    if found != windows.num_batches:
+        raise SpecError(
+            f"evaluation: found hidden states of {found} micro-batches, "
+            f"expected {windows.num_batches}"
+        )
+    return tally.quality()
+
+
+@torch.inference_mode()
+def add_states(
+    master: Master,
+    targets: Tensor,
+    states: Mapping[K, Tensor],
+    reference: tuple[Master, Tensor] | None,
+    tallies: Mapping[K, Tally],
+) -> None:
+    """Add one micro-batch of several models; the logits of the reference are computed once.
+
+    Args:
+        master: master of all models.
+        targets: ``[R, T]``.
+        states: hidden states of each model, ``[R, T, H]``.
+        reference: master and hidden states ``[R, T, H]`` of the 16-bit model.
+        tallies: sums of each model.
+    """
+    wanted = targets.reshape(-1)
+    flat = {key: state.flatten(0, 1) for key, state in states.items()}  # [R T, H]
+    for chunk in _chunks(wanted.numel(), master.config.get_text_config().vocab_size):
+        expected = None
+        if reference is not None:
+            ends, other = reference
+            expected = torch.log_softmax(ends.logits(other.flatten(0, 1)[chunk]), dim=-1)  # [C, V]
+        for key, tally in tallies.items():
+            scores = torch.log_softmax(master.logits(flat[key][chunk]), dim=-1)
+            tally.add(scores, wanted[chunk].to(scores.device), expected)
+
+
+def _chunks(tokens: int, vocab_size: int) -> Iterator[slice]:
+    step = max(1, CHUNK_VALUES // vocab_size)
+    return (slice(first, first + step) for first in range(0, tokens, step))
+
 
 Bars = Callable[[str], AbstractContextManager[Callable[..., None]]]
 """Creates the progress bar of one pass over the text, from its label."""

@@ -7,8 +7,7 @@ import torch
 
 from benchmarks.layer_sweep import sweep_layers
 from llmpq.errors import SpecError
-from llmpq.evals.score import perplexity_and_kl
-from llmpq.evals.stream import LayerSource, stream_hidden
+from llmpq.evals.evaluate import LayerSource, perplexity_and_kl, stream_hidden
 from llmpq.evals.windows import Windows
 from llmpq.quant.loading.loader import load_master, load_stage
 

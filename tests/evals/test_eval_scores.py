@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmpq.errors import LlmpqError, SpecError
-from llmpq.evals import score
-from llmpq.evals.score import perplexity_and_kl
-from llmpq.evals.stream import LayerSource, stream_hidden
+from llmpq.evals import evaluate as evaluation
+from llmpq.evals.evaluate import LayerSource, perplexity_and_kl, stream_hidden
 from llmpq.evals.windows import Windows
 from llmpq.quant.loading.loader import load_master
 
@@ -95,7 +94,7 @@ def test_scores_do_not_depend_on_the_chunk_size(tiny_model, monkeypatch):
     master, states = _run(tiny_model("llama", seed=1), windows, 16)
     _, quantized = _run(tiny_model("llama", seed=1), windows, 4)
     whole = perplexity_and_kl(master, windows, quantized, states)
-    monkeypatch.setattr(score, "CHUNK_VALUES", 5 * 64)
+    monkeypatch.setattr(evaluation, "CHUNK_VALUES", 5 * 64)
     chunked = perplexity_and_kl(master, windows, quantized, states)
     assert chunked.perplexity == pytest.approx(whole.perplexity, rel=1e-6)
     assert chunked.kl_to_16bit == pytest.approx(whole.kl_to_16bit, rel=1e-4)
@@ -119,7 +118,7 @@ def test_divergence_is_never_negative(seed, size):
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randn(4, 33, generator=generator)
     nearby = scores + size * torch.randn(4, 33, generator=generator)
-    tally = score.Tally()
+    tally = evaluation.Tally()
     p, q = torch.log_softmax(scores, -1), torch.log_softmax(nearby, -1)
     tally.add(p, torch.zeros(4, dtype=torch.int64), q)
     assert tally.quality().kl_to_16bit >= 0

@@ -14,9 +14,13 @@ from helpers.ranks import make_plan, rank_contexts
 from llmpq.dist.engine.master_tasks import micro_batches, run_teacher_forcing
 from llmpq.dist.launch.rank import frame_limits, run_stage
 from llmpq.errors import SpecError
-from llmpq.evals.pipeline import evaluation_plan, pipeline_hidden
-from llmpq.evals.score import perplexity_and_kl
-from llmpq.evals.stream import LayerSource, stream_hidden
+from llmpq.evals.evaluate import (
+    LayerSource,
+    evaluation_plan,
+    perplexity_and_kl,
+    pipeline_hidden,
+    stream_hidden,
+)
 from llmpq.evals.windows import Windows
 from llmpq.quant.loading.loader import load_master
 

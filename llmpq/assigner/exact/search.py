@@ -32,7 +32,7 @@ from llmpq.assigner.exact import native
 from llmpq.assigner.exact.lattice import OrderLattice, Orders, build_lattice
 from llmpq.assigner.exact.native import NotCoveredError
 from llmpq.assigner.explain.infeasible import explain_budget, memory_error
-from llmpq.assigner.heuristics.proportional import find_proportional
+from llmpq.assigner.heuristics.baselines import find_proportional
 from llmpq.assigner.milp.search import find_plan
 from llmpq.assigner.objective import (
     QUALITY_SLACK,

@@ -26,7 +26,7 @@ from itertools import permutations
 import numpy as np
 
 from llmpq.assigner.constraints.resolve import Deadline
-from llmpq.assigner.heuristics.adabits import best_adabits, least_degradation
+from llmpq.assigner.heuristics.baselines import best_adabits, least_degradation
 from llmpq.assigner.heuristics.pair_table import (
     Choice,
     PairTable,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from llmpq.assigner.enumeration import layers_that_fit
 from llmpq.assigner.explain.infeasible import explain_budget, memory_error
-from llmpq.assigner.heuristics.proportional import find_proportional
+from llmpq.assigner.heuristics.baselines import find_proportional
 from llmpq.assigner.heuristics.transfer import find_transfer
 from llmpq.assigner.milp.ilp import IlpOptions, layers_equal, solve_ilp
 from llmpq.assigner.objective import (

@@ -15,8 +15,8 @@ from llmpq.assigner.exact import native
 from llmpq.assigner.exact.native import NotCoveredError
 from llmpq.assigner.explain import explanation
 from llmpq.assigner.explain.compare import compare_methods
-from llmpq.assigner.heuristics import adabits, pipeedge
-from llmpq.assigner.heuristics.proportional import find_proportional
+from llmpq.assigner.heuristics import baselines
+from llmpq.assigner.heuristics.baselines import find_proportional
 from llmpq.assigner.milp import ilp
 from llmpq.assigner.milp.solvers import SolverResult
 from llmpq.assigner.request import PlanRequest, build_task
@@ -140,8 +140,8 @@ def test_baselines_stop_at_their_first_plan_after_the_deadline(
 ) -> None:
     request = replace(uneven_request(), deadline=Deadline(50.0, clock))
     for method, where, name in (
-        ("adabits", adabits, "least_degradation"),
-        ("pipeedge", pipeedge, "_splits"),
+        ("adabits", baselines, "least_degradation"),
+        ("pipeedge", baselines, "_splits"),
     ):
         calls = []
         real = getattr(where, name)
@@ -160,7 +160,7 @@ def test_baselines_stop_at_their_first_plan_after_the_deadline(
 
 
 def test_all_methods_share_one_limit(monkeypatch: pytest.MonkeyPatch, clock: FakeClock) -> None:
-    slow(monkeypatch, clock, adabits, "least_degradation")
+    slow(monkeypatch, clock, baselines, "least_degradation")
     monkeypatch.setattr(native, "search", forbidden)
     outcomes = compare_methods(uneven_request(deadline=Deadline(50.0, clock)))
     found = outcomes[0].plan

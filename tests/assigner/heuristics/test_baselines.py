@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from llmpq.assigner import METHODS, make_plan
 from llmpq.assigner.constraints.resolve import Overrides
-from llmpq.assigner.heuristics import fastest, pipeedge, proportional
+from llmpq.assigner.heuristics import baselines
 from llmpq.assigner.milp.search import find_plan
 from llmpq.assigner.objective import Assignment, evaluate, within_budget
 from llmpq.assigner.planner import plan_of, solve_task
@@ -166,7 +166,7 @@ def test_one_bitwidth_and_none_wider_fits(method: str) -> None:
 
 
 def any_split_fits(task: PlanningTask, width: int) -> bool:
-    for order in pipeedge.block_orders(task):
+    for order in baselines.block_orders(task):
         for pair in task.pairs:
             problem = task.problem(pair, order)
             for where in combinations_with_replacement(range(len(order)), len(task.kinds)):
@@ -191,7 +191,9 @@ def test_pipeedge_keeps_the_slowest_part_of_prefill_shortest(problem) -> None:
             for where in combinations_with_replacement(range(problem.num_positions), layers)
         ]
         fitting = [item for item in options if evaluate(problem, item).excess_bytes == 0]
-        found = pipeedge.shortest_pipeline(problem, width, pipeedge.fitting_ranges(problem, width))
+        found = baselines.shortest_pipeline(
+            problem, width, baselines.fitting_ranges(problem, width)
+        )
         if found is None:
             assert not fitting
             continue
@@ -216,7 +218,7 @@ weights = st.lists(st.floats(min_value=0.01, max_value=100), min_size=1, max_siz
 
 @given(st.integers(min_value=1, max_value=130), weights)
 def test_proportional_shares_stay_within_one_layer_of_their_quota(layers: int, found) -> None:
-    positions = proportional.proportional_split(layers, found)
+    positions = baselines.proportional_split(layers, found)
     assert len(positions) == layers
     assert list(positions) == sorted(positions)
     for position, weight in enumerate(found):
@@ -229,7 +231,7 @@ def test_proportional_shares_stay_within_one_layer_of_their_quota(layers: int, f
 
 
 def test_proportional_remainders_go_to_the_largest_fractions() -> None:
-    split = proportional.proportional_split
+    split = baselines.proportional_split
     assert [split(10, (1.0, 2.0, 3.0, 4.0)).count(j) for j in range(4)] == [1, 2, 3, 4]
     assert [split(10, (1.0, 1.0, 1.0)).count(j) for j in range(3)] == [3, 3, 4]
     assert [split(7, (0.5, 0.3, 0.2)).count(j) for j in range(3)] == [4, 2, 1]
@@ -256,7 +258,7 @@ def test_fastest_without_a_plan_says_that_no_device_is_large_enough() -> None:
         model=model_spec(layers=8), cluster=cluster_of(("V100-32G", 1, 50), ("T4-16G", 2, 50))
     )
     with pytest.raises(InfeasibleError, match="no single device holds the 8 layers"):
-        fastest.find_fastest(build_task(request), silent)
+        baselines.find_fastest(build_task(request), silent)
 
 
 @pytest.mark.parametrize("method", BASELINES)

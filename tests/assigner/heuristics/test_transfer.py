@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from llmpq.assigner.constraints.resolve import Deadline
 from llmpq.assigner.heuristics import transfer
-from llmpq.assigner.heuristics.adabits import find_adabits
+from llmpq.assigner.heuristics.baselines import find_adabits
 from llmpq.assigner.heuristics.transfer import Exchange, Layout, Stages, changes, find_transfer
 from llmpq.assigner.objective import evaluate, is_feasible, within_budget
 from llmpq.assigner.planner import solve_task

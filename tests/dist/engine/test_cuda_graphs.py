@@ -25,12 +25,12 @@ from llmpq.dist.engine.cuda_graphs import (
     GraphKey,
     _Graph,
     graphs_of,
+    host_syncs,
 )
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.kv.cache import KVCache
 from llmpq.errors import CapacityError, StageError
 from llmpq.models import PackedBatch, kv_shapes
-from llmpq.models.host_sync import host_syncs
 
 torch.set_num_threads(1)
 
