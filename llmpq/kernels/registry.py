@@ -162,10 +162,6 @@ class CpuLlmInt8Backend(TileBackend):
         "outliers",
     )
 
-    def __init__(self, threshold: float = OUTLIER_THRESHOLD) -> None:
-        """Split activations at ``threshold``; infinity splits off none that are finite."""
-        self._threshold = threshold
-
     def fits(self, precision: Precision, out_features: int, in_features: int) -> bool:
         """Return whether the weight is LLM.int8()'s in whole tiles; AVX2, the library are there."""
         per_channel = precision.effective_group(in_features) == in_features
@@ -175,7 +171,7 @@ class CpuLlmInt8Backend(TileBackend):
 
     def linear(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
         """Return ``x @ weight.T + bias`` with x rounded to 8 bits a row, outliers apart."""
-        return int8_product(x, weight, bias, self._threshold)
+        return int8_product(x, weight, bias, OUTLIER_THRESHOLD)
 
 
 class Scratch(threading.local):

@@ -23,9 +23,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from llmpq import __version__
-from llmpq.dist.io.generation import EngineClient, Pooling
+from llmpq.dist.io.generation import EngineClient
 from llmpq.dist.transport.endpoint import MIN_TOKEN_BYTES, is_loopback, read_token
 from llmpq.errors import LlmpqError, SpecError, StageError, StoppedError
+from llmpq.options.run import Pooling
 from llmpq.options.server import ListenOptions, TransportLimits
 from llmpq.server.admission import AdmissionLimits, RequestAdmission
 from llmpq.server.apis.embeddings import embedding_settings, prepare_embeddings

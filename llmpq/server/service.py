@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from llmpq.dist.io.detokenizer import Detokenizer
-from llmpq.dist.io.generation import EngineClient, GenerationRequest, Pooling, TokenOutput
+from llmpq.dist.io.generation import EngineClient, GenerationRequest, TokenOutput
 from llmpq.dist.io.sampling_params import SamplingParams, TokenLogprobs
 from llmpq.errors import LlmpqError, SpecError, StageError
 from llmpq.logging import get_logger
+from llmpq.options.run import Pooling
 from llmpq.server.admission import RequestAdmission
 from llmpq.server.errors import ApiError, as_api_error, bad_request
 from llmpq.server.json_output import dump_json, event_of, json_parts

@@ -9,7 +9,7 @@ before; the master waits for it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
@@ -64,7 +64,6 @@ def simulate_engine(
     trace: Sequence[TraceRequest],
     *,
     max_tokens: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
 ) -> SimReport:
     """Simulate a trace on one engine.
 
@@ -75,7 +74,6 @@ def simulate_engine(
         trace: requests in order of arrival; their answer lengths are known to ``trail`` only.
         max_tokens: ``max_tokens`` of requests whose answer is not longer; by default that of the
             answer. ``no_preempt`` reserves it.
-        progress: is called with the number of arrived requests and of all.
 
     Raises:
         CapacityError: a request does not fit into the KV blocks.
@@ -84,8 +82,6 @@ def simulate_engine(
     for number, item in enumerate(trace):
         engine.advance(item.arrival_s)
         engine.add(number, item, max_tokens=max_tokens)
-        if progress is not None:
-            progress(number + 1, len(trace))
     engine.advance(math.inf)
     return engine.report()
 

@@ -231,13 +231,13 @@ def load_cluster(path: str | Path) -> Cluster:
     return replace(cluster, nodes=tuple(nodes))
 
 
-def cluster_of_types(types: Mapping[str, int], name: str | None = None) -> Cluster:
+def cluster_of_types(types: Mapping[str, int]) -> Cluster:
     """Build the paper's form of cluster: one node for each device type."""
     nodes = tuple(
         Node(name=f"node{index}", devices=(DeviceGroup(type=device, count=count),))
         for index, (device, count) in enumerate(types.items())
     )
-    return Cluster(name=name or types_label(nodes), nodes=nodes)
+    return Cluster(name=types_label(nodes), nodes=nodes)
 
 
 def types_label(nodes: Sequence[Node]) -> str:

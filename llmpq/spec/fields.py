@@ -138,11 +138,9 @@ class Fields:
         """Return a whole number, or ``None`` when the field is absent or null."""
         return self.integer(field, minimum, maximum) if self._present(field) else None
 
-    def optional_number(
-        self, field: str, minimum: float = 0.0, maximum: float = math.inf
-    ) -> float | None:
-        """Return a number, or ``None`` when the field is absent or null."""
-        return self.number(field, minimum, maximum) if self._present(field) else None
+    def optional_number(self, field: str) -> float | None:
+        """Return a number from 0, or ``None`` when the field is absent or null."""
+        return self.number(field) if self._present(field) else None
 
     def items(self, field: str, minimum: int = 0) -> list[Any]:
         """Return a required array of at least ``minimum`` entries, raw."""

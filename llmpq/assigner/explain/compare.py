@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from llmpq.assigner.constraints.resolve import NEVER
@@ -286,14 +286,14 @@ class FitAnswer:
     short: str | None = None
 
 
-def fit_answers(request: PlanRequest, widths: Sequence[int] = BITS) -> tuple[FitAnswer, ...]:
-    """Plan a request with every layer at one bitwidth, for each of ``widths``.
+def fit_answers(request: PlanRequest) -> tuple[FitAnswer, ...]:
+    """Plan a request with every layer at one bitwidth, for each there is.
 
     Raises:
         ProfileMissError: no bitwidth can be planned, and tables lack the seconds of one.
     """
     answers, missing = [], None
-    for bits in widths:
+    for bits in BITS:
         try:
             plan = make_plan(
                 replace(request, bits=(bits,), theta_s=0.0, sensitivity=None), command="llmpq-check"

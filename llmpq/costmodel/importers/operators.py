@@ -23,6 +23,7 @@ from llmpq.spec.tables import LatencySample
 SMALL_KERNELS = 4
 """Launches in addition to the products and attention: two norms, rotary, activation."""
 
+_VALUE_BYTES = 2
 ALL_REDUCES = 2
 """Of the hidden states, a layer: after the attention's output and after the feed-forward's."""
 
@@ -117,7 +118,7 @@ class OperatorTimes:
 
 
 def layer_samples(
-    layer: LayerSpec, hidden_size: int, times: OperatorTimes, value_bytes: int = 2
+    layer: LayerSpec, hidden_size: int, times: OperatorTimes
 ) -> tuple[LatencySample, ...]:
     """Return one sample for every shape at which both attention and the products were measured.
 
@@ -152,7 +153,7 @@ def layer_samples(
                     multiplied[rows] = sum(gemm.seconds(rows, *shape) for shape in products)
                 seconds = factor * attention_s + multiplied[rows]
                 seconds += _along(experts, rows) if experts else 0.0
-                seconds += rows * small_values * value_bytes / times.stream_bytes_per_s
+                seconds += rows * small_values * _VALUE_BYTES / times.stream_bytes_per_s
                 seconds += SMALL_KERNELS * times.launch_s
                 if times.all_reduce is not None:
                     seconds += ALL_REDUCES * _along(times.all_reduce, rows * hidden_size)

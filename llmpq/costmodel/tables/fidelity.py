@@ -29,9 +29,7 @@ class ErrorReport:
     points: int
 
 
-def split_shapes(
-    table: LatencyTable, seed: int = 0, held_share: float = HELD_SHARE
-) -> tuple[LatencyTable, LatencyTable]:
+def split_shapes(table: LatencyTable, seed: int = 0) -> tuple[LatencyTable, LatencyTable]:
     """Return the table without, and with only, a seeded share of each phase's shapes.
 
     Raises:
@@ -45,7 +43,7 @@ def split_shapes(
             raise SpecError(
                 f"hold-out: found {len(shapes)} shape of {phase.value}, expected at least two"
             )
-        count = min(max(1, round(held_share * len(shapes))), len(shapes) - 1)
+        count = min(max(1, round(HELD_SHARE * len(shapes))), len(shapes) - 1)
         chosen = rng.permutation(len(shapes))[:count]
         held |= {(phase, *shapes[index]) for index in chosen}
     parts: tuple[list[LatencySample], list[LatencySample]] = ([], [])

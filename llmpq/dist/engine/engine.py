@@ -42,13 +42,14 @@ from llmpq.batching.engine_step import (
 from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.dist.engine.drafters import Drafter, PromptLookup
 from llmpq.dist.engine.executor import StepExecutor
-from llmpq.dist.io.generation import GenerationEnd, Pooling
+from llmpq.dist.io.generation import GenerationEnd
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.results import FinishReason
 from llmpq.dist.io.sampling_params import GREEDY, SamplingParams, TokenLogprobs
 from llmpq.dist.io.structured_outputs import GrammarCompiler
 from llmpq.dist.transport.frames import Row
 from llmpq.kernels.base import exact_dtype
+from llmpq.options.run import Pooling
 
 NAN_SCORES = (
     "the model's scores are not numbers (NaN): found an overflow in the layers, "
@@ -655,10 +656,8 @@ class SamplingState:
             scores[tokens] -= params.frequency_penalty * counts + params.presence_penalty
 
 
-def sampling_state_of(
-    request: Request, grammars: GrammarCompiler | None, token_ids: Sequence[int] = ()
-) -> SamplingState:
-    """Return the state of a request that has these tokens.
+def sampling_state_of(request: Request, grammars: GrammarCompiler | None) -> SamplingState:
+    """Return the state of a request without an answer yet.
 
     Raises:
         SpecError: the form of its answer is not valid.
@@ -671,7 +670,6 @@ def sampling_state_of(
         prompt_token_ids=request.prompt_token_ids,
         stop_token_ids=request.stop_token_ids,
         matcher=None if form is None or grammars is None else grammars.compile(form),
-        token_ids=token_ids,
     )
 
 

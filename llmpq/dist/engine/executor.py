@@ -202,14 +202,7 @@ def packed_batch_of(rows: Sequence[Row]) -> PackedBatch:
     )
 
 
-def slot_row(
-    slot: int,
-    tokens: tuple[int, int],
-    max_tokens: int,
-    *,
-    window: int | None,
-    origin: int = 0,
-) -> Row:
+def slot_row(slot: int, tokens: tuple[int, int], max_tokens: int, *, window: int | None) -> Row:
     """Return the row of a sequence that has the blocks of a slot.
 
     Args:
@@ -217,7 +210,6 @@ def slot_row(
         tokens: the first one of the step, and their number after it.
         max_tokens: tokens of every slot.
         window: largest window of the model, if layers with windows have blocks of their own.
-        origin: as in ``Row``.
     """
     first, length = tokens
     return Row(
@@ -227,7 +219,6 @@ def slot_row(
         else slot_window_blocks(slot, max_tokens, length, window),
         first=first,
         length=length,
-        origin=origin,
     )
 
 

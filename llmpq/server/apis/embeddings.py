@@ -7,9 +7,9 @@ import math
 import struct
 from pathlib import Path
 
-from llmpq.dist.io.generation import Pooling
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.errors import SpecError
+from llmpq.options.run import Pooling
 from llmpq.server.apis.openai import check_count, check_tokens, encode_prompts
 from llmpq.server.errors import ApiError, bad_request
 from llmpq.server.protocol import EmbeddingRequest

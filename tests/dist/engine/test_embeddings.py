@@ -15,9 +15,10 @@ from helpers.scripted_channel import Script
 from helpers.tiny_models import load_reference
 from numpy.typing import NDArray
 
-from llmpq.dist.io.generation import GenerationRequest, Pooling
+from llmpq.dist.io.generation import GenerationRequest
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.options.engine import EngineOptions
+from llmpq.options.run import Pooling
 
 torch.set_num_threads(1)
 CUTS = {1: (0, 3), 2: (0, 1, 3), 3: (0, 1, 2, 3)}
