@@ -78,7 +78,7 @@ def _pairs(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandOptions:
-    """Options of every command."""
+    """What every command has: its version, output for machines, a log."""
 
     version: Annotated[bool, Option(help="show program's version number and exit")] = False
     json: Annotated[bool, Option(help="print one JSON object")] = False
@@ -87,7 +87,7 @@ class CommandOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """The words of ``llmpq``."""
+    """The verb that ``llmpq`` is given, and the rest of its command line."""
 
     verb: Annotated[
         str | None, Option(is_positional=True, metavar="VERB", help="one of those below")

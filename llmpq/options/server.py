@@ -112,7 +112,7 @@ class ServedFiles(ServedModel):
         Option(
             metavar="NAME",
             help="--fleet over several hosts: the node of its cluster that this host is; the first "
-            "one has the router, which listens on --port, and the replicas on the ports after it",
+            "node has the router, which listens on --port, and replicas on the ports after it",
         ),
     ] = None
     node_addr: Annotated[

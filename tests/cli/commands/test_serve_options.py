@@ -401,11 +401,16 @@ def test_without_a_plan_the_answer_says_how_to_make_one(served, capsys, words, m
 
 @pytest.fixture
 def fake_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def start_engine(options, plan, model_dir, *, hosts, progress) -> FakeEngine:
-        assert hosts.num_nodes == options.nnodes
-        return FakeEngine()
+    class Launched:
+        async def ready(self) -> FakeEngine:
+            return FakeEngine()
 
-    monkeypatch.setattr(openai_batch, "start_engine", start_engine)
+    def launch_engine(options, plan, model_dir, *, hosts, progress, monitor) -> Launched:
+        assert hosts.num_nodes == options.nnodes
+        assert monitor is None
+        return Launched()
+
+    monkeypatch.setattr(openai_batch, "launch_engine", launch_engine)
 
 
 def batch(tmp_path: Path, lines: list[object], *words: str) -> int:
