@@ -199,6 +199,7 @@ def packed_batch_of(rows: Sequence[Row]) -> PackedBatch:
         counts=[row.length - row.first for row in rows],
         rope_lengths=[row.rope_length or row.length for row in rows],
         window_tables=[row.window_blocks for row in rows if row.window_blocks],
+        slots=[row.slot for row in rows],
     )
 
 
@@ -228,6 +229,7 @@ def slot_row(
         first=first,
         length=length,
         origin=origin,
+        slot=slot,
     )
 
 
