@@ -121,6 +121,7 @@ class BlockScheduler:
         self._turns = FairTurns()
         self._preempted: deque[EngineSequence] = deque()  # admitted before all others
         self._running: dict[int, EngineSequence] = {}  # in order of admission
+        self._slots = [*reversed(range(limits.max_sequences))]  # of no sequence
         self._in_flight: dict[int, StepInFlight] = {}
         self._num_scored = 0  # unfinished requests with a score at every position of the prompt
         self._scored_left = 0  # tokens of their prompts that the next step may still take
@@ -378,6 +379,9 @@ class BlockScheduler:
 
     def _free(self, sequence: EngineSequence) -> None:
         self._allocator.free(sequence.blocks)
+        if sequence.slot >= 0:
+            self._slots.append(sequence.slot)
+            sequence.slot = -1
         if self._windows is not None:
             self._windows.release(sequence)
 
@@ -506,7 +510,7 @@ class BlockScheduler:
         """Allocate the blocks of a waiting sequence; return whether they were free."""
         request, limits = sequence.request, self._limits
         most = limits.max_sequences - limits.max_sequences // RESERVED_SHARE
-        if is_further and len(self._running) >= most:
+        if not self._slots or (is_further and len(self._running) >= most):
             return False
         tokens = sequence.tokens
         if self._order.reserves_answer:
@@ -530,6 +534,7 @@ class BlockScheduler:
             self.prefix_cache_hits += sequence.computed
             for tier in self.tier_hits:
                 self.tier_hits[tier] += found[tier] * limits.block_size
+        sequence.slot = self._slots.pop()
         self._running[request.request] = sequence
         self._turns.start(request.group, sequence.turn)
         return True
@@ -615,6 +620,7 @@ class BlockScheduler:
             sequence.table,
             makes_token,
             window_blocks=sequence.window_table,
+            slot=sequence.slot,
         )
 
     def _add_drafts(self, chunks: list[ScheduledChunk]) -> None:
@@ -669,6 +675,7 @@ class BlockScheduler:
             True,
             count,
             sequence.window_table,
+            slot=sequence.slot,
         )
 
     def _cache_filled_blocks(self, chunks: list[ScheduledChunk]) -> None:

@@ -264,6 +264,8 @@ class ScheduledChunk:
             before the window may belong to others.
         origin: number of the step that filled the blocks of the prompt, where stages that prefill
             send keys and values to those that decode.
+        slot: of the sequence's states, in layers with a recurrent state; running sequences have
+            different ones.
     """
 
     request: int
@@ -274,6 +276,7 @@ class ScheduledChunk:
     num_draft_tokens: int = 0
     window_blocks: tuple[int, ...] = ()
     origin: int = 0
+    slot: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,7 +366,8 @@ class EngineSequence:
 
     ``tokens`` counts prompt and answer so far; ``computed`` those with keys and values in
     ``blocks``, the step in flight with its draft tokens included. ``window_blocks`` are those of
-    layers with windows, of which it holds those from ``window_first`` on.
+    layers with windows, of which it holds those from ``window_first`` on. ``slot`` numbers its
+    states in layers with a recurrent state, -1 without one.
     """
 
     request: EngineRequest
@@ -378,6 +382,7 @@ class EngineSequence:
     window_first: int = 0
     window_table: tuple[int, ...] = ()
     keys: list[BlockKey] = field(default_factory=list)
+    slot: int = -1
     in_step: int | None = None
     last_step: int = -1
     is_aborted: bool = False

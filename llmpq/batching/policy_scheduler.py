@@ -656,6 +656,7 @@ class PolicyScheduler:
             drafts,
             self._blocks(sequence.slot, self._slot_window_blocks, num_blocks),
             0 if found is None else found.origin,
+            sequence.slot,
         )
 
     def _blocks(self, slot: int, width: int, count: int) -> tuple[int, ...]:

@@ -153,7 +153,11 @@ def simulated_limits(options: argparse.Namespace, plan: Plan, model: ModelSpec) 
         speculative_config=_speculation(asked, plan),
     )
     limits = engine_limits(
-        plan, engine, window_tokens=model.window_tokens, scaling=_length_scaling(plan)
+        plan,
+        engine,
+        window_tokens=model.window_tokens,
+        scaling=_length_scaling(plan),
+        has_states=model.has_states,
     )
     if asked.draft_cost is None:
         return limits

@@ -238,6 +238,11 @@ OTHER_TENSORS = {2: 6, 4: 4}
 for all, by the bytes of a value: parts rotated apart, norms of heads and sums in float32."""
 MASTER_BYTES = 2_000_000
 """What embedding, projection and sampling keep on the master."""
+MAX_KERNEL = 16
+"""More numbers of a state than so many a channel are those of a recurrence."""
+RECURRENCE_BYTES, CONVOLUTION_BYTES = 64, 9
+"""What the mixer of a layer with a recurrent state makes of a token, by channel: with a recurrence,
+and with a convolution alone, which keeps the format of the run."""
 SCORE_BYTES = 4
 """Bytes of a score that is written out, in float32."""
 INDEX_BYTES = 48
@@ -273,9 +278,12 @@ def temporary_bytes(  # noqa: PLR0913  what a step is, and where it runs
                      + v B C e                               mask of B query and C context tokens
                      + v q B C (2 e + 8)                     scores with a bias
                      + q B C 4 + 4 C k d                     scores that are written out
+                       or, with a recurrent state,
+                       T (i e + 64 m) + 12 u + R h e         of one prompt; of every row in decode
         feed-forward = R a (p + c f) e                       outputs of its operators, activated
         rows         = R a ((in + out) e + w in + 4 out)     8-bit rows and their 32-bit sums
 
+    ``i`` and ``m`` are the outputs and the channels of a mixer, ``u`` the numbers of its state.
     ``B`` is at most ``SCORE_BLOCK_TOKENS``; ``G`` is ``v C`` in decode, else the larger of ``R``
     and ``C``: chunks gather one sequence at a time. ``x`` is ``q`` where heads are grouped, which
     are repeated in prefill and decode alike, else 0; ``a`` experts a token; ``p`` the sum and ``f``
@@ -435,6 +443,8 @@ def _layer_bytes(step: ForwardShape, layer: LayerSpec, *, on_cpu: bool) -> int:
 def _attention(step: ForwardShape, layer: LayerSpec, *, in_place: bool) -> int:
     if layer.value_dim is not None:
         return _latents(step, layer, layer.value_dim)
+    if not layer.num_heads:
+        return _recurrence(step, layer)
     value_bytes, family = DTYPE_BYTES[step.dtype], family_of(step.model.family)
     query, key = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
     values = step.of(4 * query + 2 * key)
@@ -455,6 +465,24 @@ def _attention(step: ForwardShape, layer: LayerSpec, *, in_place: bool) -> int:
         total += seen // alone * layer.num_heads * SCORE_BYTES
         total += step.batch // alone * step.context * key * 4
     return total
+
+
+def _recurrence(step: ForwardShape, layer: LayerSpec) -> int:
+    """What a mixer makes for the tokens of one prompt, or one token of each row, and their states.
+
+    Transformers computes the chunked recurrence in float32: measured with its Gated DeltaNets and
+    short convolutions.
+    """
+    value_bytes = DTYPE_BYTES[step.dtype]
+    mixed = [op for op in layer.linears if is_attention(op)]
+    inputs = sum(op.out_features for op in mixed[:-1])
+    width = mixed[-1].in_features
+    has_recurrence = layer.state_values > MAX_KERNEL * width
+    channel_bytes = RECURRENCE_BYTES if has_recurrence else CONVOLUTION_BYTES + 2 * value_bytes
+    calls = step.tokens if step.tokens > 1 else step.batch
+    sequences = 1 if step.tokens > 1 else step.batch
+    states = 3 * sequences * layer.state_values * DTYPE_BYTES["float32"]  # read, made, of a kernel
+    return calls * (inputs * value_bytes + width * channel_bytes) + states + step.hidden
 
 
 def _latents(step: ForwardShape, layer: LayerSpec, value_dim: int) -> int:

@@ -115,6 +115,7 @@ def _cache(layers: DecoderStage, windows: Windows, hidden: Tensor, kv_bits: int)
         dtype=hidden.dtype,
         device=hidden.device,
         kv_bits=kv_bits,
+        states=layers.new_states(windows.rows),
     )
 
 

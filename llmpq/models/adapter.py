@@ -51,6 +51,7 @@ from llmpq.spec.families import (
     family_of,
     known_families,
 )
+from llmpq.spec.huggingface.windows import CHUNKED, FULL, LINEAR, SLIDING
 from llmpq.spec.model_files.config import CONFIG_FILE, language_fields, model_fields
 
 _logger = get_logger(__name__)
@@ -629,15 +630,26 @@ def layer_window(config: PreTrainedConfig, index: int) -> int | None:
     if not layer_types:
         return window
     kind = layer_types[index]
-    if kind == "sliding_attention":
+    if kind == SLIDING:
         return window
-    if kind in ("full_attention", "chunked_attention"):
+    if kind in (FULL, CHUNKED, *LINEAR):
         return None
     raise SpecError(
-        f"model family {config.model_type}: layer {index} is '{kind}', expected full_attention, "
-        "sliding_attention or chunked_attention; layers with a recurrent state or another pattern "
-        "are planned, not run"
+        f"model family {config.model_type}: layer {index} is '{kind}', expected one of "
+        f"{', '.join((FULL, SLIDING, CHUNKED, *LINEAR))}; layers of another pattern are planned, "
+        "not run"
     )
+
+
+def keeps_state(config: PreTrainedConfig, index: int) -> bool:
+    """Return whether a layer has a recurrent state in place of keys and values."""
+    kinds = getattr(config, "layer_types", None)
+    return bool(kinds) and kinds[index] in LINEAR
+
+
+def has_states(config: PreTrainedConfig) -> bool:
+    """Return whether layers of a model have a recurrent state."""
+    return any(keeps_state(config, index) for index in range(config.num_hidden_layers))
 
 
 def layer_chunk(config: PreTrainedConfig, index: int) -> int | None:
@@ -650,7 +662,7 @@ def layer_chunk(config: PreTrainedConfig, index: int) -> int | None:
         SpecError: the layer has chunks and the configuration has no size of them.
     """
     layer_types = getattr(config, "layer_types", None)
-    if not layer_types or layer_types[index] != "chunked_attention":
+    if not layer_types or layer_types[index] != CHUNKED:
         return None
     chunk: int | None = getattr(config, "attention_chunk_size", None)
     if chunk is None:
@@ -684,6 +696,8 @@ def layer_kv_shape(config: PreTrainedConfig, index: int) -> KVShape:
     """Return the shape of the keys and values that a layer makes."""
     layers: Sequence[PreTrainedConfig] | None = getattr(config, "per_layer_config", None)
     shape = _kv_shape(config if layers is None else layers[index])  # layers of Gemma 4 differ
+    if keeps_state(config, index):
+        return replace(shape, heads=0)
     return replace(shape, window=layer_window(config, index), chunk=layer_chunk(config, index))
 
 

@@ -28,7 +28,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -40,6 +40,9 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from llmpq.errors import SpecError
 from llmpq.spec.families import Family, OwnModule
 from llmpq.spec.runtime_constants import SCORE_BLOCK_TOKENS
+
+if TYPE_CHECKING:
+    from llmpq.models.states import SequenceStates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +86,7 @@ class PackedBatch:
             more than its tokens so far in a chunk of a prompt; empty for its tokens so far.
         window_tables: blocks of each row in layers with windows, where these have blocks of their
             own: as many, of which those before the window may belong to others; else empty.
+        slots: of the states of each row's sequence, in layers with a recurrent state.
 
     Raises:
         SpecError: the rows have no tokens, or begin before position 0.
@@ -93,6 +97,7 @@ class PackedBatch:
     counts: Sequence[int]
     rope_lengths: Sequence[int] = ()
     window_tables: Sequence[Sequence[int]] = ()
+    slots: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if not len(self.block_tables) == len(self.starts) == len(self.counts) > 0:
@@ -196,6 +201,11 @@ class KVView(Protocol):
 
     The calls after :meth:`update` belong to the layer of that update.
     """
+
+    @property
+    def states(self) -> SequenceStates | None:
+        """States of the layers with a recurrent state, ``None`` without any."""
+        ...
 
     @property
     def attends(self) -> bool:
@@ -384,6 +394,11 @@ class StepAttention:
         self._groups = self._grouped(others)
         is_one = len(self._groups) == 1 and len(self._groups[0]) == batch.rows
         self._is_uniform = is_one and not returns_all
+
+    @property
+    def batch(self) -> PackedBatch:
+        """The rows."""
+        return self._batch
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions) -> Tensor:
         """Return ``[1, N, H, d]``; see :class:`Attention`."""

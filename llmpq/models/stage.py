@@ -46,6 +46,7 @@ from llmpq.models.attention import (
     use_packed_attention,
 )
 from llmpq.models.master import SharedKV, TokenLayout, layout_of
+from llmpq.models.states import SequenceStates, mixers_of, state_shapes, use_row_states
 from llmpq.spec.families import Family, family_of
 from llmpq.spec.huggingface.feed_forward import Gated
 from llmpq.spec.model_files.config import LengthScaling, read_length_scaling
@@ -126,6 +127,20 @@ class DecoderStage(nn.Module):
         """Index after the last layer."""
         return self.first_layer + len(self.layers)
 
+    def new_states(self, num_slots: int) -> SequenceStates | None:
+        """Return states for so many sequences; ``None`` where no layer has any.
+
+        Args:
+            num_slots: sequences that run at the same time.
+        """
+        size = self.config.hidden_size
+        like = next(part for part in self.parameters() if part.is_floating_point())
+        found = [mixers_of(layer) for layer in self.layers]
+        shapes = [state_shapes(own[0], size, like) if own else {} for own in found]
+        if not any(shapes):
+            return None
+        return SequenceStates(shapes, self.first_layer, num_slots=num_slots, device=like.device)
+
     def span_of(self, index: int) -> tuple[int | None, int | None]:
         """Return window and chunk of layer ``index`` of the stage (from 0); ``None`` for all."""
         return self._windows[index], self._chunks[index]
@@ -195,6 +210,7 @@ class DecoderStage(nn.Module):
             block_tables=[range(row * width, (row + 1) * width) for row in range(rows)],
             starts=[0] * rows,
             counts=[tokens] * rows,
+            slots=range(rows),
         )
         output: Tensor = self(hidden.reshape(1, rows * tokens, -1), batch, cache)
         return output.view(hidden.shape)
@@ -299,8 +315,9 @@ def _install(layer: nn.Module, family: Family) -> None:
         block = family.feed_forward
         assert isinstance(block, Gated)
         use_blockwise_activation(layer, f"{block.prefix}.{block.activation}")
+    has_state = use_row_states(layer)
     use_row_blocks(layer)
-    if not use_own_attention(layer, family):
+    if not (has_state or use_own_attention(layer, family)):
         use_packed_attention(layer)
 
 
@@ -470,6 +487,8 @@ class RotaryTables(nn.Module):
 
     def _call(self, hidden: Tensor, positions: Tensor, kind: str | None) -> Table:
         arguments = {} if kind is None else {"layer_type": kind}
+        if hasattr(self.rotary, "mrope_section"):  # positions in time, height and width; equal here
+            positions = positions.expand(3, *positions.shape)
         table: Table = self.rotary(hidden, positions, **arguments)
         return table
 

@@ -41,6 +41,7 @@ def engine_limits(
     *,
     window_tokens: int | None = None,
     scaling: LengthScaling = NO_SCALING,
+    has_states: bool = False,
 ) -> EngineLimits:
     """Return the limits of an engine of packed steps: the only place that computes them.
 
@@ -51,6 +52,8 @@ def engine_limits(
         options: of the engine.
         window_tokens: largest window of the model's layers, ``None`` without one.
         scaling: of its rotary angles.
+        has_states: whether layers have a recurrent state: there are those of the plan's sequences,
+            and none of a prefix.
 
     Raises:
         SpecError: a limit is below 1, or a draft model's directory has no model.
@@ -61,13 +64,17 @@ def engine_limits(
     config = options.speculative_config
     chunk = min(work.max_prompt_tokens, PROMPT_CHUNK_TOKENS)
     largest_step = max(sizes.prefill * chunk, sizes.decode)
+    max_sequences = options.max_sequences or min(MAX_SEQUENCES, num_blocks)
+    if has_states:
+        _check_states(plan, options)
+        max_sequences = min(max_sequences, work.batch)
     return EngineLimits(
         token_budget=options.token_budget or min(PROMPT_CHUNK_TOKENS, largest_step),
-        max_sequences=options.max_sequences or min(MAX_SEQUENCES, num_blocks),
+        max_sequences=max_sequences,
         num_blocks=num_blocks,
         block_size=KV_BLOCK_SIZE,
         watermark=options.watermark,
-        prefix_caching=options.prefix_caching,
+        prefix_caching=options.prefix_caching and not has_states,
         steps_in_flight=uniform_depth(num_stages).max_in_flight(Phase.DECODE),
         num_speculative_tokens=0 if config is None else config.num_speculative_tokens,
         row_cost=row_cost_of(plan),
@@ -78,6 +85,25 @@ def engine_limits(
         num_window_blocks=min(window_blocks(plan, window_tokens) or 0, num_blocks),
         offload=offload_limits(plan, options, window_blocks(plan, window_tokens) or 0),
     )
+
+
+def _check_states(plan: Plan, options: EngineOptions) -> None:
+    """Refuse what would need states that are not kept.
+
+    Raises:
+        SpecError: draft tokens, stages that only prefill, or kept prefixes.
+    """
+    wanted = {
+        "speculative_config: found draft tokens": options.speculative_config is not None,
+        "policy: found waa": plan.is_split,
+        "kv_offloading_size: found copies of blocks": options.kv_offloading_bytes > 0,
+    }
+    for found, is_wanted in wanted.items():
+        if is_wanted:
+            raise SpecError(
+                f"{found}, expected none: layers of {plan.model.name} have a recurrent state, of "
+                "which only the newest is kept"
+            )
 
 
 def offload_limits(plan: Plan, options: EngineOptions, num_window_blocks: int) -> OffloadLimits:
@@ -146,6 +172,7 @@ def policy_limits(
     *,
     window_tokens: int | None = None,
     scaling: LengthScaling = NO_SCALING,
+    has_states: bool = False,
 ) -> EngineLimits:
     """Return the limits of an engine whose steps a batching policy decides.
 
@@ -163,7 +190,9 @@ def policy_limits(
         kv_offloading_bytes=0,
         kv_offloading_folder=None,
     )
-    return engine_limits(plan, options, window_tokens=window_tokens, scaling=scaling)
+    return engine_limits(
+        plan, options, window_tokens=window_tokens, scaling=scaling, has_states=has_states
+    )
 
 
 def own_window(plan: Plan, largest: int | None) -> int | None:
@@ -221,6 +250,11 @@ def draft_limits(
             return planned_limits(plan, num_blocks, positions)
         return planned_limits(plan, num_blocks)
     model = load_model_dir(config.model)
+    if model.has_states:
+        raise SpecError(
+            f"speculative_config: found {config.model}, whose layers have a recurrent state, "
+            "expected a draft model without"
+        )
     parts = [stage.memory for stage in plan.estimate.stages]
     plan_bytes = sum(part.weights + part.master for part in parts)
     cost = _weight_bytes(model, config.bits, DTYPE_BYTES[plan.dtype]) / plan_bytes

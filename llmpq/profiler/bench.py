@@ -189,6 +189,7 @@ class LayerBench:
             kv_shapes(config, 0, self.depth), 0,
             num_blocks=job.max_batch * blocks_of(job.max_tokens + 1),
             dtype=job.dtype, device=job.device,
+            states=stages[job.bits[0], self.depth].new_states(job.max_batch),
         )  # fmt: skip
         self._runners = {key: self._runner(stage) for key, stage in stages.items()}
         tokens = torch.arange(8, device=job.device)[None]  # [1, 8]
@@ -253,7 +254,10 @@ class LayerBench:
         first = shape.tokens - new
         most = self.job.max_tokens + 1
         tables = [slot_blocks(slot, most, shape.tokens) for slot in range(shape.batch)]
-        rows = [Row(blocks=table, first=first, length=shape.tokens) for table in tables]
+        rows = [
+            Row(blocks=table, first=first, length=shape.tokens, slot=slot)
+            for slot, table in enumerate(tables)
+        ]
         synchronize(self.job.device)
         start = self.now()
         runner.run(hidden, rows)

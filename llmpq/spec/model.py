@@ -195,6 +195,11 @@ class ModelSpec:
         return tuple(self.layer_kinds[source] for source in sorted(before))
 
     @property
+    def has_states(self) -> bool:
+        """Whether layers have a recurrent state."""
+        return any(layer.state_values for layer in self.layer_types)
+
+    @property
     def window_tokens(self) -> int | None:
         """Largest window of its layers, for which their blocks are allocated; ``None``: none."""
         windows = [layer.sliding_window or 0 for layer in self.layer_types]

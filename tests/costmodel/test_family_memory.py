@@ -73,9 +73,13 @@ def test_tensors_of_every_family_are_within_the_bound(tmp_path, model_type, dtyp
     quantize_layer_(layer, 16, dtype)
     fuse_norms_(layer)
     stage = DecoderStage(config, [layer], 0)
-    cache = KVCache(kv_shapes(config, 0, 1), 0, num_blocks=ROWS * TOKENS // 16, dtype=dtype)
+    blocks = ROWS * TOKENS // 16
+    states = stage.new_states(ROWS)
+    cache = KVCache(kv_shapes(config, 0, 1), 0, num_blocks=blocks, dtype=dtype, states=states)
     tables = [slot_blocks(row, TOKENS, TOKENS) for row in range(ROWS)]
-    batch = PackedBatch(block_tables=tables, starts=[0] * ROWS, counts=[TOKENS] * ROWS)
+    batch = PackedBatch(
+        block_tables=tables, starts=[0] * ROWS, counts=[TOKENS] * ROWS, slots=range(ROWS)
+    )
     hidden = torch.randn(1, batch.tokens, model.hidden_size).to(dtype)
     cache.view(batch)
     with LiveTensors() as live:

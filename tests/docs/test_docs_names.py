@@ -30,7 +30,7 @@ MAX_WORDS_OF = {
     "docs/reference/applications.md": 500,
     "docs/reference/checkpoints.md": 300,
     "docs/reference/devices.md": 700,
-    "docs/reference/models.md": 300,
+    "docs/reference/models.md": 330,
     "docs/tutorials/applications.md": 480,
     "docs/tutorials/export.md": 270,
     "docs/tutorials/serve.md": 550,

@@ -57,6 +57,7 @@ _STATE: dict[str, Any] = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 6,
     "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
 OWN: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**_LATENT, "num_experts_per_tok": 2},
@@ -98,9 +99,9 @@ OWN: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8},
     "llama4_text": {"no_rope_layers": [1, 0, 1], "floor_scale": 4},
     "ministral": {"head_dim": 8},
-    "qwen3_5_moe_text": {**_STATE, "num_hidden_layers": 4},
-    "qwen3_5_text": {**_STATE, "num_hidden_layers": 4},
-    "qwen3_next": {**_STATE, "num_hidden_layers": 4},
+    "qwen3_5_moe_text": _STATE,
+    "qwen3_5_text": _STATE,
+    "qwen3_next": _STATE,
     "youtu": _LATENT,
 }
 """Fields of single families; ``...`` leaves one out."""

@@ -129,7 +129,8 @@ class Pipeline:
         self.stages = []
         self.caches = []
         for first, end in itertools.pairwise(cuts):
-            self.stages.append(load_stage(model_dir, first, end))
+            stage = load_stage(model_dir, first, end)
+            self.stages.append(stage)
             self.caches.append(
                 KVCache(
                     kv_shapes(self.master.config, first, end),
@@ -137,6 +138,8 @@ class Pipeline:
                     num_blocks=self.num_blocks,
                     dtype=Checkpoint(model_dir).dtype,
                     kv_bits=kv_bits,
+                    # The first block of a sequence numbers its state.
+                    states=stage.new_states(self.num_blocks),
                 )
             )
 
@@ -158,7 +161,11 @@ class Pipeline:
         tables, starts, tokens = zip(*rows, strict=True)
         counts = list(map(len, tokens))
         batch = PackedBatch(
-            block_tables=tables, starts=starts, counts=counts, rope_lengths=rope_lengths
+            block_tables=tables,
+            starts=starts,
+            counts=counts,
+            rope_lengths=rope_lengths,
+            slots=[table[0] for table in tables],
         )
         flat = torch.tensor([list(itertools.chain(*tokens))])
         hidden = self.master.embed(flat, batch.positions)

@@ -19,7 +19,6 @@ from transformers import (
     LlamaConfig,
     OpenAIGPTConfig,
     Qwen2Config,
-    Qwen3NextConfig,
     T5Config,
 )
 
@@ -93,13 +92,19 @@ def test_mutated_configuration_is_read_or_raises_an_error(tiny_model, tmp_path, 
     assert 0 < refused < 150
 
 
+def _of_unknown_layers():
+    config = LlamaConfig(num_hidden_layers=2)
+    config.layer_types = ["full_attention", "another"]
+    return config
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
+        (_of_unknown_layers(), "layer 1 is 'another', expected one of full_attention"),
         (T5Config(), "expected a decoder-only language model"),
         (BertConfig(), "plain decoder"),
         (OpenAIGPTConfig(), "found no 'embed_tokens' in OpenAIGPTModel"),
-        (Qwen3NextConfig(), "linear_attention"),
         (DogeConfig(), "not supported: its layers build their own attention masks"),
         (Llama4TextConfig(attention_chunk_size=None), "field 'attention_chunk_size': found None"),
         (FalconConfig(alibi=True), "field 'alibi': found True"),

@@ -141,7 +141,7 @@ class OddExperts(nn.Module):
     [
         (OddExperts(bias=True), "down_proj_bias"),
         (OddExperts(transposed=True), "is_transposed"),
-        (nn.Conv1d(8, 8, 3), r"Conv1d.*expected experts"),
+        (nn.ConvTranspose1d(8, 8, 3), r"ConvTranspose1d.*expected experts"),
     ],
 )
 def test_experts_in_an_unknown_layout_are_refused(module, message):

@@ -85,6 +85,9 @@ def step_runner_of(layers: DecoderStage, cache: KVCache) -> StepRunner | None:
         layers: of the stage.
         cache: of their keys and values.
     """
+    if cache.states is not None:
+        logger.info("steps run operator by operator: layers have a recurrent state")
+        return None
     if cache.device.type != "cpu":
         return graphs_of(layers, cache)
     try:

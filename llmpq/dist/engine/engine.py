@@ -492,6 +492,7 @@ class Engine:
             length=length,
             rope_length=rope_length,
             origin=chunk.origin,
+            slot=chunk.slot,
         )
 
     def _read_prompt_logprobs(

@@ -199,6 +199,7 @@ def packed_batch_of(rows: Sequence[Row]) -> PackedBatch:
         counts=[row.length - row.first for row in rows],
         rope_lengths=[row.rope_length or row.length for row in rows],
         window_tables=[row.window_blocks for row in rows if row.window_blocks],
+        slots=[row.slot for row in rows],
     )
 
 
@@ -219,6 +220,7 @@ def slot_row(slot: int, tokens: tuple[int, int], max_tokens: int, *, window: int
         else slot_window_blocks(slot, max_tokens, length, window),
         first=first,
         length=length,
+        slot=slot,
     )
 
 

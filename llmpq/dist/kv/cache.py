@@ -29,6 +29,7 @@ from llmpq.errors import CapacityError, SpecError, StageError
 from llmpq.kernels.cpu.paged_attention import PagedCall, PagedHeads, can_attend
 from llmpq.models import KVShape, PackedBatch
 from llmpq.models.attention import ScoreOptions
+from llmpq.models.states import SequenceStates
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE, KV_BLOCK_TOKENS
 
 STEPS = 127
@@ -323,6 +324,7 @@ class KVCache:
         device: where they lie.
         kv_bits: 8 to quantize keys and values per token and head; ``None`` or the width of
             ``dtype`` to keep them.
+        states: of the layers that have a recurrent state instead, ``None`` without any.
 
     Raises:
         CapacityError: there are no blocks or no tokens.
@@ -341,6 +343,7 @@ class KVCache:
         block_size: int = KV_BLOCK_SIZE,
         device: torch.device | str = "cpu",
         kv_bits: int | None = None,
+        states: SequenceStates | None = None,
     ) -> None:
         if min(num_blocks, block_size, num_window_blocks or 1) < 1:
             raise CapacityError(f"KV cache: found {num_blocks} blocks of {block_size} tokens")
@@ -355,6 +358,7 @@ class KVCache:
         self.device = torch.device(device)
         self.dtype = dtype
         self.kv_bits = kv_bits
+        self.states = states
         sizes = [
             (num_window_blocks or num_blocks if shape.kept_tokens else num_blocks, block_size)
             for shape in shapes
@@ -382,12 +386,13 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the blocks: ``2 * num_blocks * h * block_size`` heads in each layer.
+        """Bytes of the blocks, ``2 * num_blocks * h * block_size`` heads in each layer, and states.
 
         Layers with windows may have fewer blocks. A head has ``d`` values; at 8 bits ``d`` bytes
         and a scale of two.
         """
-        return sum(layer.nbytes for layer in self._layers)
+        states = 0 if self.states is None else self.states.nbytes
+        return sum(layer.nbytes for layer in self._layers) + states
 
     @property
     def token_bytes(self) -> list[int]:
@@ -458,6 +463,8 @@ class KVCache:
             CapacityError: a row is longer than its blocks.
             StageError: a block does not exist, or two rows write to one place of it.
         """
+        if self.states is not None:
+            self.states.check(batch)
         size = self.block_size
         for table, length in zip(batch.block_tables, batch.lengths, strict=True):
             if length > size * len(table):
@@ -593,6 +600,7 @@ class KVCacheView:
         self._cache = cache
         self._batch = batch
         self._returns_all = returns_all
+        self.states = cache.states
         self.attends = cache.attends and not returns_all
         self.is_exact = cache.is_exact
         self._calls: dict[bool, PagedCall] = {}  # by whether a layer has blocks of its own
@@ -724,6 +732,7 @@ class TensorView:
 
     attends = False
     is_exact = True
+    states = None
 
     def __init__(
         self,

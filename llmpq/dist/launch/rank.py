@@ -69,7 +69,7 @@ from llmpq.dist.transport.frames import FrameLimits
 from llmpq.errors import CapacityError, SpecError, StageError
 from llmpq.kernels.base import open_device
 from llmpq.models import Master, kv_shapes, load_config
-from llmpq.models.adapter import kv_sources, largest_window
+from llmpq.models.adapter import has_states, kv_sources, largest_window
 from llmpq.models.master import message_features
 from llmpq.models.stage import length_scaling
 from llmpq.options.engine import EngineOptions
@@ -193,7 +193,11 @@ def window_blocks_of(plan: Plan, config: PreTrainedConfig) -> int | None:
 def limits_of_model(plan: Plan, options: EngineOptions, config: PreTrainedConfig) -> EngineLimits:
     """Return the limits of an engine for a model's rotary angles and windows."""
     return engine_limits(
-        plan, options, window_tokens=largest_window(config), scaling=length_scaling(config)
+        plan,
+        options,
+        window_tokens=largest_window(config),
+        scaling=length_scaling(config),
+        has_states=has_states(config),
     )
 
 
@@ -202,7 +206,11 @@ def policy_limits_of_model(
 ) -> EngineLimits:
     """Return the same for an engine whose steps a batching policy decides."""
     return policy_limits(
-        plan, options, window_tokens=largest_window(config), scaling=length_scaling(config)
+        plan,
+        options,
+        window_tokens=largest_window(config),
+        scaling=length_scaling(config),
+        has_states=has_states(config),
     )
 
 
@@ -304,6 +312,15 @@ def kv_blocks_of(context: RankContext) -> int:
     return max(slots * blocks_of(max_tokens), 0 if engine is None else engine.num_blocks)
 
 
+def state_slots_of(context: RankContext, config: PreTrainedConfig) -> int:
+    """Return the sequences of a rank's stage that have states at the same time."""
+    job, plan = context.job, context.plan
+    slots, _ = plan.slots_of(plan.stages[context.rank])
+    if job.task != "online":
+        return slots
+    return max(slots, limits_of_model(plan, job.engine, config).max_sequences)
+
+
 def load_runner(context: RankContext, device: torch.device) -> StageRunner:
     """Read, quantize and place the layers of a stage, and allocate its KV blocks."""
     job, plan, rank = context.job, context.plan, context.rank
@@ -336,6 +353,7 @@ def load_runner(context: RankContext, device: torch.device) -> StageRunner:
         dtype=dtype,
         device=device,
         kv_bits=8 if plan.kv_bits == 8 else 8 * dtype.itemsize,
+        states=layers.new_states(state_slots_of(context, layers.config)),
     )
     channels = context.channels
     links = ((), ()) if channels is None else (channels.send_links, channels.receive_links)

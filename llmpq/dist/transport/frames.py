@@ -9,7 +9,7 @@ Header, little-endian, then one row of the table for each of ``max_rows`` sequen
 
     4s magic | B version | B kind | B dtype | B buffer | 8s plan digest | Q sequence | Q micro_batch
     | I rows | I tokens | I hidden | I layer | Q payload bytes
-    | table: rows x (I first, I length, I rope_length, Q origin), zeros
+    | table: rows x (I first, I length, I rope_length, I slot, Q origin), zeros
     | I crc32 of everything before
 
 A row of ``length`` tokens has ``ceil(length / block_size)`` blocks. The block tables follow the
@@ -45,12 +45,12 @@ from llmpq.errors import StageError
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
 
 MAGIC = b"LPQ1"
-VERSION = 7
+VERSION = 8
 MAX_TEXT_BYTES = 64 * 1024
 """The longest text of a control frame."""
 
 _FIXED = struct.Struct("<4sBBBB8sQQIIIIQ")
-_ROW = struct.Struct("<IIIQ")
+_ROW = struct.Struct("<IIIIQ")
 _CHECKSUM = struct.Struct("<I")
 _BLOCK = np.dtype("<u4")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32)
@@ -198,6 +198,7 @@ class Row:
         origin: number of the prefill micro-batch that filled its blocks; distinguishes the owners
             of a block where keys and values are sent.
         rope_length: length of the sequence for rotary angles that depend on it; 0 for ``length``.
+        slot: of the states of its sequence, in layers with a recurrent state.
     """
 
     blocks: tuple[int, ...]
@@ -206,6 +207,7 @@ class Row:
     origin: int = 0
     rope_length: int = 0
     window_blocks: tuple[int, ...] = ()
+    slot: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -272,7 +274,8 @@ def encode_header(frame: Frame, limits: FrameLimits, sequence: int, buffer: int 
         rows, tokens, hidden, frame.layer, size,
     )  # fmt: skip
     table = b"".join(
-        _ROW.pack(row.first, row.length, row.rope_length, row.origin) for row in frame.rows
+        _ROW.pack(row.first, row.length, row.rope_length, row.slot, row.origin)
+        for row in frame.rows
     )
     body = (fixed + table).ljust(limits.header_bytes - _CHECKSUM.size, b"\0")
     return body + _CHECKSUM.pack(zlib.crc32(body))
@@ -366,8 +369,15 @@ def _read_table(body: bytes, rows: int, limits: FrameLimits) -> tuple[Row, ...]:
     if body.count(0, end) != len(body) - end:
         raise _refused("table", "entries beyond its rows", "zeros")
     return tuple(
-        Row(blocks=(), first=first, length=length, origin=origin, rope_length=rope_length)
-        for first, length, rope_length, origin in _ROW.iter_unpack(body[_FIXED.size : end])
+        Row(
+            blocks=(),
+            first=first,
+            length=length,
+            origin=origin,
+            rope_length=rope_length,
+            slot=slot,
+        )
+        for first, length, rope_length, slot, origin in _ROW.iter_unpack(body[_FIXED.size : end])
     )
 
 

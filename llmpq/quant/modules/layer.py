@@ -333,6 +333,8 @@ def quantizable_names(layer: nn.Module) -> Iterator[str]:
         is_linear = isinstance(module, nn.Linear)
         if is_linear and not is_router(name):
             yield name
+        elif isinstance(module, nn.Conv1d):
+            continue  # of a layer with a recurrent state; it is small
         elif any(parameter.dim() == 3 for parameter in module.parameters(recurse=False)):
             _check_experts(name, module)
             yield name

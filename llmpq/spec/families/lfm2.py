@@ -1,8 +1,8 @@
-"""LFM2: gated convolutions among layers of attention; planned, not run."""
+"""LFM2: gated convolutions among layers of attention."""
 
 from __future__ import annotations
 
-from llmpq.spec.families import Family
+from llmpq.spec.families import Family, LayerForm, ModelParts
 from llmpq.spec.huggingface import mixers
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.config import Config
@@ -10,6 +10,8 @@ from llmpq.spec.huggingface.sizes import Sizes
 
 FAMILY = Family(
     name="lfm2",
+    parts=ModelParts(final_norm="embedding_norm"),
+    form=LayerForm(norms=("operator_norm", None, "ffn_norm", None)),
     sizes=Sizes(
         attention=mixers.Hybrid(
             attention=SelfAttention(
@@ -23,5 +25,4 @@ FAMILY = Family(
         ),
         feed_forward=mixers.adjusted_feed_forward,
     ),
-    is_tested=False,
 )

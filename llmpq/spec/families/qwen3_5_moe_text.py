@@ -1,4 +1,4 @@
-"""Qwen3.5 with experts; planned, not run."""
+"""Qwen3.5 with experts."""
 
 from __future__ import annotations
 
@@ -9,5 +9,4 @@ from llmpq.spec.families import Family, qwen2_moe, qwen3_5_text
 FAMILY = Family(
     name="qwen3_5_moe_text",
     sizes=replace(qwen3_5_text.SIZES, feed_forward=qwen2_moe.MIXTURE),
-    is_tested=False,
 )

@@ -1,4 +1,4 @@
-"""Qwen3.5: linear attention with four inputs in most layers; planned, not run."""
+"""Qwen3.5: linear attention with four inputs in most layers."""
 
 from __future__ import annotations
 
@@ -17,5 +17,4 @@ SIZES = Sizes(
 FAMILY = Family(
     name="qwen3_5_text",
     sizes=SIZES,
-    is_tested=False,
 )

@@ -1,4 +1,4 @@
-"""Qwen3-Next: linear attention in most layers, gated attention, experts; planned, not run."""
+"""Qwen3-Next: linear attention in most layers, gated attention, experts."""
 
 from __future__ import annotations
 
@@ -22,5 +22,4 @@ FAMILY = Family(
         ),
         feed_forward=replace(qwen2_moe.MIXTURE, layers=by_step),
     ),
-    is_tested=False,
 )

@@ -1,0 +1,356 @@
+"""Layers with a recurrent state: linear attention, state spaces, short convolutions.
+
+Such a layer of transformers has a module, its mixer, that reads and replaces the state of every
+sequence: the last inputs of a convolution, and what the recurrence carries on. Here the rows of a
+step are sequences of different lengths, and the states of all running sequences are in slots. The
+mixer is called once for all rows of one token that follow others, and once for every other row:
+each call sees the cache of transformers (``RowStates``), with the states of its rows.
+
+States are float32 whatever the run's format: the recurrence of transformers is computed in it, and
+the values of a convolution are exact in it.
+
+Shapes: R rows, N tokens of the step, H hidden size, K inputs of the convolution, C channels.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llmpq.errors import CapacityError, SpecError, StageError
+from llmpq.models.attention import PackedBatch
+
+_CACHES = ("cache_params", "past_key_values")
+"""Names of the argument of a mixer that has the states."""
+_RUNS_ROWS = "runs_rows_apart"
+"""Attribute of the classes that :func:`use_row_states` makes."""
+CONVOLUTION, RECURRENCE = "conv", "recurrent"
+StateShapes = dict[str, tuple[int, ...]]
+"""Shape of the states of one sequence in a layer by kind: ``conv`` ``[C, K]``, ``recurrent``
+``[heads, ...]``; empty for a layer without."""
+
+
+class SequenceStates:
+    """The states of all running sequences in the layers of a stage, preallocated.
+
+    Args:
+        shapes: of each layer, in order.
+        first_layer: index of the first of them in the whole model.
+        num_slots: sequences.
+        device: where the states are.
+
+    Raises:
+        CapacityError: there are no slots.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[StateShapes],
+        first_layer: int,
+        *,
+        num_slots: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if num_slots < 1:
+            raise CapacityError(f"states: found {num_slots} slots, expected at least 1")
+        self.num_slots = num_slots
+        self._layers = {
+            index: {
+                kind: torch.zeros((num_slots, *shape), dtype=torch.float32, device=device)
+                for kind, shape in own.items()
+            }
+            for index, own in enumerate(shapes, first_layer)
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held: four for each number."""
+        return sum(one.nbytes for layer in self._layers.values() for one in layer.values())
+
+    def check(self, batch: PackedBatch) -> None:
+        """Check the slots of a step.
+
+        Raises:
+            StageError: a row has none, or one that does not exist.
+        """
+        if len(batch.slots) != batch.rows or not all(
+            0 <= slot < self.num_slots for slot in batch.slots
+        ):
+            raise StageError(
+                f"states: found slots {list(batch.slots)} of {batch.rows} rows, expected one of "
+                f"[0, {self.num_slots}) for each"
+            )
+
+    def rows(self, slots: Sequence[int], dtype: torch.dtype, *, is_new: bool) -> RowStates:
+        """Return the states of some rows as transformers wants them.
+
+        Args:
+            slots: of the rows, each once.
+            dtype: of the hidden states.
+            is_new: whether the rows begin, so that they have no state yet.
+        """
+        return RowStates(self._layers, slots, dtype, is_new=is_new)
+
+
+class RowStates:
+    """The states of the rows of one call of a mixer, with the interface of a cache of transformers.
+
+    Args:
+        layers: states of all slots by layer and kind; empty records shapes only.
+        slots: of the rows.
+        dtype: of the hidden states.
+        is_new: whether the rows have no state yet.
+
+    Attributes:
+        found: shapes of the states that were written, by layer.
+    """
+
+    def __init__(
+        self,
+        layers: dict[int, dict[str, Tensor]],
+        slots: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        is_new: bool,
+    ) -> None:
+        self._layers = layers
+        self._slots = torch.tensor(slots)
+        self._dtype = dtype
+        self._is_new = is_new
+        self._convolved: tuple[int, Tensor] | None = None  # layer, what the mixer may write to
+        self.found: dict[int, StateShapes] = {}
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return the last inputs of the convolution, ``[R, C, K]``; ``None`` for new rows.
+
+        A mixer updates them in place where every row has one token; :meth:`end` keeps them.
+        """
+        _check_first(state_idx)
+        if self._is_new:
+            return None
+        read = self._read(layer_idx, CONVOLUTION)
+        self._convolved = None if read is None else (layer_idx, read)
+        return read
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return what the recurrence carries on, float32 ``[R, ...]``; ``None`` for new rows."""
+        _check_first(state_idx)
+        return None if self._is_new else self._read(layer_idx, RECURRENCE)
+
+    def update_conv_state(
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: object,
+    ) -> Tensor:
+        """Keep the last inputs; return all of ``[R, C, T]`` with those before them."""
+        _check_first(state_idx)
+        width = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
+        before = None if self._is_new else self._read(layer_idx, CONVOLUTION)
+        if before is None:
+            missing = max(0, width - conv_states.shape[-1])
+            whole = nn.functional.pad(conv_states, (missing, 0))
+        else:
+            whole = torch.cat([before, conv_states], dim=-1)
+        self._convolved = None
+        self._write(layer_idx, CONVOLUTION, whole[..., -width:])
+        return whole
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object
+    ) -> Tensor:
+        """Keep what the recurrence carries on, ``[R, ...]``."""
+        _check_first(state_idx)
+        self._write(layer_idx, RECURRENCE, recurrent_states)
+        return recurrent_states
+
+    def has_previous_state(
+        self, layer_idx: int | None = None, state_idx: int | None = None
+    ) -> bool:
+        """Return whether the rows have states."""
+        del layer_idx, state_idx
+        return not self._is_new
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Return whether earlier states are kept: never."""
+        del layer_idx
+        return False
+
+    @property
+    def layers(self) -> _Layers:
+        """The layers of the cache, as transformers 5.17 to 5.21 read them."""
+        return _Layers(self)
+
+    def end(self) -> None:
+        """Keep what the mixer has written in place."""
+        if self._convolved is not None:
+            layer, values = self._convolved
+            self._write(layer, CONVOLUTION, values)
+
+    def _read(self, layer: int, kind: str) -> Tensor | None:
+        stored = self._layers.get(layer, {}).get(kind)
+        if stored is None:
+            return None
+        found = stored.index_select(0, self._slots.to(stored.device))
+        return found if kind == RECURRENCE else found.to(self._dtype)
+
+    def _write(self, layer: int, kind: str, values: Tensor) -> None:
+        self.found.setdefault(layer, {})[kind] = tuple(values.shape[1:])
+        stored = self._layers.get(layer, {}).get(kind)
+        if stored is not None:
+            stored.index_copy_(0, self._slots.to(stored.device), values.to(stored.dtype))
+
+
+class _Layers:
+    """The layers of a cache, by their index in the model."""
+
+    def __init__(self, states: RowStates) -> None:
+        self._states = states
+
+    def __getitem__(self, layer_idx: int) -> _Layer:
+        return _Layer(self._states, layer_idx)
+
+
+class _Layer:
+    """The states of one layer."""
+
+    record_past = False
+
+    def __init__(self, states: RowStates, layer_idx: int) -> None:
+        self._states = states
+        self._layer_idx = layer_idx
+
+    @property
+    def conv_states(self) -> list[Tensor | None]:
+        """The last inputs of its convolution."""
+        return [self._states.get_conv_state(self._layer_idx)]
+
+    @property
+    def recurrent_states(self) -> list[Tensor | None]:
+        """What its recurrence carries on."""
+        return [self._states.get_recurrent_state(self._layer_idx)]
+
+
+def _check_first(state_idx: int) -> None:
+    if state_idx:
+        raise SpecError(f"states: found state {state_idx} of a layer, expected one of each kind")
+
+
+def use_row_states(layer: nn.Module) -> bool:
+    """Let the mixer of ``layer`` compute the rows of a step apart; return whether it has one."""
+    found = mixers_of(layer)
+    for part in found:
+        part.__class__ = _in_rows(part.__class__)  # as torch's parametrizations do
+    return bool(found)
+
+
+def mixers_of(layer: nn.Module) -> list[nn.Module]:
+    """Return the modules of a layer that keep a state."""
+    return [part for part in layer.modules() if keeps_state(type(part))]
+
+
+@cache
+def keeps_state(kind: type[nn.Module]) -> bool:
+    """Return whether modules of a class read the states of a cache."""
+    forward = kind.forward
+    if hasattr(kind, _RUNS_ROWS):
+        return True
+    if not any(name in inspect.signature(forward).parameters for name in _CACHES):
+        return False
+    code = inspect.unwrap(forward).__code__
+    return "update_conv_state" in code.co_names or "update_recurrent_state" in code.co_names
+
+
+def state_shapes(mixer: nn.Module, hidden_size: int, like: Tensor) -> StateShapes:
+    """Return the shapes of the states of one sequence: what a mixer writes for one token.
+
+    Args:
+        mixer: as it is in the layer.
+        hidden_size: of the model.
+        like: tensor with the dtype and device of the layer.
+    """
+    hidden = like.new_zeros(1, 1, hidden_size)
+    states = RowStates({}, [0], hidden.dtype, is_new=True)
+    kind: Any = getattr(mixer, _RUNS_ROWS, type(mixer))
+    with torch.inference_mode():
+        kind.forward(mixer, hidden, **{_cache_argument(kind): states})
+    (found,) = states.found.values()
+    return found
+
+
+def _cache_argument(kind: type[nn.Module]) -> str:
+    parameters = inspect.signature(kind.forward).parameters
+    return next(name for name in _CACHES if name in parameters)
+
+
+@cache
+def _in_rows(kind: type[nn.Module]) -> type[nn.Module]:
+    if hasattr(kind, _RUNS_ROWS):
+        return kind
+    name = _cache_argument(kind)
+
+    def forward(self: nn.Module, hidden_states: Tensor, *_: object, **given: Any) -> Tensor:
+        view, mask = given.get(name), given.get("attention_mask")
+        assert mask is not None, "the rows of the step"
+        states = None if view is None else view.states
+        if view is not None and states is None:
+            raise SpecError("states: found a cache without those of layers with a recurrent state")
+        run: Callable[..., Tensor] = kind.forward
+        return run_rows(
+            lambda hidden, own: run(self, hidden, **{name: own}),
+            hidden_states,
+            mask.step.batch,
+            states,
+        )
+
+    members = {"forward": forward, "__module__": kind.__module__, _RUNS_ROWS: kind}
+    return type(kind.__name__, (kind,), members)
+
+
+def run_rows(
+    mixer: Callable[[Tensor, RowStates | None], Tensor],
+    hidden: Tensor,
+    batch: PackedBatch,
+    states: SequenceStates | None,
+) -> Tensor:
+    """Return ``[1, N, H]`` of a mixer for the rows of a step.
+
+    Args:
+        mixer: returns ``[R, T, H]`` for hidden states of rows of one length and their states.
+        hidden: ``[1, N, H]``.
+        batch: rows of the step; several of one sequence follow each other in order.
+        states: of all sequences; ``None`` for whole sequences, whose states are not kept.
+    """
+    output = torch.empty_like(hidden)
+    spans = [
+        slice(first, first + count)
+        for first, count in zip(batch.offsets, batch.counts, strict=True)
+    ]
+    if states is None:
+        for span in spans:
+            output[:, span] = mixer(hidden[:, span], None)
+        return output
+    together: list[int] = []
+    if len(set(batch.slots)) == batch.rows:
+        together = [
+            row for row in range(batch.rows) if batch.counts[row] == 1 and batch.starts[row]
+        ]
+    if len(together) > 1:
+        places = torch.tensor([batch.offsets[row] for row in together], device=hidden.device)
+        own = states.rows([batch.slots[row] for row in together], hidden.dtype, is_new=False)
+        output[0, places] = mixer(hidden[0, places][:, None], own)[:, 0]
+        own.end()
+    else:
+        together = []
+    for row in sorted(set(range(batch.rows)).difference(together)):
+        own = states.rows([batch.slots[row]], hidden.dtype, is_new=batch.starts[row] == 0)
+        output[:, spans[row]] = mixer(hidden[:, spans[row]], own)
+        own.end()
+    return output

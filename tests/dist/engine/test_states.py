@@ -1,0 +1,170 @@
+"""Layers with a recurrent state answer as transformers' generate, under every limit and policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.ranks import make_plan, run_threads, serve_script
+from helpers.scripted_channel import Script
+from helpers.tiny_configs import tiny_config
+from helpers.tiny_models import generate_alone, load_reference, make_tiny_model_script
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_policies_tokens import SCHEDULES
+
+from llmpq.batching.speculation import SpeculativeConfig
+from llmpq.dist.io.generation import GenerationRequest
+from llmpq.dist.io.prompts import Request
+from llmpq.dist.io.sampling_params import SamplingParams
+from llmpq.errors import CapacityError, SpecError, StageError
+from llmpq.models import PackedBatch
+from llmpq.models.states import SequenceStates
+from llmpq.options.engine import EngineOptions
+from llmpq.options.limits import engine_limits
+from llmpq.quant.loading.loader import load_stage
+from llmpq.spec.huggingface.families import load_model_dir
+
+torch.set_num_threads(1)
+
+FAMILIES = ("lfm2", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+CUTS = {1: (0, 3), 2: (0, 1, 3), 3: (0, 1, 2, 3)}
+PREFIX = [(7 * number) % 90 + 3 for number in range(35)]
+PROMPTS = [PREFIX, [3, 4], [*PREFIX[:33], 5, 6], [50] * 18, [61], [*PREFIX[:20], 9]]
+NEW = 8
+FREE = SamplingParams(ignore_eos=True, max_tokens=NEW)
+Models = Callable[[str], tuple[Path, list[list[int]]]]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Return tiny models by family, with transformers' answers to the prompts."""
+    made: dict[str, tuple[Path, list[list[int]]]] = {}
+
+    def model(family: str) -> tuple[Path, list[list[int]]]:
+        if family not in made:
+            script, folder = make_tiny_model_script(), tmp_path_factory.mktemp(family)
+            tiny = script.make_model(tiny_config(family), seed=1)
+            script.save_model(tiny, folder, dtype=torch.float32)
+            reference = load_reference(folder)
+            reference.generation_config.eos_token_id = None
+            answers = [
+                generate_alone(reference, prompt, NEW)[0][len(prompt) :] for prompt in PROMPTS
+            ]
+            made[family] = folder, answers
+        return made[family]
+
+    return model
+
+
+def served(model_dir: Path, num_stages: int, kv_bits: int = 32, **options) -> list[list[int]]:
+    """Return the engine's answers to the prompts, which arrive one after the other."""
+    plan = make_plan(CUTS[num_stages], batch=4, prompt_tokens=48, new_tokens=16, prefill=2)
+    script = Script()
+    for number, prompt in enumerate(PROMPTS):
+        item = GenerationRequest(id=str(number), prompt_token_ids=tuple(prompt), sampling=FREE)
+        script.add(1 + 3 * number, item)
+    serve_script(replace(plan, kv_bits=kv_bits), model_dir, script, EngineOptions(**options))
+    assert not script.refused
+    return [script.tokens(str(number)) for number in range(len(PROMPTS))]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("num_stages", "options"),
+    [
+        (1, {"token_budget": 24}),
+        (2, {"token_budget": 1}),
+        (3, {"token_budget": 5, "max_sequences": 2}),
+        (2, {"num_blocks": 3}),
+        (3, {"scheduler": "spf", "token_budget": 7}),
+    ],
+)
+def test_limits_change_no_token(models, family, num_stages, options):
+    model_dir, expected = models(family)
+    assert served(model_dir, num_stages, **options) == expected
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    family=st.sampled_from(FAMILIES),
+    num_stages=st.integers(1, 3),
+    token_budget=st.integers(1, 40),
+    num_blocks=st.integers(3, 12),
+    max_sequences=st.integers(1, 4),
+)
+def test_chunks_and_preemption_change_no_token(
+    models, family, num_stages, token_budget, num_blocks, max_sequences
+):
+    model_dir, expected = models(family)
+    limits = {"num_blocks": num_blocks, "max_sequences": max_sequences}
+    assert served(model_dir, num_stages, token_budget=token_budget, **limits) == expected
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("stages", CUTS)
+def test_policies_change_no_token(models, name, stages):
+    model_dir, expected = models(FAMILIES[stages])
+    plan = make_plan(CUTS[stages], prefill=2, decode=2, batch=3, prompt_tokens=48, new_tokens=16)
+    requests = [
+        Request(id=number, prompt_token_ids=tuple(prompt), max_new_tokens=NEW)
+        for number, prompt in enumerate(PROMPTS)
+    ]
+    answers, _ = run_threads(replace(plan, schedule=SCHEDULES[name]), model_dir, requests)
+    assert [list(answers[number][0]) for number in range(len(PROMPTS))] == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_of_prompts_are_those_of_transformers(models, family):
+    """Every position of such a prompt is a row of its own, of one state."""
+    model_dir, _ = models(family)
+    plan = make_plan(CUTS[2], batch=4, prompt_tokens=48, new_tokens=16, prefill=2)
+    script, params = Script(), replace(FREE, prompt_logprobs=0)
+    item = GenerationRequest(id="0", prompt_token_ids=tuple(PREFIX), sampling=params)
+    script.add(1, item)
+    serve_script(plan, model_dir, script, EngineOptions(token_budget=9))
+    scored = script.outputs["0"][0].prompt_logprobs
+    assert scored is not None
+    found = [one.logprob for one in scored if one is not None]
+    with torch.inference_mode():
+        scores = load_reference(model_dir)(torch.tensor([PREFIX])).logits[0].log_softmax(-1)
+    expected = scores[range(len(PREFIX) - 1), PREFIX[1:]]
+    torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_states_have_the_bytes_that_the_plan_counts(models, family):
+    model_dir, _ = models(family)
+    cpu = torch.device("cpu")
+    states = load_stage(model_dir, 0, 3, None, dtype=torch.float32, device=cpu).new_states(5)
+    assert states is not None
+    values = sum(layer.state_values for layer in load_model_dir(model_dir).layers)
+    assert values
+    assert states.nbytes == 5 * 4 * values
+
+
+def test_what_needs_earlier_states_is_refused():
+    plan, drafts = make_plan((0, 3), batch=4), SpeculativeConfig(num_speculative_tokens=3)
+    for options, error in (
+        (EngineOptions(speculative_config=drafts), "speculative_config"),
+        (EngineOptions(kv_offloading_bytes=1 << 30), "kv_offloading_size"),
+    ):
+        with pytest.raises(SpecError, match=f"{error}.*have a recurrent state"):
+            engine_limits(plan, options, has_states=True)
+    limits = engine_limits(plan, EngineOptions(max_sequences=64), has_states=True)
+    assert (limits.max_sequences, limits.prefix_caching) == (4, False)
+
+
+def test_slots_are_checked():
+    shapes = [{}, {"conv": (6, 4)}]
+    states = SequenceStates(shapes, 2, num_slots=3)
+    batch = {"block_tables": [[0], [1]], "starts": [0, 0], "counts": [1, 1]}
+    states.check(PackedBatch(**batch, slots=[2, 0]))
+    for slots in ([], [0], [0, 3], [-1, 0]):
+        with pytest.raises(StageError, match="found slots"):
+            states.check(PackedBatch(**batch, slots=slots))
+    with pytest.raises(CapacityError, match="found 0 slots"):
+        SequenceStates(shapes, 2, num_slots=0)
