@@ -643,7 +643,7 @@ def layer_window(config: PreTrainedConfig, index: int) -> int | None:
 
 def keeps_state(config: PreTrainedConfig, index: int) -> bool:
     """Return whether a layer has a recurrent state in place of keys and values."""
-    kinds = getattr(config, "layer_types", None)
+    kinds: Sequence[str] = getattr(config, "layer_types", None) or ()
     return bool(kinds) and kinds[index] in LINEAR
 
 

@@ -253,7 +253,7 @@ def use_row_states(layer: nn.Module) -> bool:
 
 def mixers_of(layer: nn.Module) -> list[nn.Module]:
     """Return the modules of a layer that keep a state."""
-    return [part for part in layer.modules() if keeps_state(type(part))]
+    return [part for part in layer.modules() if keeps_state(part.__class__)]
 
 
 @cache

@@ -21,7 +21,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, Literal, Protocol
@@ -121,6 +121,26 @@ class TorchLink:
             nothing = torch.empty(1, dtype=torch.uint8)
             self.frames.recv([nothing], self.peer, _CLOSE_TAG).wait(timedelta(milliseconds=1))
 
+    def watch(self, on_closed: Callable[[], None]) -> None:
+        """Call ``on_closed`` in a thread of its own when either rank has closed the link.
+
+        gloo may forget an operation that starts while the other rank closes: it never ends then.
+        This one has started before.
+        """
+        nothing = torch.empty(1, dtype=torch.uint8)
+        try:
+            work = self.frames.recv([nothing], self.peer, _CLOSE_TAG)
+        except RuntimeError:  # closed already
+            on_closed()
+            return
+
+        def wait() -> None:
+            with contextlib.suppress(RuntimeError):
+                work.wait(_FOREVER)
+            on_closed()
+
+        threading.Thread(target=wait, daemon=True, name="link watcher").start()
+
 
 class TorchLinks:
     """The :class:`Links` of rank ``rank``, which connect here, in the same order on all ranks.
@@ -208,6 +228,7 @@ class TorchWriter:
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, daemon=True, name="link sender")
         self._thread.start()
+        link.watch(self._lose)
 
     def write(self, frame: Frame) -> None:
         """Start sending a frame."""
@@ -267,6 +288,11 @@ class TorchWriter:
             self._num_left += 1
         self._started.put((work, data, data.device))
 
+    def _lose(self) -> None:
+        with self._finished:
+            self._is_lost = True
+            self._finished.notify_all()
+
     def _run(self) -> None:
         """Wait for the end of every operation, and keep its tensor until then."""
         while (item := self._started.get()) is not None:
@@ -285,6 +311,7 @@ class TorchReader:
 
     def __init__(self, link: TorchLink, limits: FrameLimits) -> None:
         self.last_received_s = 0.0
+        self._receiving_s: float | None = None  # since when the operation in flight is
         self._link = link
         self._limits = limits
         self._arrived: queue.Queue[Frame | Exception] = queue.Queue(MAX_READ_AHEAD)
@@ -294,6 +321,7 @@ class TorchReader:
         self._ready = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
         self._thread = threading.Thread(target=self._run, daemon=True, name="link receiver")
         self._thread.start()
+        link.watch(self._lose)
 
     def read(self, *, is_waiting: bool = False) -> Frame | None:  # noqa: ARG002  frames are whole
         """Return the next frame if it is here."""
@@ -337,6 +365,15 @@ class TorchReader:
         except Exception as error:  # who reads must see every end of this thread
             self._put(StageError(f"receiving failed: {type(error).__name__}: {error}"))
 
+    def _lose(self) -> None:
+        """Report the loss where an operation of the receiver does not end."""
+        while self._thread.is_alive():
+            self._thread.join(CLOSE_TIMEOUT_S)
+            begin_s = self._receiving_s  # none while it waits for who reads
+            if begin_s is not None and time.monotonic() - begin_s >= CLOSE_TIMEOUT_S:
+                self._put(LinkClosedError("closed by the peer"))
+                return
+
     def _put(self, item: Frame | Exception) -> bool:
         """Hand a frame or an error over; return whether this end is still open."""
         if not self._is_closed:
@@ -363,10 +400,12 @@ class TorchReader:
             group, device = self._link.payloads, self._link.device
         data = torch.empty(count, dtype=torch.uint8, device=device)
         for piece in torch.split(data, PIECE_BYTES):
+            self._receiving_s = time.monotonic()
             try:
                 _complete(group.recv([piece], self._link.peer, _TAG), device)
             except RuntimeError as error:
                 raise LinkClosedError(str(error)) from None
+            self._receiving_s = None
             self.last_received_s = time.monotonic()
         return data
 

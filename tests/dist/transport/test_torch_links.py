@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import select
+import threading
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.clocks import PATIENCE_S
 from helpers.frames import LARGE, large_prefill
 from helpers.links import open_links
 
 from llmpq.dist.transport import torch_links
+from llmpq.dist.transport.communicator import LinkClosedError
 from llmpq.dist.transport.frames import Frame, FrameKind
 from llmpq.dist.transport.topology import one_ring
-from llmpq.dist.transport.torch_links import TorchReader, gpu_of, payload_backend
+from llmpq.dist.transport.torch_links import (
+    TorchLink,
+    TorchReader,
+    TorchWriter,
+    gpu_of,
+    payload_backend,
+)
 
 
 @pytest.mark.parametrize(
@@ -97,3 +108,42 @@ def _next(reader: TorchReader) -> Frame:
     while frame is None:
         frame = reader.read()
     return frame
+
+
+class ForgettingGroup:
+    """Operations never end but for those that wait for the link to be closed, as gloo's may."""
+
+    def __init__(self) -> None:
+        self.closed = threading.Event()
+
+    def send(self, *_: object) -> SimpleNamespace:
+        return SimpleNamespace(wait=lambda _: threading.Event().wait())
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> SimpleNamespace:
+        del tensors, source
+        if tag == torch_links._TAG:
+            return self.send()
+        return SimpleNamespace(wait=self._wait)
+
+    def _wait(self, limit: timedelta) -> None:
+        if limit < timedelta(seconds=1):  # a closing end
+            self.closed.set()
+        self.closed.wait()
+        raise RuntimeError("Connection closed by peer")
+
+
+def test_the_end_of_a_link_is_seen_where_an_operation_is_forgotten():
+    group = ForgettingGroup()
+    link = TorchLink(frames=group, payloads=group, device=torch.device("cpu"), peer=1)
+    writer, reader = TorchWriter(link, LARGE), TorchReader(link, LARGE)
+    writer.write(Frame(kind=FrameKind.HEARTBEAT))
+    assert not writer.drain(0.01)
+    assert reader.read() is None
+    group.closed.set()
+    with pytest.raises(LinkClosedError):
+        writer.drain(PATIENCE_S)
+    select.select([reader.fileno()], [], [], PATIENCE_S)
+    with pytest.raises(LinkClosedError):
+        reader.read()
+    writer.close(0.0)
+    reader.close()
