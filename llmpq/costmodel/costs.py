@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +21,7 @@ from llmpq.costmodel.tables.profiles import (
     read_links,
 )
 from llmpq.errors import SpecError
+from llmpq.logging import get_logger
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, Device, limited_set
 from llmpq.spec.devices.figures import DeviceSpec, PrecisionCost, compute_format
@@ -28,6 +30,8 @@ from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import DTYPE_BYTES, Dtype, Phase
 from llmpq.spec.tables import LatencyTable
 from llmpq.spec.workload import Workload
+
+_logger = get_logger(__name__)
 
 LatencySource = Literal["table", "fit", "roofline"]
 """How latency is predicted: by a table and a regression between its points, by the paper's fit of a
@@ -324,6 +328,8 @@ def build_costs(  # noqa: PLR0913  a model, its numbers, where it runs and what 
                 "layer, expected one in the profile folder (llmpq-profile import "
                 f"--tensor_parallel {device.members}), or the 'profiles' extra with such layers"
             )
+        if profile is None and model.has_states:
+            _warn_of_states(model.name)
         specs.append(spec)
         stages.append(StageOverhead() if profile is None else profile.stage)
         models.append(
@@ -348,6 +354,15 @@ def build_costs(  # noqa: PLR0913  a model, its numbers, where it runs and what 
         stage=tuple(stages),
         formats=tuple(formats),
         head_bits=head_bits,
+    )
+
+
+@cache
+def _warn_of_states(name: str) -> None:
+    _logger.warning(
+        "%s: layers with a recurrent state are forecast by their products alone and take several "
+        "times as long; llmpq-profile measures them",
+        name,
     )
 
 

@@ -247,13 +247,15 @@ def use_row_states(layer: nn.Module) -> bool:
     """Let the mixer of ``layer`` compute the rows of a step apart; return whether it has one."""
     found = mixers_of(layer)
     for part in found:
-        part.__class__ = _in_rows(part.__class__)  # as torch's parametrizations do
+        kind: Any = type(part)
+        part.__class__ = _in_rows(kind)  # as torch's parametrizations do
     return bool(found)
 
 
 def mixers_of(layer: nn.Module) -> list[nn.Module]:
     """Return the modules of a layer that keep a state."""
-    return [part for part in layer.modules() if keeps_state(part.__class__)]
+    kinds: list[tuple[nn.Module, Any]] = [(part, type(part)) for part in layer.modules()]
+    return [part for part, kind in kinds if keeps_state(kind)]
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from helpers.live_tensors import LiveTensors
 from helpers.tiny_configs import SIZES, TESTED, stored_fields, tiny_config
 
 from llmpq.batching.blocks import slot_blocks
+from llmpq.costmodel import build_costs
 from llmpq.costmodel.memory import (
     ForwardShape,
     layer_kv_bytes,
@@ -20,6 +22,7 @@ from llmpq.costmodel.memory import (
 from llmpq.dist.kv.cache import KVCache
 from llmpq.models import DecoderStage, PackedBatch, build_layer, kv_shapes, load_config
 from llmpq.quant.modules.layer import fuse_norms_, quantize_layer_
+from llmpq.spec.cluster import cluster_of_types
 from llmpq.spec.huggingface.families import model_from_config, model_types
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.runtime_constants import ROW_BLOCK
@@ -109,3 +112,14 @@ def test_a_recurrent_state_counts_once_a_sequence():
         if layer.state_values
     )
     assert [layer_kv_bytes(model, kind, 3, tokens, 16) for tokens in (1, 900)] == [12 * state] * 2
+
+
+def test_a_forecast_says_that_it_leaves_recurrences_out(caplog):
+    request = {"dtype": "float32", "kv_bits": 32, "latency": "roofline"}
+    cluster = cluster_of_types({"A100-40G": 2})
+    build_costs(_spec("llama"), cluster, **request)
+    assert not caplog.records
+    for _ in range(2):
+        build_costs(replace(_spec("lfm2"), name="one of states"), cluster, **request)
+    (record,) = caplog.records
+    assert "one of states: layers with a recurrent state are forecast by" in record.getMessage()

@@ -87,7 +87,7 @@ class HostPlan:
         is_new: whether it was made now.
         measured: types of devices that were measured now.
         answer_tokens_per_s: forecast of one answer after a short prompt, all sequences busy;
-            ``None`` where the plan has no forecast of it.
+            ``None`` where the plan has no forecast of it, or leaves recurrences out of it.
     """
 
     plan: Plan
@@ -177,7 +177,7 @@ def host_plan(
         model=found,
         is_new=is_new,
         measured=tuple(sorted(types_of(cluster) - kept)),
-        answer_tokens_per_s=plan.answer_tokens_per_s,
+        answer_tokens_per_s=None if found.spec.has_states else plan.answer_tokens_per_s,
     )
 
 
