@@ -125,7 +125,7 @@ class TorchLink:
         """Call ``on_closed`` in a thread of its own when either rank has closed the link.
 
         gloo may forget an operation that starts while the other rank closes: it never ends then.
-        This one has started before.
+        The operation here starts before that.
         """
         nothing = torch.empty(1, dtype=torch.uint8)
         try:
