@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmpq.calibration.stats import Moments
 from llmpq.dist.engine import engine
-from llmpq.evals import score
+from llmpq.evals import evaluate
 from llmpq.indicator import rounding
 from llmpq.kernels import base
 from llmpq.kernels.base import exact_dtype, open_device
@@ -131,7 +131,7 @@ class NoFloat64(TorchDispatchMode):
 
 def _evaluate() -> None:
     scores = torch.randn(3, 8).log_softmax(-1)
-    score.Tally().add(scores, torch.tensor([1, 2, 3]), scores)
+    evaluate.Tally().add(scores, torch.tensor([1, 2, 3]), scores)
 
 
 SUMS: dict[str, Callable[[], object]] = {
@@ -146,7 +146,7 @@ SUMS: dict[str, Callable[[], object]] = {
 def test_a_device_without_float64_is_not_asked_for_it(monkeypatch, what):
     with pytest.raises(TypeError, match="float64"), NoFloat64():
         SUMS[what]()
-    for module in (base, score, rounding):
+    for module in (base, evaluate, rounding):
         monkeypatch.setattr(module, "exact_dtype", lambda _: torch.float32)
     monkeypatch.setattr("llmpq.calibration.stats.exact_dtype", lambda _: torch.float32)
     with NoFloat64():
