@@ -194,7 +194,9 @@ def test_blocks_of_a_family_are_allocated_as_planned(model_type):
         dtype=torch.float32,
     )
     kinds = model.layer_kinds
-    assert cache.nbytes == sum(layer_kv_bytes(model, kind, slots, tokens, 32) for kind in kinds)
+    states = 4 * slots * sum(layer.state_values for layer in model.layers)
+    planned = sum(layer_kv_bytes(model, kind, slots, tokens, 32) for kind in kinds)
+    assert cache.nbytes + states == planned
 
 
 def test_tables_of_windows_are_checked(tiny_model):
