@@ -17,14 +17,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from llmpq.assigner.longest_context import USUAL_ANSWER
 from llmpq.batching.drift import Drift
 from llmpq.cli import run_options
 from llmpq.cli.common import command_start_s, make_parser, print_json, require, run_command
-from llmpq.cli.front.host_plan import Lengths, add_host_plan_options, find_model
-from llmpq.cli.front.planned import PlannedModel, check_plan_options
+from llmpq.cli.front.plan_options import add_host_plan_options, check_plan_options
 from llmpq.cli.options import (
     add_drift_options,
     add_policy_options,
@@ -32,7 +30,6 @@ from llmpq.cli.options import (
     schedule_of,
 )
 from llmpq.cli.running import doctor
-from llmpq.cli.workers.hosts import other_hosts_of
 from llmpq.dist import check_job, model_dir_of, run_job
 from llmpq.dist.io.job import Job, checked_speculation
 from llmpq.dist.io.prompts import sort_prompts
@@ -59,6 +56,10 @@ from llmpq.spec.fields import dump_json, write_text
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan import Plan, PlanForecast, Schedule, read_plan
 from llmpq.spec.workload import TraceRequest
+
+if TYPE_CHECKING:
+    from llmpq.cli.front.host_plan import Lengths
+    from llmpq.cli.front.planned import PlannedModel
 
 logger = get_logger(__name__)
 
@@ -120,6 +121,9 @@ def _run(options: argparse.Namespace, start_s: float) -> int:
 
 def _plan_and_run(options: argparse.Namespace, start_s: float) -> int:
     """Plan MODEL for the prompts, this host and its workers, and run the plan."""
+    from llmpq.cli.front.planned import PlannedModel
+    from llmpq.cli.workers.hosts import other_hosts_of
+
     for name, value in _OF_A_PLAN.items():
         if getattr(options, name) != value:
             raise SpecError(f"--{name}: found with '{options.given}', expected a strategy")
@@ -161,6 +165,8 @@ def lengths_of(options: argparse.Namespace) -> Lengths | None:
 
     The run itself says what is wrong with prompts.
     """
+    from llmpq.assigner.longest_context import USUAL_ANSWER
+    from llmpq.cli.front.host_plan import Lengths, find_model
     from llmpq.dist.io.model_files import load_tokenizer
 
     prompts, _ = sort_prompts(options.prompts)

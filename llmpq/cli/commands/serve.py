@@ -23,8 +23,8 @@ from llmpq.cli.engine_options import (
     launch_engine,
     run_stages,
 )
-from llmpq.cli.front.host_plan import add_host_plan_options
-from llmpq.cli.front.planned import PlannedModel, check_plan_options, engine_words
+from llmpq.cli.front.plan_options import add_host_plan_options, check_plan_options
+from llmpq.cli.front.planned import PlannedModel, engine_words
 from llmpq.cli.run_options import HostProgress, commands_of_hosts, stated_hosts
 from llmpq.cli.server_options import (
     add_address_options,

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from llmpq.cli.common import make_parser, require, run_command
 from llmpq.cli.front.answers import LoadedModel, add_answer_options, sampling_of
-from llmpq.cli.front.host_plan import add_host_plan_options, say_plan
+from llmpq.cli.front.host_plan import say_plan
+from llmpq.cli.front.plan_options import add_host_plan_options
 from llmpq.errors import SpecError
 from llmpq.options.declare import add_options
 from llmpq.options.run import AnswerOptions

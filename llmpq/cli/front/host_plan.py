@@ -27,10 +27,8 @@ from llmpq.cli.front.host_devices import (
 from llmpq.cli.front.hub import HubModel, HubName, hub_model, hub_name
 from llmpq.cli.render import aligned, compact_bits
 from llmpq.errors import InfeasibleError, LlmpqError
-from llmpq.options.declare import add_options, read_options
-from llmpq.options.engine import EngineOptions
-from llmpq.options.plan import SearchOptions
-from llmpq.options.run import HostPlanOptions, LauncherOptions
+from llmpq.options.declare import read_options
+from llmpq.options.run import HostPlanOptions
 from llmpq.profiler.device import host_cluster
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster
@@ -96,40 +94,6 @@ class HostPlan:
     is_new: bool
     measured: tuple[str, ...]
     answer_tokens_per_s: float | None
-
-
-def add_host_plan_options(
-    group: argparse._ActionsContainer,
-    sequences: int = 1,
-    *,
-    has_length: bool = True,
-    has_replan: bool = True,
-    has_launcher: bool = True,
-) -> None:
-    """Add what a plan for this host can be asked for.
-
-    Args:
-        group: gets the options.
-        sequences: default number of answers at the same time.
-        has_length: whether ``--max_model_len`` is among them.
-        has_replan: whether ``--replan`` is.
-        has_launcher: whether ``--launcher`` is.
-    """
-    if has_length:
-        length = "tokens of prompt and answer together (default: the most that fit without loss "
-        length += "of quality, up to the model's own)"
-        add_options(group, EngineOptions, "max_model_len", max_model_len={"help": length})
-    add_options(group, HostPlanOptions, "max_num_seqs", max_num_seqs={"default": sequences})
-    bits = "bitwidths to choose from (default: all; 8 and more where they fit)"
-    add_options(group, SearchOptions, "bits", bits={"default": None, "help": bits})
-    names = ("no_measure", "workers", "key_file", "replan_timeout_s")
-    add_options(group, HostPlanOptions, *(["replan"] * has_replan), *names)
-    if has_launcher:
-        launcher = {
-            "help": "ray: plan over the devices of all nodes of a Ray cluster, one of them this "
-            "host (default %(default)s: this host, and --workers)"
-        }
-        add_options(group, LauncherOptions, "launcher", "ray_address", launcher=launcher)
 
 
 def host_plan(

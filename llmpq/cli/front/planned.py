@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 
 from llmpq.cli.common import words_without
 from llmpq.cli.engine_options import add_engine_options
 from llmpq.cli.front.host_plan import HostPlan, Lengths, host_plan, plan_decisions, say_plan
 from llmpq.cli.workers.hosts import OtherHosts
-from llmpq.errors import SpecError
 from llmpq.spec.plan import Plan
 
 OF_THIS_HOST = ("max_model_len", "store", "store_limit", "token_budget", "itl_bound")
@@ -71,30 +69,3 @@ def engine_words(options: argparse.Namespace) -> list[str]:
     words = words_without(options, others.union(OF_THIS_HOST))
     budget = getattr(options, "token_budget", None)
     return words if budget is None else [*words, "--token_budget", str(budget)]
-
-
-def check_plan_options(
-    options: argparse.Namespace, names: Sequence[str], sequences: int, *, has_plan: bool
-) -> None:
-    """Check that MODEL is given without a plan, and options of its plan with it alone.
-
-    Args:
-        options: of the command.
-        names: of those options, but for ``max_num_seqs``.
-        sequences: default of ``--max_num_seqs``.
-        has_plan: whether a plan is given.
-
-    Raises:
-        SpecError: a plan and MODEL, or options of MODEL's plan without MODEL.
-    """
-    given = options.given
-    if given is None:
-        if any(getattr(options, one) for one in names) or options.max_num_seqs != sequences:
-            shown = ", ".join(f"--{name}" for name in sorted([*names, "max_num_seqs"]))
-            raise SpecError(f"{shown}: found with a plan, expected with MODEL alone")
-    elif has_plan:
-        raise SpecError(f"found '{given}' and a plan, expected one of them")
-    elif Path(given).is_file() and given.endswith(".json"):
-        raise SpecError(f"found '{given}' alone, expected --strat_file_name {given}")
-    elif options.model is not None:
-        raise SpecError(f"--model: found with '{given}', expected one of them")

@@ -9,7 +9,8 @@ from dataclasses import asdict
 
 from llmpq.cli.common import INTERRUPTED, make_parser, print_json, require, run_command
 from llmpq.cli.front.answers import LoadedModel, add_answer_options, sampling_of
-from llmpq.cli.front.host_plan import add_host_plan_options, plan_decisions, say_plan
+from llmpq.cli.front.host_plan import plan_decisions, say_plan
+from llmpq.cli.front.plan_options import add_host_plan_options
 from llmpq.errors import SpecError
 from llmpq.options.declare import add_options
 from llmpq.options.run import AnswerOptions

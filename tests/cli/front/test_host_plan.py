@@ -11,13 +11,13 @@ import pytest
 from llmpq.assigner.constraints.resolve import Overrides
 from llmpq.cli.front import host_plan as module
 from llmpq.cli.front.host_plan import (
-    add_host_plan_options,
     find_model,
     host_plan,
     plan_decisions,
     plan_text,
 )
 from llmpq.cli.front.hub import HubModel
+from llmpq.cli.front.plan_options import add_host_plan_options
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec import catalog
 from llmpq.spec.catalog import with_device_types
