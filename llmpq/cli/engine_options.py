@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from llmpq.cli.common import words_without
 from llmpq.cli.run_options import add_store_options, read_run_options
 from llmpq.costmodel.memory import context_bytes
 from llmpq.dist import Hosts
@@ -22,6 +23,9 @@ from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import Plan, draft_bytes
 from llmpq.units import format_bytes
+
+OF_THIS_HOST = ("max_model_len", "store", "store_limit", "token_budget", "itl_bound")
+"""Options of the engine that the plan says, or that name files of this host."""
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -47,6 +51,19 @@ def check_engine_options(options: argparse.Namespace) -> None:
     """
     read_options(EngineOptions, options)
     read_options(LaunchOptions, options, leaves=["store"])
+
+
+def engine_words(options: argparse.Namespace) -> list[str]:
+    """Return the options of the engine, which its ranks on other hosts have too.
+
+    Those of the plan, and of the files of this host, are left out.
+    """
+    engine = argparse.ArgumentParser(add_help=False)
+    add_engine_options(engine)
+    others = {name for name, _ in options.given_words} - {one.dest for one in engine._actions}
+    words = words_without(options, others.union(OF_THIS_HOST))
+    budget = getattr(options, "token_budget", None)
+    return words if budget is None else [*words, "--token_budget", str(budget)]
 
 
 def launch_engine(

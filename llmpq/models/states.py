@@ -255,11 +255,11 @@ def use_row_states(layer: nn.Module) -> bool:
 def mixers_of(layer: nn.Module) -> list[nn.Module]:
     """Return the modules of a layer that keep a state."""
     kinds: list[tuple[nn.Module, Any]] = [(part, type(part)) for part in layer.modules()]
-    return [part for part, kind in kinds if keeps_state(kind)]
+    return [part for part, kind in kinds if is_mixer(kind)]
 
 
 @cache
-def keeps_state(kind: type[nn.Module]) -> bool:
+def is_mixer(kind: type[nn.Module]) -> bool:
     """Return whether modules of a class read the states of a cache."""
     forward = kind.forward
     if hasattr(kind, _RUNS_ROWS):

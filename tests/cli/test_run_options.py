@@ -9,10 +9,13 @@ from dataclasses import replace
 import pytest
 from helpers.ranks import make_plan
 
+from llmpq.cli.common import make_parser
 from llmpq.cli.run_options import (
     HostProgress,
     add_fault_options,
+    add_host_options,
     add_store_options,
+    host_words,
     outcome,
     read_run_options,
     store_directory,
@@ -22,8 +25,8 @@ from llmpq.dist.async_engine import AsyncEngine
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import Event, SilentProgress
 from llmpq.errors import SpecError
-from llmpq.options.declare import read_options
-from llmpq.options.run import FaultOptions, RunOptions
+from llmpq.options.declare import add_options, read_options
+from llmpq.options.run import FaultOptions, PromptFiles, RunOptions
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 
 DONE = Measurement(requests=1, generated_tokens=1, latency_s=1.0, load_s=1.0, stages=())
@@ -110,12 +113,16 @@ TWO = make_plan(
     (0, 1, 3),
     cluster=Cluster(name="two", nodes=tuple(Node(name=n, devices=(GROUP,)) for n in ("a", "b"))),
 )
-WORDS = ["llmpq-dist", "--strat_file_name", "my plan.json", "--nnodes", "2", "--node_rank=0"]
+WORDS = ["--strat_file_name", "my plan.json", "--nnodes", "2", "--node_rank=0"]
 PLACE = Hosts(num_nodes=2, node_rank=0, address=("10.0.0.1", 29500))
 
 
 def test_a_lone_host_says_which_host_it_waits_for_and_what_to_start_there(capsys):
-    progress = HostProgress(SilentProgress(), PLACE, TWO, WORDS)
+    parser = make_parser("llmpq-dist", "")
+    add_options(parser, PromptFiles, "strat_file_name")
+    add_host_options(parser)
+    words = host_words(parser.parse_args(WORDS), "llmpq-dist")
+    progress = HostProgress(SilentProgress(), PLACE, TWO, words)
     assert capsys.readouterr().err == (
         "llmpq-dist: host 0 of 2 (a): with rank 0, waiting at 10.0.0.1:29500 for host 1 (b); start "
         "there: llmpq-dist --strat_file_name 'my plan.json' --nnodes 2 --node_rank 1\n"

@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ from llmpq.cli.options import (
 from llmpq.cli.running import doctor
 from llmpq.dist import check_job, model_dir_of, run_job
 from llmpq.dist.io.job import Job, checked_speculation
-from llmpq.dist.io.prompts import sort_prompts
+from llmpq.dist.io.prompts import Prompt, sort_prompts
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.launch.process_environment import Task, started_task, torchrun_task
 from llmpq.dist.launch.ranks import rank_environment
@@ -130,8 +131,10 @@ def _plan_and_run(options: argparse.Namespace, start_s: float) -> int:
     if options.workers and options.format != "openai_batch":
         raise SpecError(f"--workers: found --format {options.format}, expected openai_batch")
     with other_hosts_of(options, "llmpq-dist") or contextlib.nullcontext() as others:
-        lengths = None if options.format == "openai_batch" else lengths_of(options)
-        model = PlannedModel(options, others, lengths)
+        read_lengths = None
+        if options.format == "llmpq":
+            read_lengths = partial(lengths_of, sort_prompts(options.prompts)[0])
+        model = PlannedModel(options, others, read_lengths)
         options.max_model_len = None  # that of the plan
         return _run_plan(options, start_s, model)
 
@@ -160,20 +163,19 @@ def _run_plan(
     return run_options.outcome(measurement)
 
 
-def lengths_of(options: argparse.Namespace) -> Lengths | None:
-    """Return the lengths of the prompts; ``None`` where none can be read or served.
+def lengths_of(prompts: Sequence[Prompt], model: Path) -> Lengths | None:
+    """Return the lengths of prompts; ``None`` where none can be read or served.
 
     The run itself says what is wrong with prompts.
     """
     from llmpq.assigner.longest_context import USUAL_ANSWER
-    from llmpq.cli.front.host_plan import Lengths, find_model
+    from llmpq.cli.front.host_plan import Lengths
     from llmpq.dist.io.model_files import load_tokenizer
 
-    prompts, _ = sort_prompts(options.prompts)
     tokenizer = None
     if any(prompt.text is not None for prompt in prompts):
         require("torch", "transformers")
-        tokenizer = load_tokenizer(find_model(options.given).path)
+        tokenizer = load_tokenizer(model)
     found = []
     for prompt in prompts:
         ids = prompt.token_ids

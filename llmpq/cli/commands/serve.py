@@ -20,11 +20,12 @@ from llmpq.cli.common import command_start_s, make_parser, require, run_command,
 from llmpq.cli.engine_options import (
     add_engine_options,
     check_engine_options,
+    engine_words,
     launch_engine,
     run_stages,
 )
 from llmpq.cli.front.plan_options import add_host_plan_options, check_plan_options
-from llmpq.cli.front.planned import PlannedModel, engine_words
+from llmpq.cli.front.planned import PlannedModel
 from llmpq.cli.run_options import HostProgress, commands_of_hosts, stated_hosts
 from llmpq.cli.server_options import (
     add_address_options,

@@ -100,7 +100,7 @@ def host_plan(
     model: str,
     options: argparse.Namespace,
     others: OtherHosts | None = None,
-    lengths: Lengths | None = None,
+    read_lengths: Callable[[Path], Lengths | None] | None = None,
 ) -> HostPlan:
     """Return the plan of a model for this host: the one that is kept, or a new one.
 
@@ -108,7 +108,8 @@ def host_plan(
         model: folder, GGUF file, or name of the hub or the catalogue.
         options: of :func:`add_host_plan_options`.
         others: whose devices are planned for too.
-        lengths: of the requests, where they are known.
+        read_lengths: returns those of the requests, given the model's files; ``None`` where they
+            are not known.
 
     Raises:
         SpecError: there is no such model, it cannot be downloaded, or an option cannot be used.
@@ -122,6 +123,7 @@ def host_plan(
     least_bits = min(options.bits or BITS)
     found = find_model(model, lambda spec: _check_room(spec, cluster, least_bits))
     asked = {name: getattr(options, name) for name in ("max_model_len", "max_num_seqs", "bits")}
+    lengths = None if read_lengths is None else read_lengths(found.path)
     if lengths is not None:
         asked["lengths"] = asdict(lengths)
     file = _file(found, cluster, asked)

@@ -5,15 +5,11 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
-from llmpq.cli.common import words_without
-from llmpq.cli.engine_options import add_engine_options
 from llmpq.cli.front.host_plan import HostPlan, Lengths, host_plan, plan_decisions, say_plan
 from llmpq.cli.workers.hosts import OtherHosts
 from llmpq.spec.plan import Plan
-
-OF_THIS_HOST = ("max_model_len", "store", "store_limit", "token_budget", "itl_bound")
-"""Options of the engine that the plan says, or that name files of this host."""
 
 
 class PlannedModel:
@@ -22,7 +18,8 @@ class PlannedModel:
     Args:
         options: of the command, with MODEL and those of its plan.
         others: these hosts, ``None`` without any.
-        lengths: of the requests that it will answer, where they are known.
+        read_lengths: returns those of the requests that it will answer, given the model's files;
+            ``None`` where they are not known.
 
     Attributes:
         found: the plan.
@@ -36,10 +33,10 @@ class PlannedModel:
         self,
         options: argparse.Namespace,
         others: OtherHosts | None,
-        lengths: Lengths | None = None,
+        read_lengths: Callable[[Path], Lengths | None] | None = None,
     ) -> None:
         self._options = copy.copy(options)
-        self._lengths = lengths
+        self._read_lengths = read_lengths
         self.others = others
         self.on_replan: Callable[[Plan], None] = lambda _: None
         self.found = self._plan()
@@ -53,19 +50,6 @@ class PlannedModel:
         return self.found
 
     def _plan(self) -> HostPlan:
-        found = host_plan(self._options.given, self._options, self.others, self._lengths)
+        found = host_plan(self._options.given, self._options, self.others, self._read_lengths)
         say_plan(found)
         return found
-
-
-def engine_words(options: argparse.Namespace) -> list[str]:
-    """Return the options of the engine, which its ranks on other hosts have too.
-
-    Those of the plan, and of the files of this host, are left out.
-    """
-    engine = argparse.ArgumentParser(add_help=False)
-    add_engine_options(engine)
-    others = {name for name, _ in options.given_words} - {one.dest for one in engine._actions}
-    words = words_without(options, others.union(OF_THIS_HOST))
-    budget = getattr(options, "token_budget", None)
-    return words if budget is None else [*words, "--token_budget", str(budget)]

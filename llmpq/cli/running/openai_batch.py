@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmpq.cli.common import print_json, require
-from llmpq.cli.engine_options import launch_engine, run_stages
-from llmpq.cli.front.planned import PlannedModel, engine_words
+from llmpq.cli.engine_options import engine_words, launch_engine, run_stages
 from llmpq.cli.run_options import MAX_LISTED, HostProgress, host_words, stated_hosts
-from llmpq.cli.workers.hosts import OtherHosts
 from llmpq.dist import Hosts, model_dir_of
 from llmpq.dist.metrics.progress import RunProgress, SilentProgress
 from llmpq.errors import SpecError
 from llmpq.spec.plan import Plan
 
 if TYPE_CHECKING:
+    from llmpq.cli.front.planned import PlannedModel
+    from llmpq.cli.workers.hosts import OtherHosts
     from llmpq.server.batch import BatchSummary
 
 PACKAGES = ("torch", "transformers", "fastapi", "prometheus_client", "jinja2", "tokenizers")

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from llmpq.cli.commands import dist
 from llmpq.cli.commands.dist import main
-from llmpq.cli.front.planned import engine_words
+from llmpq.cli.engine_options import engine_words
 from llmpq.spec.plan import read_plan
 
 OWN = ["--no_measure", "--bits", "16"]

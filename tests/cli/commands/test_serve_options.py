@@ -14,8 +14,7 @@ from helpers.ranks import make_plan
 
 from llmpq.batching.speculation import SpeculativeConfig, as_speculative_config
 from llmpq.cli.commands import dist, serve
-from llmpq.cli.engine_options import check_context_memory
-from llmpq.cli.front.planned import engine_words
+from llmpq.cli.engine_options import check_context_memory, engine_words
 from llmpq.cli.running import openai_batch
 from llmpq.costmodel.memory import context_bytes
 from llmpq.errors import SpecError
