@@ -29,6 +29,7 @@ from llmpq.models.adapter import (
     Skeleton,
     accepts,
     has_latent_attention,
+    keeps_state,
     kv_sources,
     layer_chunk,
     layer_window,
@@ -46,7 +47,7 @@ from llmpq.models.attention import (
     use_packed_attention,
 )
 from llmpq.models.master import SharedKV, TokenLayout, layout_of
-from llmpq.models.states import SequenceStates, mixers_of, state_shapes, use_row_states
+from llmpq.models.states import SequenceStates, mixer_of, state_shapes, use_row_states
 from llmpq.spec.families import Family, family_of
 from llmpq.spec.huggingface.feed_forward import Gated
 from llmpq.spec.model_files.config import LengthScaling, read_length_scaling
@@ -89,8 +90,9 @@ class DecoderStage(nn.Module):
         self.rotary = None if rotary is None else RotaryTables(rotary, config)
         family = family_of(config.model_type)
         self._alibi = family.alibi
-        for layer in layers:
-            _install(layer, family)
+        self._has_state = [keeps_state(config, first_layer + n) for n in range(len(layers))]
+        for layer, has_state in zip(layers, self._has_state, strict=True):
+            _install(layer, family, has_state=has_state)
         # Attention in blocks needs the stored keys and values unchanged.
         self.attends_to_cache = (
             family.attends_to_cache and family.is_tested and not has_latent_attention(config)
@@ -133,12 +135,14 @@ class DecoderStage(nn.Module):
         Args:
             num_slots: sequences that run at the same time.
         """
+        if not any(self._has_state):
+            return None
         size = self.config.hidden_size
         like = next(part for part in self.parameters() if part.is_floating_point())
-        found = [mixers_of(layer) for layer in self.layers]
-        shapes = [state_shapes(own[0], size, like) if own else {} for own in found]
-        if not any(shapes):
-            return None
+        shapes = [
+            state_shapes(mixer_of(layer), size, like) if has_state else {}
+            for layer, has_state in zip(self.layers, self._has_state, strict=True)
+        ]
         return SequenceStates(shapes, self.first_layer, num_slots=num_slots, device=like.device)
 
     def span_of(self, index: int) -> tuple[int | None, int | None]:
@@ -309,15 +313,16 @@ class DecoderStage(nn.Module):
         return found
 
 
-def _install(layer: nn.Module, family: Family) -> None:
+def _install(layer: nn.Module, family: Family, *, has_state: bool) -> None:
     """Replace parts of a layer, and its attention function."""
     if family.has_formula:
         block = family.feed_forward
         assert isinstance(block, Gated)
         use_blockwise_activation(layer, f"{block.prefix}.{block.activation}")
-    has_state = use_row_states(layer)
     use_row_blocks(layer)
-    if not (has_state or use_own_attention(layer, family)):
+    if has_state:
+        use_row_states(layer)
+    elif not use_own_attention(layer, family):
         use_packed_attention(layer)
 
 

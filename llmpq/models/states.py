@@ -243,19 +243,31 @@ def _check_first(state_idx: int) -> None:
         raise SpecError(f"states: found state {state_idx} of a layer, expected one of each kind")
 
 
-def use_row_states(layer: nn.Module) -> bool:
-    """Let the mixer of ``layer`` compute the rows of a step apart; return whether it has one."""
-    found = mixers_of(layer)
-    for part in found:
-        kind: Any = type(part)
-        part.__class__ = _in_rows(kind)  # as torch's parametrizations do
-    return bool(found)
+def use_row_states(layer: nn.Module) -> None:
+    """Let the mixer of ``layer`` compute the rows of a step apart.
+
+    Raises:
+        SpecError: as :func:`mixer_of`.
+    """
+    mixer = mixer_of(layer)
+    kind: Any = type(mixer)
+    mixer.__class__ = _in_rows(kind)  # as torch's parametrizations do
 
 
-def mixers_of(layer: nn.Module) -> list[nn.Module]:
-    """Return the modules of a layer that keep a state."""
+def mixer_of(layer: nn.Module) -> nn.Module:
+    """Return the module of a layer that keeps a state.
+
+    Raises:
+        SpecError: there is none, or more than one.
+    """
     kinds: list[tuple[nn.Module, Any]] = [(part, type(part)) for part in layer.modules()]
-    return [part for part, kind in kinds if is_mixer(kind)]
+    found = [part for part, kind in kinds if is_mixer(kind)]
+    if len(found) != 1:
+        raise SpecError(
+            f"{type(layer).__name__}: found {len(found)} modules that keep a state of "
+            "transformers' caches, expected one"
+        )
+    return found[0]
 
 
 @cache

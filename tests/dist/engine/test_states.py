@@ -22,7 +22,7 @@ from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.errors import CapacityError, SpecError, StageError
 from llmpq.models import PackedBatch
-from llmpq.models.states import SequenceStates
+from llmpq.models.states import SequenceStates, mixer_of
 from llmpq.options.engine import EngineOptions
 from llmpq.options.limits import engine_limits
 from llmpq.quant.loading.loader import load_stage
@@ -168,3 +168,11 @@ def test_slots_are_checked():
             states.check(PackedBatch(**batch, slots=slots))
     with pytest.raises(CapacityError, match="found 0 slots"):
         SequenceStates(shapes, 2, num_slots=0)
+
+
+def test_a_layer_has_one_module_that_keeps_a_state(models):
+    model_dir, _ = models("lfm2")  # conv, attention, conv
+    layers = load_stage(model_dir, 0, 3, None, dtype=torch.float32, device=torch.device("cpu"))
+    assert mixer_of(layers.layers[0]) is layers.layers[0].conv
+    with pytest.raises(SpecError, match="found 0 modules that keep a state"):
+        mixer_of(layers.layers[1])
