@@ -25,7 +25,7 @@ UNKNOWN = "gpt_neox_japanese"
 
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "gpt2", "gpt_oss", "qwen3_next", UNKNOWN])
 def test_parameters_and_cache_are_those_of_a_real_model(model_type):
-    config = tiny_config(model_type, num_hidden_layers=4)
+    config = tiny_config(model_type, num_hidden_layers=4, layer_types=...)
     model = AutoModelForCausalLM.from_config(config).eval()
     cache = DynamicCache(config=config)
     with torch.no_grad():
@@ -39,7 +39,8 @@ def test_parameters_and_cache_are_those_of_a_real_model(model_type):
 
 
 def test_linear_attention_leaves_a_state_and_no_keys():
-    layers = describe(tiny_config("qwen3_next", num_hidden_layers=4), "tiny", "float32").layers
+    config = tiny_config("qwen3_next", num_hidden_layers=4, layer_types=...)
+    layers = describe(config, "tiny", "float32").layers
     assert [layer.num_kv_heads > 0 for layer in layers] == [False, False, False, True]
     assert [layer.state_values > 0 for layer in layers] == [True, True, True, False]
 
