@@ -20,7 +20,7 @@ from llmpq.dist.io.prompts import (
 )
 from llmpq.dist.io.results import Result, finished_ids
 from llmpq.dist.io.sampling_params import GREEDY, SamplingParams
-from llmpq.dist.launch.ranks import Hosts, Ranks
+from llmpq.dist.launch.ranks import HostMonitor, Hosts, Ranks
 from llmpq.dist.launch.signals import StopRequest
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import RunProgress
@@ -88,6 +88,7 @@ def run_job(
     hosts: Hosts | None = None,
     progress: RunProgress | None = None,
     stop: StopRequest | None = None,
+    monitor: HostMonitor | None = None,
     **options: Any,
 ) -> Measurement | None:
     """Start this host's ranks, wait for their end, return what the master measured.
@@ -97,6 +98,7 @@ def run_job(
         hosts: this host's place; by default all ranks run here.
         progress: receives events.
         stop: asks the run to end early.
+        monitor: watches the other hosts, and has the plan without those that are lost.
         options: those of ``FaultOptions``.
 
     Returns:
@@ -107,7 +109,7 @@ def run_job(
     """
     plan = check_job(job)
     (faults,) = read_keywords(options, FaultOptions)
-    with Ranks(plan, faults, hosts=hosts, progress=progress, stop=stop) as ranks:
+    with Ranks(plan, faults, hosts=hosts, progress=progress, stop=stop, monitor=monitor) as ranks:
         return ranks.run(job)
 
 

@@ -2,9 +2,9 @@
 
 It starts one process per stage (with ``--nnodes``: those of this host), shows their progress on
 standard error, and prints predicted and measured times. Instead of a strategy it takes a model,
-which it plans for this host, its workers and the lengths of the prompts. Under torchrun, with
-``--no_auto``, each process is one rank; under ``srun`` and ``mpirun`` it is one rank or one host.
-With ``--launcher ray``, the hosts are nodes of a Ray cluster.
+which it plans for this host, its workers or the nodes of a Ray cluster, and the lengths of the
+prompts. Under torchrun, with ``--no_auto``, each process is one rank; under ``srun`` and ``mpirun``
+it is one rank or one host. With ``--launcher ray``, the hosts are nodes of a Ray cluster.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from llmpq.batching.drift import Drift
 from llmpq.cli import run_options
 from llmpq.cli.common import command_start_s, make_parser, print_json, require, run_command
+from llmpq.cli.engine_options import engine_words
 from llmpq.cli.front.plan_options import add_host_plan_options, check_plan_options
 from llmpq.cli.options import (
     add_drift_options,
@@ -61,6 +62,7 @@ from llmpq.spec.workload import TraceRequest
 if TYPE_CHECKING:
     from llmpq.cli.front.host_plan import Lengths
     from llmpq.cli.front.planned import PlannedModel
+    from llmpq.cli.workers.hosts import OtherHosts
 
 logger = get_logger(__name__)
 
@@ -68,7 +70,7 @@ SEQUENCES = 16
 """Requests at the same time that a model is planned for by default."""
 _OF_MODEL = ("bits", "key_file", "max_model_len", "no_measure", "workers")
 """Options of the plan of MODEL."""
-_OF_A_PLAN: dict[str, Any] = {"launcher": "local", "no_auto": False, "nnodes": 1}
+_OF_A_PLAN: dict[str, Any] = {"no_auto": False, "nnodes": 1}
 """Options, and their defaults, that need a strategy."""
 
 
@@ -121,15 +123,13 @@ def _run(options: argparse.Namespace, start_s: float) -> int:
 
 
 def _plan_and_run(options: argparse.Namespace, start_s: float) -> int:
-    """Plan MODEL for the prompts, this host and its workers, and run the plan."""
+    """Plan MODEL for the prompts, this host and the others, and run the plan."""
     from llmpq.cli.front.planned import PlannedModel
     from llmpq.cli.workers.hosts import other_hosts_of
 
     for name, value in _OF_A_PLAN.items():
         if getattr(options, name) != value:
             raise SpecError(f"--{name}: found with '{options.given}', expected a strategy")
-    if options.workers and options.format != "openai_batch":
-        raise SpecError(f"--workers: found --format {options.format}, expected openai_batch")
     with other_hosts_of(options, "llmpq-dist") or contextlib.nullcontext() as others:
         read_lengths = None
         if options.format == "llmpq":
@@ -145,9 +145,10 @@ def _run_plan(
     plan = read_plan(options.strat_file_name)
     _check_runs(plan, options.strat_file_name)
     address = run_options.ray_address_of(options)
-    if options.launcher == "ray":
+    if options.launcher == "ray" and model is None:
         return _run_on_ray(options, plan, address)
-    if options.nnodes == 1 and not options.no_auto and started_task(os.environ) is None:
+    is_alone = options.nnodes == 1 and not options.no_auto and started_task(os.environ) is None
+    if is_alone and (model is None or model.others is None):
         _warn_of_nodes(plan, options.strat_file_name)
     if options.format == "openai_batch":
         from llmpq.cli.running import openai_batch
@@ -156,7 +157,14 @@ def _run_plan(
     require("torch", "transformers")
     task = _own_task(options, plan)
     job = replace(_job(options, plan, task), start_s=start_s)
-    measurement = _be_one_rank(job, plan, task) if task else _supervise(job, plan, options)
+    if task:
+        measurement = _be_one_rank(job, plan, task)
+    elif model is not None and model.others is not None:
+        measurement = _supervise_with_others(job, options, model, model.others)
+        plan = model.found.plan  # another one, where a host was lost
+        job = replace(job, schedule=_schedule(options, plan))
+    else:
+        measurement = _supervise(job, plan, options)
     if measurement is None:
         return 0
     _report(plan, measurement, job, options)
@@ -248,6 +256,25 @@ def _supervise(job: Job, plan: Plan, options: argparse.Namespace) -> Measurement
         measurement = run_job(job, hosts=place, progress=on_host, stop=stop, **values_of(faults))
     on_host.say("done")
     return measurement
+
+
+def _supervise_with_others(
+    job: Job, options: argparse.Namespace, model: PlannedModel, others: OtherHosts
+) -> Measurement | None:
+    """Run the ranks of this host, and those of other hosts, until done or stopped."""
+    plan, words = model.found.plan, engine_words(options)
+    place = others.start(model.found, "dist", words, replan=model.replan)
+    faults, stop = read_options(FaultOptions, options), StopRequest()
+    with run_options.run_progress(plan.model.num_layers) as progress, stop.from_signals():
+        on_host = run_options.HostProgress(progress, place, plan, None)
+        return run_job(
+            job,
+            hosts=place,
+            progress=on_host if place.num_nodes > 1 else progress,
+            stop=stop,
+            monitor=others,
+            **values_of(faults),
+        )
 
 
 def _job(options: argparse.Namespace, plan: Plan, task: Task | None) -> Job:

@@ -117,7 +117,8 @@ class LoadedModel(contextlib.AbstractContextManager["LoadedModel"]):
 
     def _start(self) -> Hosts | None:
         """Start the ranks of the other hosts; return the place of this one."""
-        return None if self._others is None else self._others.start(self.found, "dist")
+        words = ("--max_restarts", "0")  # an answer begins anew, perhaps with another plan
+        return None if self._others is None else self._others.start(self.found, "dist", words)
 
     def _load(self, hosts: Hosts | None) -> None:
         from llmpq.api import Pipeline

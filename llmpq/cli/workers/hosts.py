@@ -388,8 +388,8 @@ class OtherHosts(contextlib.AbstractContextManager["OtherHosts"]):
             return True
         with contextlib.suppress(StageError):
             host.poll()
-        # Those of a batch end at any fault; those of a server only where restarts do not help.
-        return self._start[0] == "serve" and host.is_used and host.ended is not None
+        # Without another plan they end at any fault, else only where restarts do not help.
+        return self._next is not None and host.is_used and host.ended is not None
 
     def _drop_closed(self) -> bool:
         """Leave out the hosts whose connection has ended; return whether there was one."""

@@ -40,7 +40,7 @@ from llmpq.spec.model_files.config import absolute_model_path, model_digest
 
 POLL_S = 0.1
 COMMANDS = {"serve": "llmpq.cli.commands.serve", "dist": "llmpq.cli.commands.dist"}
-"""What starts the ranks: of a server, and of requests that are answered one batch at a time."""
+"""What starts the ranks: of a server, and of requests in batches."""
 OWN_FOLDERS = ("--store", "--kv_offloading_folder")
 """Options that name folders of this host, which no other host chooses."""
 _ERROR = ": error: "
@@ -217,7 +217,7 @@ class Lender(contextlib.AbstractContextManager["Lender"]):
         words += ["--master_port", str(asked.integer("master_port"))]
         words += _checked_words(asked.items("words"))
         if command == "dist":
-            words += ["--max_restarts", "0", *_prompt_files(folder)]
+            words += _prompt_files(folder)
         self._ranks = _StartedRanks(words)
         return {}
 

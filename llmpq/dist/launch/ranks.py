@@ -52,7 +52,7 @@ from llmpq.logging import get_logger
 from llmpq.options.run import FaultOptions
 from llmpq.spec.catalog import device as device_spec
 from llmpq.spec.fields import Fields, dump_json, from_json, read_json, to_json, write_text
-from llmpq.spec.plan import Plan, write_plan
+from llmpq.spec.plan import Plan, default_schedule, write_plan
 
 T = TypeVar("T")
 _log = get_logger(__name__)
@@ -120,8 +120,8 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         progress: receives the events of the ranks.
         stop: asks them to end.
         clock: seconds of serving.
-        monitor: watches the other hosts. Ranks that serve online go on with its plan when one was
-            lost; ``max_restarts`` does not count that.
+        monitor: watches the other hosts. Ranks that answer requests go on with its plan when one
+            was lost; ``max_restarts`` does not count that.
 
     Attributes:
         folder: only this user can enter it; it has the job, logs and sockets of the ranks.
@@ -337,27 +337,33 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
             except StageError as error:
                 self._cause = str(error)
                 lost_s = time.monotonic() - start_s
+                for path in set(self.folder.iterdir()) - own:  # files of the ranks that ended
+                    path.unlink()
                 moved = self._moved(job)
                 if moved is None and (final := self._final_error(job, error)) is not None:
                     raise final from None
                 job = moved or job
+                own.add(job.strategy)
                 done = self._count_finished() - before
                 self.restarts.append(Restart(cause=str(error), lost_s=lost_s, finished=done))
-            for path in set(self.folder.iterdir()) - own:  # files of the ranks that ended
-                path.unlink()
             job = replace(job, resume=True, start_s=None)
 
     def _moved(self, job: Job) -> Job | None:
         """Return the job of a plan without hosts that were lost, ``None`` if all are there."""
-        if self._monitor is None or job.task != "online" or self._stop.is_requested:
+        answers = job.task in ("online", "generate")
+        if self._monitor is None or not answers or self._stop.is_requested:
             return None
         found = self._monitor.next_start()
         if found is None:
             return None
         self._count_served()
         self._place(*found)
-        write_plan(job.strategy, self._plan)
-        return replace(job, rendezvous=self._rendezvous())
+        plan, strategy, schedule = self._plan, self.folder / "strategy.json", job.schedule
+        write_plan(strategy, plan)
+        if schedule is not None:  # its batches were those of the plan before
+            slots = default_schedule(schedule.policy, plan.workload.batch)
+            schedule = replace(slots, boundaries=schedule.boundaries)
+        return replace(job, strategy=strategy, schedule=schedule, rendezvous=self._rendezvous())
 
     def _final_error(self, job: Job, error: StageError) -> LlmpqError | None:
         """Return the error to end with, ``None`` to start the ranks again."""

@@ -225,6 +225,26 @@ class TestOnACluster:
         wait_for(lambda: node_of_ranks({other: nodes.raylet(other)}), lambda found: not found)
         assert is_running(nodes.raylet(other))
 
+    @pytest.mark.parametrize("nodes", [(1, 1, 1)], indirect=True)
+    def test_a_file_of_prompts_is_answered_without_a_node_that_is_killed(
+        self, nodes, tmp_path, expected
+    ):
+        prompts, answers = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+        lines = [{"id": str(n), "prompt": PROMPT, "max_new_tokens": NEW} for n in range(300)]
+        prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        batch = nodes.start("dist", "--prompts", str(prompts), "--output", str(answers))
+        wait_for(lambda: answers.exists() and answers.read_text().count("\n"), lambda n: n > 9)
+        assert answers.read_text().count("\n") < len(lines)
+        plan = nodes.errors.read_text()
+        used = next(one for one in nodes.ids if one != "here" and f"{one}/cpu#0" in plan)
+        nodes.kill(used)
+        assert batch.wait(PATIENCE_S) == 0
+        wait_for_text(nodes.errors, f"node {used} is lost")
+        found = [json.loads(line) for line in answers.read_text().splitlines()]
+        assert sorted(int(one["id"]) for one in found) == list(range(len(lines)))
+        assert {one["text"] for one in found} == {expected}
+        wait_for(places, [].__eq__)
+
     @pytest.mark.parametrize("nodes", [(1, 1)], indirect=True)
     def test_a_lost_node_is_the_end_where_the_model_does_not_fit_without_it(self, nodes):
         server, url = nodes.serve()

@@ -8,6 +8,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -72,6 +73,24 @@ class Machines:
         words = (verb, str(DEMO), *PLAN, "--workers", *self.workers, *words)
         own = ["--key_file", str(self.key)] if "--key_file" not in words else []
         return host.start([HOST, TOGETHER, *words, *own], self.folder / "here")
+
+
+ID = {"llmpq": "id", "openai_batch": "custom_id"}
+
+
+def line_of(form: str, number: int) -> dict[str, object]:
+    """A prompt in llmpq's format, or a request in OpenAI's."""
+    if form == "llmpq":
+        return {"id": str(number), "prompt": PROMPT, "max_new_tokens": NEW}
+    body = {"model": "demo", "prompt": PROMPT, "max_tokens": NEW, "temperature": 0}
+    request = {"custom_id": str(number), "method": "POST", "url": "/v1/completions"}
+    return request | {"body": body}
+
+
+def text_of(form: str, answer: dict[str, Any]) -> str:
+    if form == "llmpq":
+        return answer["text"]
+    return answer["response"]["body"]["choices"][0]["text"]
 
 
 def run_words(*more: str) -> list[str]:
@@ -201,15 +220,12 @@ def test_another_folder_is_one_line_and_the_worker_stays(tmp_path):
         assert worker.poll() is None
 
 
-def test_a_batch_goes_on_without_a_worker_that_is_killed(tmp_path, expected):
+@pytest.mark.parametrize("form", ["llmpq", "openai_batch"])
+def test_a_batch_goes_on_without_a_worker_that_is_killed(tmp_path, expected, form):
     requests, answers = tmp_path / "requests.jsonl", tmp_path / "answers.jsonl"
-    body = {"model": "demo", "prompt": PROMPT, "max_tokens": NEW, "temperature": 0}
-    lines = [
-        {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body}
-        for number in range(300)
-    ]
+    lines = [line_of(form, number) for number in range(300)]
     requests.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    files = ["--format", "openai_batch", "--prompts", str(requests), "--output", str(answers)]
+    files = ["--format", form, "--prompts", str(requests), "--output", str(answers)]
     with two_hosts("loopback") as made:
         machines = Machines(tmp_path)
         workers = machines.start_two_workers(made[1])
@@ -222,6 +238,5 @@ def test_a_batch_goes_on_without_a_worker_that_is_killed(tmp_path, expected):
         assert batch.wait(PATIENCE_S) == 0
         assert f"worker {used} is lost" in (tmp_path / "here").read_text()
     found = [json.loads(line) for line in answers.read_text().splitlines()]
-    assert sorted(int(one["custom_id"]) for one in found) == list(range(len(lines)))
-    texts = {one["response"]["body"]["choices"][0]["text"] for one in found}
-    assert texts == {expected}
+    assert sorted(int(one[ID[form]]) for one in found) == list(range(len(lines)))
+    assert {text_of(form, one) for one in found} == {expected}
