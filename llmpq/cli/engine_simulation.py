@@ -22,13 +22,9 @@ from llmpq.routing import load_balancer
 from llmpq.sim.costs import PlanCosts, PlanEngineCosts
 from llmpq.sim.fleet import FleetReplica, FleetReport, simulate_fleet
 from llmpq.sim.report import capacity
+from llmpq.spec.huggingface.config import LengthScaling, read_length_scaling
 from llmpq.spec.model import ModelSpec
-from llmpq.spec.model_files.config import (
-    LengthScaling,
-    language_fields,
-    model_fields,
-    read_length_scaling,
-)
+from llmpq.spec.model_files.config import language_fields, model_fields
 from llmpq.spec.plan import ACCEPTANCE_RATE, Plan
 from llmpq.spec.workload import (
     TraceRequest,

@@ -49,8 +49,8 @@ from llmpq.models.attention import (
 from llmpq.models.master import SharedKV, TokenLayout, layout_of
 from llmpq.models.states import SequenceStates, mixer_of, state_shapes, use_row_states
 from llmpq.spec.families import Family, family_of
+from llmpq.spec.huggingface.config import SCALING, LengthScaling, read_length_scaling
 from llmpq.spec.huggingface.feed_forward import Gated
-from llmpq.spec.model_files.config import LengthScaling, read_length_scaling
 from llmpq.spec.runtime_constants import ACTIVATION_BLOCK_VALUES, KV_BLOCK_SIZE, ROW_BLOCK
 
 _IN_BLOCKS = "runs_in_row_blocks"
@@ -400,8 +400,7 @@ def _in_row_blocks(kind: type[nn.Module]) -> type[nn.Module]:
 
 def length_scaling(config: PreTrainedConfig) -> LengthScaling:
     """Return how the rotary angles of a model depend on the length of a sequence."""
-    names = ("rope_parameters", "original_max_position_embeddings", "max_position_embeddings")
-    return read_length_scaling({name: getattr(config, name, None) for name in names})
+    return read_length_scaling({name: getattr(config, name, None) for name in SCALING})
 
 
 def spans_of(batch: PackedBatch) -> Iterator[Span]:

@@ -17,9 +17,10 @@ from llmpq.batching.speculation import SpeculativeConfig, row_cost_of
 from llmpq.errors import CapacityError, SpecError
 from llmpq.options.engine import MAX_SEQUENCES, EngineOptions
 from llmpq.spec.catalog import device, resolve_model
+from llmpq.spec.huggingface.config import LengthScaling
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.model import ModelSpec
-from llmpq.spec.model_files.config import LengthScaling, absolute_model_path
+from llmpq.spec.model_files.config import absolute_model_path
 from llmpq.spec.plan import Plan, draft_bytes
 from llmpq.spec.precision import DTYPE_BYTES, Phase
 from llmpq.spec.runtime_constants import (

@@ -21,7 +21,8 @@ from llmpq.errors import SpecError
 from llmpq.models.adapter import kv_sources, read_config, use_stacked_experts
 from llmpq.models.master import layout_of
 from llmpq.quant.modules.layer import has_plain_experts, is_router
-from llmpq.spec.huggingface.config import Config
+from llmpq.spec.huggingface.config import SCALING, Config
+from llmpq.spec.huggingface.sizes import positions_of
 from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
 from llmpq.spec.model_files.config import (
     CONFIG_FILE,
@@ -83,7 +84,9 @@ def describe(config: PreTrainedConfig, name: str, dtype: Dtype) -> ModelSpec:
         hidden_size=config.hidden_size,
         vocab_size=head.weight.shape[0],
         head_in_features=head.weight.shape[1],
-        max_positions=getattr(config, "max_position_embeddings", None),
+        max_positions=positions_of(
+            Config({field: getattr(config, field, None) for field in SCALING}, CONFIG_FILE)
+        ),
         layer_types=kinds,
         layer_kinds=tuple(kinds.index(layer) for layer in found),
         embedding_parameters=total - in_layers - head_parameters - final,

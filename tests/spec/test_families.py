@@ -353,3 +353,50 @@ def test_a_directory_names_the_model_and_the_missing_file(tmp_path):
         load_model_dir(folder)
     (folder / "config.json").write_text(json.dumps(OPT))
     assert load_model_dir(folder).name == "my-model"
+
+
+@pytest.mark.parametrize(
+    ("fields", "positions"),
+    [
+        ({}, 128),
+        # As the model card of Qwen3 says; its own length is stated beside it.
+        (
+            {
+                "rope_scaling": {
+                    "type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 100,
+                }
+            },
+            400,
+        ),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2}}, 256),
+        # As DeepSeek-V3 and gpt-oss: the stated length is YaRN's.
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 4,
+                    "original_max_position_embeddings": 32,
+                }
+            },
+            128,
+        ),
+        # Of kinds of layers that all have it, the shortest.
+        (
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "yarn", "factor": 8.0},
+                    "sliding_attention": {"rope_type": "yarn", "factor": 2.0},
+                }
+            },
+            256,
+        ),
+        # Files with these state the length after them.
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 128),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, 128),
+    ],
+)
+def test_yarn_stretches_the_longest_sequence(fields, positions):
+    config = {**ROPE, "model_type": "llama", **fields}
+    assert model_from_config(config, "config.json", "tiny").max_positions == positions

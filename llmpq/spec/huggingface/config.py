@@ -8,6 +8,7 @@ there is one. Fields that are read are checked as strictly as in ``llmpq.spec.fi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Any, cast
@@ -27,6 +28,9 @@ POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk")
 SHARED_EXPERTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+_ORIGINAL = "original_max_position_embeddings"
+SCALING = ("rope_parameters", "rope_scaling", _ORIGINAL, "max_position_embeddings")
+"""Fields of how rotary angles depend on the length."""
 DEFAULTS_FILE = "config_defaults.json"
 
 
@@ -161,3 +165,61 @@ class Config(Fields):
         if text not in DTYPE_BYTES:
             raise self.error(str(name), value, f"one of {', '.join(DTYPE_BYTES)}")
         return cast(Dtype, text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthScaling:
+    """How the rotary angles of a model depend on the length of a sequence.
+
+    Attributes:
+        switches_after: longest sequence with the first of the two tables of ``longrope``. One token
+            later, all keys have other angles and are computed again, as transformers does.
+        grows_after: longest sequence without ``dynamic`` scaling. The tokens of a longer prompt
+            have the angles of its length, each later token those of its own position.
+    """
+
+    switches_after: int | None = None
+    grows_after: int | None = None
+
+
+def read_length_scaling(fields: Mapping[str, Any]) -> LengthScaling:
+    """Return the scaling that the fields of a language model's configuration state.
+
+    Files of earlier releases of transformers have ``rope_scaling`` with a ``type``. A length beside
+    these parameters comes before one among them, as in transformers.
+    """
+    kinds = {_kind(part): part for part in _rotations(fields)}
+    long, longest = kinds.get("longrope"), fields.get("max_position_embeddings")
+    switch = None if long is None else fields.get(_ORIGINAL) or long.get(_ORIGINAL) or longest
+    return LengthScaling(switches_after=switch, grows_after=longest if "dynamic" in kinds else None)
+
+
+def scaled_positions(fields: Mapping[str, Any]) -> int | None:
+    """Return the tokens that YaRN stretches the rotary angles to, ``None`` without it.
+
+    They are the factor times the length before it, in tokens (https://arxiv.org/abs/2309.00071). A
+    configuration may state the model's own length beside it. Of other scaling, files state the
+    whole length.
+
+    Args:
+        fields: of a language model's configuration.
+    """
+    found = []
+    for part in _rotations(fields):
+        factor, before = part.get("factor"), part.get(_ORIGINAL) or fields.get(_ORIGINAL)
+        before = before or fields.get("max_position_embeddings")
+        if _kind(part) == "yarn" and isinstance(factor, int | float) and isinstance(before, int):
+            found.append(int(factor * before))
+    return min(found, default=None)
+
+
+def _rotations(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the rotary parameters of each kind of layer, or those of all."""
+    stated = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    if not isinstance(stated, Mapping):
+        return []
+    return [part for part in stated.values() if isinstance(part, Mapping)] or [stated]
+
+
+def _kind(rotation: Mapping[str, Any]) -> object:
+    return rotation.get("rope_type") or rotation.get("type")

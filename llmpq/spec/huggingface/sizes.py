@@ -6,14 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from llmpq.spec.huggingface.attention import Attentions, SelfAttention
-from llmpq.spec.huggingface.config import HIDDEN, POSITIONS, Config
+from llmpq.spec.huggingface.config import HIDDEN, POSITIONS, SCALING, Config, scaled_positions
 from llmpq.spec.huggingface.feed_forward import FeedForwards, Gated
 from llmpq.spec.huggingface.windows import Windows
 
 
 def positions_of(fields: Config) -> int | None:
-    """Return the longest sequence that the file states."""
-    return next((fields.size(name) for name in POSITIONS if fields.has(name)), None)
+    """Return the longest sequence that the file states, or YaRN's where that is longer."""
+    stated = next((fields.size(name) for name in POSITIONS if fields.has(name)), None)
+    scaled = scaled_positions({name: fields.take(name) for name in SCALING if fields.has(name)})
+    return stated if stated is None or scaled is None else max(stated, scaled)
 
 
 def hidden_of(fields: Config) -> int:

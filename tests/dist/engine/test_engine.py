@@ -406,3 +406,13 @@ def test_sequences_that_grow_past_the_switch_of_longrope_are_those_of_transforme
         plan = make_plan(CUTS[stages], prefill=prefill, decode=decode, batch=batch)
         answers, _ = run_threads(plan, model_dir, requests)
         assert {number: list(tokens) for number, (tokens, _) in answers.items()} == expected
+
+
+def test_sequences_beyond_the_length_before_yarn_are_those_of_transformers(tiny_model):
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0}
+    model_dir = tiny_model("llama", seed=1, shape={"max_positions": 8}, rope_parameters=rope)
+    requests, expected = requests_with_stops(model_dir)
+    assert max(len(one.prompt_token_ids) + one.max_new_tokens for one in requests) > 8
+    plan = make_plan(CUTS[2], prefill=3, decode=4, batch=5)
+    answers, _ = run_threads(plan, model_dir, requests)
+    assert {number: list(tokens) for number, (tokens, _) in answers.items()} == expected
