@@ -32,6 +32,8 @@ from llmpq.options.plan import ClusterOptions, ModelOptions, PlanOutput, Workloa
 from llmpq.profiler.device import host_cluster
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster
+from llmpq.spec.fields import to_json
+from llmpq.spec.model_files.facts import Fact, model_facts
 from llmpq.spec.plan import seconds_of_requests
 from llmpq.spec.precision import DTYPE_BYTES, Dtype
 from llmpq.spec.workload import Workload
@@ -63,6 +65,7 @@ def run_fit(options: argparse.Namespace) -> int:
         InfeasibleError: it fits at no bitwidth.
     """
     request = _request(options)
+    facts = () if request.model_source is None else model_facts(request.model_source)
     answers = fit_answers(request)
     best = next((one.plan for one in answers if one.plan is not None), None)
     more: tuple[Alternative, ...] = ()
@@ -73,6 +76,7 @@ def run_fit(options: argparse.Namespace) -> int:
         record = {
             "model": request.model.name,
             "cluster": request.cluster.name,
+            "facts": [to_json(fact) for fact in facts],
             "fits": best is not None,
             "answers": [_record(one, options.requests) for one in answers],
         }
@@ -80,6 +84,8 @@ def run_fit(options: argparse.Namespace) -> int:
             record["one_more"] = more_record(best, more)
         print_json(record)
     else:
+        for line in facts_text(facts):
+            print(line)
         print(_text(request, answers, options.requests))
         for line in () if best is None else (*more_text(best, more), *format_text(best)):
             print(line)
@@ -90,6 +96,19 @@ def run_fit(options: argparse.Namespace) -> int:
             f"{last.short}"
         )
     return 0
+
+
+def facts_text(facts: Sequence[Fact]) -> list[str]:
+    """Return the lines of what a model's files say, and an empty one after them."""
+    rows = []
+    for fact in facts:
+        source = fact.source if fact.contradiction is None else f"{fact.source}; {_but(fact)}"
+        rows.append((fact.name, fact.value, source))
+    return [*aligned(rows), ""] if rows else []
+
+
+def _but(fact: Fact) -> str:
+    return f"not used: {fact.contradiction}"
 
 
 def _request(options: argparse.Namespace) -> PlanRequest:

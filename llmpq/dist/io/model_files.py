@@ -16,15 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 from llmpq.dist.model_listing import list_models_when_asked
 from llmpq.errors import SpecError
-from llmpq.spec.fields import read_json
-from llmpq.spec.model_files.tokenizer import end_token_ids, tokenizer_arguments, tokenizer_error
+from llmpq.spec.model_files.tokenizer import (
+    chat_templates,
+    end_token_ids,
+    tokenizer_arguments,
+    tokenizer_error,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
     from llmpq.dist.io.prompts import Tokenizer
-
-PROCESSOR_FILES = ("chat_template.json", "processor_config.json")
 
 
 class _TransformersTokenizer:
@@ -87,18 +89,8 @@ def export_tokenizer(model_dir: Path) -> dict[str, Any] | None:
             name: str(value) for name, value in tokenizer.special_tokens_map.items()
         },
         "chat_template": tokenizer.chat_template
-        or _template_of_processor(Path(arguments["pretrained_model_name_or_path"])),
+        or next(iter(chat_templates(model_dir).values()), None),
     }
-
-
-def _template_of_processor(folder: Path) -> Any:
-    """Return the chat template of a multimodal model's processor, which tokenizers do not read."""
-    for name in PROCESSOR_FILES:
-        file = folder / name
-        found = read_json(file) if file.is_file() else None
-        if isinstance(found, dict) and found.get("chat_template"):
-            return found["chat_template"]
-    return None
 
 
 def main(argv: list[str]) -> int:

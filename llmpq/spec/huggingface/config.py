@@ -188,7 +188,7 @@ def read_length_scaling(fields: Mapping[str, Any]) -> LengthScaling:
     Files of earlier releases of transformers have ``rope_scaling`` with a ``type``. A length beside
     these parameters comes before one among them, as in transformers.
     """
-    kinds = {_kind(part): part for part in _rotations(fields)}
+    kinds = {_kind(part): part for part in rotations(fields)}
     long, longest = kinds.get("longrope"), fields.get("max_position_embeddings")
     switch = None if long is None else fields.get(_ORIGINAL) or long.get(_ORIGINAL) or longest
     return LengthScaling(switches_after=switch, grows_after=longest if "dynamic" in kinds else None)
@@ -205,7 +205,7 @@ def scaled_positions(fields: Mapping[str, Any]) -> int | None:
         fields: of a language model's configuration.
     """
     found = []
-    for part in _rotations(fields):
+    for part in rotations(fields):
         factor, before = part.get("factor"), part.get(_ORIGINAL) or fields.get(_ORIGINAL)
         before = before or fields.get("max_position_embeddings")
         if _kind(part) == "yarn" and isinstance(factor, int | float) and isinstance(before, int):
@@ -213,7 +213,7 @@ def scaled_positions(fields: Mapping[str, Any]) -> int | None:
     return min(found, default=None)
 
 
-def _rotations(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def rotations(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the rotary parameters of each kind of layer, or those of all."""
     stated = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     if not isinstance(stated, Mapping):

@@ -86,7 +86,7 @@ def model_fields(model_dir: Path | str) -> dict[str, Any]:
     has_dtype = any(language.get(name) is not None for name in _DTYPES)
     if has_dtype and language.get(_TIE) is False:
         return fields
-    weights = _stored_weights(folder)
+    weights = stored_weights(folder)
     if weights is None:
         return fields
     if not has_dtype and weights.dtype is not None:
@@ -128,7 +128,7 @@ def _windows_of(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _StoredWeights:
+class StoredWeights:
     """What the weights of a directory say of the model.
 
     Attributes:
@@ -140,7 +140,7 @@ class _StoredWeights:
     has_own_head: bool
 
 
-def _stored_weights(folder: Path) -> _StoredWeights | None:
+def stored_weights(folder: Path) -> StoredWeights | None:
     """Read the headers of the weights; ``None`` where there are none, or not all of them.
 
     A plan needs no weights, and loading them reports what is wrong with them.
@@ -155,7 +155,7 @@ def _stored_weights(folder: Path) -> _StoredWeights | None:
 
 
 @lru_cache(maxsize=8)
-def _read_weights(folder: Path, stamps: tuple[tuple[int, ...], ...]) -> _StoredWeights | None:
+def _read_weights(folder: Path, stamps: tuple[tuple[int, ...], ...]) -> StoredWeights | None:
     """Read the headers; ``stamps`` make the cache notice changed files."""
     del stamps
     try:
@@ -165,7 +165,7 @@ def _read_weights(folder: Path, stamps: tuple[tuple[int, ...], ...]) -> _StoredW
         own = _has_own_head(folder, headers, file_of)
     except (SpecError, OSError):
         return None
-    return _StoredWeights(dtype=weights_dtype(headers, file_of), has_own_head=own)
+    return StoredWeights(dtype=weights_dtype(headers, file_of), has_own_head=own)
 
 
 def _has_own_head(

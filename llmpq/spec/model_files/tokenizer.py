@@ -1,4 +1,4 @@
-"""Where the tokenizer of a model is, and its end tokens, from every file that states them.
+"""Where the tokenizer of a model is, its chat template and its end tokens, from all files.
 
 A tokenizer is in files of the model's directory, or inside a GGUF file. End tokens are those of
 ``generation_config.json`` (else ``config.json``) and the tokenizer's own end of text, as vLLM joins
@@ -18,7 +18,11 @@ from llmpq.spec.model_files.weight_headers import find_gguf, read_gguf_header
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 UNREAD_FILES = ("*tekken*.json", "tokenizer.model.*", "*.tiktoken", "tiktoken.model")
 """Patterns of tokenizers in formats that are not read."""
+TEMPLATE_FILE = "chat_template.jinja"
+PROCESSOR_FILES = ("chat_template.json", "processor_config.json")
+_CONFIG = "tokenizer_config.json"
 _TOKENS = "tokenizer.ggml.tokens"
+_TEMPLATE_OF_GGUF = "tokenizer.chat_template"
 
 
 def tokenizer_arguments(model_dir: Path) -> dict[str, Path | str] | None:
@@ -29,9 +33,8 @@ def tokenizer_arguments(model_dir: Path) -> dict[str, Path | str] | None:
     Raises:
         SpecError: a file is a pointer of Git LFS.
     """
-    gguf = find_gguf(model_dir)
+    gguf, files = find_gguf(model_dir), tokenizer_files(model_dir)
     folder = model_dir if gguf is None else gguf.parent
-    files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
     for file in files:
         with file.open("rb") as stream:
             check_downloaded(file, stream.read(LFS_BYTES))
@@ -40,6 +43,34 @@ def tokenizer_arguments(model_dir: Path) -> dict[str, Path | str] | None:
     if gguf is None or _TOKENS not in read_gguf_header(gguf).lengths:
         return None
     return {"pretrained_model_name_or_path": folder, "gguf_file": gguf.name}
+
+
+def tokenizer_files(model_dir: Path) -> list[Path]:
+    """Return the files of the tokenizer in a model's directory, or beside its GGUF file."""
+    gguf = find_gguf(model_dir)
+    folder = model_dir if gguf is None else gguf.parent
+    return [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+
+
+def chat_templates(model_dir: Path) -> dict[str, Any]:
+    """Return the chat templates of a model by where they stand; the first one is used.
+
+    transformers reads ``chat_template.jinja`` before the tokenizer's own, and neither from the
+    files of a multimodal model's processor, which come last here.
+    """
+    gguf = find_gguf(model_dir)
+    folder = model_dir if gguf is None else gguf.parent
+    found: dict[str, Any] = {}
+    if gguf is not None and not tokenizer_files(model_dir):
+        found[f"{gguf.name}: {_TEMPLATE_OF_GGUF}"] = read_gguf_header(gguf).metadata.get(
+            _TEMPLATE_OF_GGUF
+        )
+    else:
+        file = folder / TEMPLATE_FILE
+        found[TEMPLATE_FILE] = file.read_text(encoding="utf-8") if file.is_file() else None
+        for name in (_CONFIG, *PROCESSOR_FILES):
+            found[name] = _object(folder / name).get("chat_template")
+    return {place: template for place, template in found.items() if template}
 
 
 def missing_tokenizer(model_dir: Path) -> str:
@@ -80,16 +111,40 @@ def end_token_ids(model_dir: Path, configured: object) -> frozenset[int]:
     Raises:
         SpecError: a file cannot be read, or its end token is no number.
     """
+    return frozenset().union(*end_tokens(model_dir, configured)[0].values())
+
+
+def end_tokens(
+    model_dir: Path, configured: object
+) -> tuple[dict[str, frozenset[int]], dict[str, frozenset[int]]]:
+    """Return the end tokens of a model by where they stand: those that are used, and others.
+
+    Args:
+        model_dir: as :func:`end_token_ids`.
+        configured: likewise.
+
+    Raises:
+        SpecError: likewise.
+    """
     gguf = find_gguf(model_dir)
     folder = model_dir if gguf is None else gguf.parent
-    path = folder / GENERATION_FILE
+    path, of_model = folder / GENERATION_FILE, "config.json" if gguf is None else gguf.name
     stated = _object(path).get(_FIELD)
-    found = _numbers(path, configured if stated is None else stated)
+    others: dict[str, frozenset[int]] = {}
+    if stated is None:
+        found = {of_model: _numbers(path, configured)}
+    else:
+        found = {GENERATION_FILE: _numbers(path, stated)}
+        if gguf is None and (other := _numbers(folder / "config.json", configured)):
+            others[of_model] = other
     if gguf is not None:
         metadata = read_gguf_header(gguf).metadata
-        found |= {token for name in _OF_GGUF if type(token := metadata.get(name)) is int}
-    own = _end_of_tokenizer(folder)
-    return found if own is None else found | {own}
+        own = (metadata.get(name) for name in _OF_GGUF)
+        tokens = frozenset(token for token in own if type(token) is int)
+        found[gguf.name] = found.get(gguf.name, frozenset()) | tokens
+    if (end := _end_of_tokenizer(folder)) is not None:
+        found["tokenizer"] = frozenset({end})
+    return found, others
 
 
 def _numbers(path: Path, value: object) -> frozenset[int]:
@@ -101,7 +156,7 @@ def _numbers(path: Path, value: object) -> frozenset[int]:
 
 def _end_of_tokenizer(folder: Path) -> int | None:
     """Return the number of the tokenizer's ``eos_token``; ``None`` if no file states it."""
-    config = _object(folder / "tokenizer_config.json")
+    config = _object(folder / _CONFIG)
     token = _text(config.get("eos_token"))
     if token is None:
         token = _text(_object(folder / "special_tokens_map.json").get("eos_token"))
