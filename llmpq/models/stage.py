@@ -433,8 +433,6 @@ class RotaryTables(nn.Module):
 
     Attributes:
         depends_on_length: whether a row's table depends on its length.
-        switches_after: longest row with the first of the two tables of ``longrope``; ``None``
-            elsewhere.
 
     Args:
         rotary: from ``build_rotary``.
@@ -449,7 +447,12 @@ class RotaryTables(nn.Module):
         self._layer_types = list(layer_types or []) if self._is_typed else []
         self._num_layers: int = config.num_hidden_layers
         self.depends_on_length = _depends_on_length(rotary)
-        self.switches_after = length_scaling(config).switches_after
+        self._config = config
+
+    @property
+    def switches_after(self) -> int | None:
+        """The longest row with the first of the two tables of ``longrope``; ``None`` elsewhere."""
+        return length_scaling(self._config).switches_after
 
     def forward(self, hidden: Tensor, positions: Tensor, spans: Sequence[Span]) -> list[Table]:
         """Return the table of every layer of the model, each of its tensors ``[1, N, ...]``.

@@ -6,6 +6,8 @@ step are sequences of different lengths, and the states of all running sequences
 mixer is called once for all rows of one token that follow others, and once for every other row:
 each call sees the cache of transformers (``RowStates``), with the states of its rows.
 
+A mixer with a compiled form (:data:`CompiledRows`) is called once for all rows instead.
+
 States are float32 whatever the run's format: the recurrence of transformers is computed in it, and
 the values of a convolution are exact in it.
 
@@ -33,6 +35,12 @@ CONVOLUTION, RECURRENCE = "conv", "recurrent"
 StateShapes = dict[str, tuple[int, ...]]
 """Shape of the states of one sequence in a layer by kind: ``conv`` ``[C, K]``, ``recurrent``
 ``[heads, ...]``; empty for a layer without."""
+
+COMPILED = "compiled_rows"
+"""Attribute of a mixer that computes rows: a :data:`CompiledRows`, or ``None``."""
+CompiledRows = Callable[[Tensor, PackedBatch, dict[str, Tensor]], Tensor | None]
+"""Returns ``[1, N, H]`` of a mixer for the rows of a step, whose states ``[slots, ...]`` by kind it
+changes; ``None`` for a step that it does not compute."""
 
 
 class SequenceStates:
@@ -85,6 +93,10 @@ class SequenceStates:
                 f"states: found slots {list(batch.slots)} of {batch.rows} rows, expected one of "
                 f"[0, {self.num_slots}) for each"
             )
+
+    def of_layer(self, layer: int) -> dict[str, Tensor]:
+        """Return the states of a layer by kind, ``[slots, ...]``."""
+        return self._layers[layer]
 
     def rows(self, slots: Sequence[int], dtype: torch.dtype, *, is_new: bool) -> RowStates:
         """Return the states of some rows as transformers wants them.
@@ -294,9 +306,16 @@ def state_shapes(mixer: nn.Module, hidden_size: int, like: Tensor) -> StateShape
     states = RowStates({}, [0], hidden.dtype, is_new=True)
     kind: Any = getattr(mixer, _RUNS_ROWS, type(mixer))
     with torch.inference_mode():
-        kind.forward(mixer, hidden, **{_cache_argument(kind): states})
+        code_of(mixer)(mixer, hidden, **{_cache_argument(kind): states})
     (found,) = states.found.values()
     return found
+
+
+def code_of(mixer: nn.Module) -> Callable[..., Tensor]:
+    """Return transformers' own code of a mixer."""
+    kind: Any = getattr(mixer, _RUNS_ROWS, type(mixer))
+    code: Callable[..., Tensor] = kind.forward
+    return code
 
 
 def _cache_argument(kind: type[nn.Module]) -> str:
@@ -317,14 +336,20 @@ def _in_rows(kind: type[nn.Module]) -> type[nn.Module]:
         if view is not None and states is None:
             raise SpecError("states: found a cache without those of layers with a recurrent state")
         run: Callable[..., Tensor] = kind.forward
+        batch = mask.step.batch
+        compiled: CompiledRows | None = getattr(self, COMPILED)
+        if states is not None and compiled is not None:
+            own = states.of_layer(self.layer_idx)
+            if (made := compiled(hidden_states, batch, own)) is not None:
+                return made
         return run_rows(
             lambda hidden, own: run(self, hidden, **{name: own}),
             hidden_states,
-            mask.step.batch,
+            batch,
             states,
         )
 
-    members = {"forward": forward, "__module__": kind.__module__, _RUNS_ROWS: kind}
+    members = {"forward": forward, "__module__": kind.__module__, _RUNS_ROWS: kind, COMPILED: None}
     return type(kind.__name__, (kind,), members)
 
 

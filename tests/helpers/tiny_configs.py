@@ -55,8 +55,8 @@ _LATENT: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": ...}
 _STATE: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 6,
-    "linear_value_head_dim": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
 OWN: dict[str, dict[str, Any]] = {

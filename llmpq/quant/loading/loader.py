@@ -37,6 +37,7 @@ from llmpq.kernels.cpu.dense import can_prepack
 from llmpq.kernels.cpu.native import TILE_ROWS, TiledWeight
 from llmpq.kernels.registry import TileBackend, choose_backend
 from llmpq.models import Checkpoint, DecoderStage, Master
+from llmpq.models.states import COMPILED
 from llmpq.models.tensor_files import TensorSource, on_host
 from llmpq.quant.checkpoint.format import concatenate_rows
 from llmpq.quant.checkpoint.reader import GptqCheckpoint, is_as_stored, read_as_stored
@@ -48,6 +49,7 @@ from llmpq.quant.loading.weight_cache import (
     entry_layout,
     weight_of,
 )
+from llmpq.quant.modules.gated_delta import compile_deltas_
 from llmpq.quant.modules.layer import (
     DenseLinear,
     Matrix,
@@ -173,6 +175,8 @@ def _finished(layer: LayerLoad, writer: BackgroundWriter | None, load: _Load) ->
     if layer.matrices.precision.bits == 16:
         quantize_layer_(module, 16, load.dtype, backend=load.backend)
     fuse_norms_(module)
+    if any(hasattr(part, COMPILED) for part in module.modules()):
+        compile_deltas_(module, load.dtype)
     return module
 
 
