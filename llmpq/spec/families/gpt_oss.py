@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from llmpq.spec.families import Family, LayerForm
 from llmpq.spec.huggingface import windows
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.feed_forward import Experts
 from llmpq.spec.huggingface.sizes import Sizes
+from llmpq.spec.model_files.gguf_form import GgufForm, GgufMetadata, Join, rotation
+
+
+def _fields(metadata: GgufMetadata) -> dict[str, Any]:
+    count, width = metadata.whole("block_count"), metadata.whole("expert_feed_forward_length")
+    rope = rotation(metadata)
+    if rope["rope_type"] == "yarn":
+        rope["truncate"] = False  # as all models of the family were made, which files do not say
+    return {
+        "architectures": ["GptOssForCausalLM"],
+        "attention_bias": True,
+        "intermediate_size": width,
+        "num_local_experts": metadata.whole("expert_count"),
+        "num_experts_per_tok": metadata.whole("expert_used_count"),
+        "sliding_window": metadata.whole("attention.sliding_window"),
+        "layer_types": ["full_attention" if i % 2 else "sliding_attention" for i in range(count)],
+        "rope_parameters": rope,
+    }
+
 
 FAMILY = Family(
     name="gpt_oss",
@@ -23,4 +44,23 @@ FAMILY = Family(
     ),
     writes_scores=True,
     form=LayerForm(rotation="short"),
+    gguf=GgufForm(
+        architecture="gpt-oss",
+        fields=_fields,
+        names=(
+            ("attn_sinks.weight", "self_attn.sinks"),
+            ("ffn_gate_inp.weight", "mlp.router.weight"),
+            ("ffn_gate_inp.bias", "mlp.router.bias"),
+            ("ffn_down_exps.weight", "mlp.experts.down_proj"),
+            ("ffn_down_exps.bias", "mlp.experts.down_proj_bias"),
+        ),
+        joins=tuple(
+            Join(
+                name=f"mlp.experts.gate_up_proj{ending}",
+                parts=(f"ffn_gate_exps.{kind}", f"ffn_up_exps.{kind}"),
+                how="alternating",
+            )
+            for ending, kind in (("", "weight"), ("_bias", "bias"))
+        ),
+    ),
 )

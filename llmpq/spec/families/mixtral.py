@@ -8,7 +8,12 @@ from typing import Any
 from llmpq.errors import SpecError
 from llmpq.spec.families import Family, llama, mistral
 from llmpq.spec.huggingface.feed_forward import Experts
-from llmpq.spec.model_files.gguf_form import GgufForm, GgufMetadata
+from llmpq.spec.model_files.gguf_form import (
+    INTERLEAVED_HEADS,
+    GgufForm,
+    GgufMetadata,
+    has_experts,
+)
 
 MIXTURE = Experts(widths=("intermediate_size",))
 
@@ -27,5 +32,7 @@ def _fields(metadata: GgufMetadata) -> dict[str, Any]:
 FAMILY = Family(
     name="mixtral",
     sizes=replace(mistral.SIZES, feed_forward=MIXTURE),
-    gguf=GgufForm(architecture="llama", fields=_fields, has_experts=True, interleaves_heads=True),
+    gguf=GgufForm(
+        architecture="llama", fields=_fields, is_meant=has_experts, changes=INTERLEAVED_HEADS
+    ),
 )
