@@ -35,12 +35,14 @@ class Conversion:
         tensors: yields what a tensor of transformers becomes, under names that the table of the
             gguf package has.
         config: fields of the tiny model that is written.
+        renamed: returns fields that the converter replaces before it writes those of every family.
     """
 
     architecture: str
     keys: Callable[[gguf.GGUFWriter, dict[str, Any]], None] = no_keys
     tensors: Callable[[str, Tensor, dict[str, Any]], Named] = as_it_is
     config: dict[str, Any] = field(default_factory=dict)
+    renamed: Callable[[dict[str, Any]], dict[str, Any]] = lambda _: {}
 
     @property
     def changes_rows(self) -> bool:
@@ -144,6 +146,150 @@ def _tiled(rows: Tensor, keys: int, values: int) -> Tensor:
     )
 
 
+def _rotated(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    share = config["rope_parameters"].get("partial_rotary_factor", 1.0)
+    writer.add_rope_dimension_count(int(size * share))
+
+
+def _deepseek_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_expert_count(config["n_routed_experts"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    if config["norm_topk_prob"]:
+        writer.add_expert_weights_norm(True)
+
+
+def _glm4_moe_keys(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    _rotated(writer, config)
+    _deepseek_experts(writer, config)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+def _corrected(name: str, tensor: Tensor, config: dict[str, Any]) -> Named:
+    del config
+    yield name.replace("e_score_correction_bias", "e_score_correction.bias"), tensor
+
+
+def _deepseek_keys(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    _deepseek_experts(writer, config)
+    rotated, rank = config["qk_rope_head_dim"], config["kv_lora_rank"]
+    writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(rank)
+    writer.add_key_length(rank + rotated)
+    writer.add_value_length(rank)
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + rotated)
+    writer.add_value_length_mla(config["v_head_dim"])
+    writer.add_rope_dimension_count(rotated)
+    if "mscale_all_dim" in config["rope_parameters"]:
+        share = config["rope_parameters"]["mscale_all_dim"]
+        writer.add_rope_scaling_yarn_log_mul(0.1 * share)
+    is_third = config["model_type"] == "deepseek_v3"
+    kinds = gguf.ExpertGatingFuncType
+    writer.add_expert_gating_func(kinds.SIGMOID if is_third else kinds.SOFTMAX)
+
+
+def _deepseek(name: str, tensor: Tensor, config: dict[str, Any]) -> Named:
+    if not name.endswith("kv_b_proj.weight"):
+        yield from _corrected(name, tensor, config)
+        return
+    keys, values = config["qk_nope_head_dim"], config["v_head_dim"]
+    heads = tensor.view(config["num_attention_heads"], keys + values, -1)
+    key, value = heads.split([keys, values], dim=1)
+    yield name.replace("kv_b_proj", "k_b_proj"), key.transpose(1, 2)
+    yield name.replace("kv_b_proj", "v_b_proj"), value
+
+
+def _granite_keys(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    _rotated(writer, config)
+    writer.add_attention_scale(config["attention_multiplier"])
+    writer.add_embedding_scale(config["embedding_multiplier"])
+    writer.add_residual_scale(config["residual_multiplier"])
+    writer.add_logit_scale(config["logits_scaling"])
+
+
+def _granitemoe(name: str, tensor: Tensor, config: dict[str, Any]) -> Named:
+    layer = f"blk.{name.split('.')[2]}" if ".layers." in name else ""
+    if name.endswith("input_linear.weight"):
+        gate, up = tensor.chunk(2, dim=-2)
+        yield f"{layer}.ffn_gate_exps.weight", gate
+        yield f"{layer}.ffn_up_exps.weight", up
+    elif name.endswith("output_linear.weight"):
+        yield f"{layer}.ffn_down_exps.weight", tensor
+    elif name.endswith("router.layer.weight"):
+        yield f"{layer}.ffn_gate_inp.weight", tensor
+    else:
+        yield from interleaved(name, tensor, config)
+
+
+def _windows(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern([k == "sliding_attention" for k in config["layer_types"]])
+
+
+def _cohere_keys(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_logit_scale(config["logit_scale"])
+    writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+    if config["model_type"] == "cohere2":
+        writer.add_sliding_window(config["sliding_window"])
+        _rotated(writer, config)
+
+
+def _ministral3_keys(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    _rotated(writer, config)
+    writer.add_rope_scaling_yarn_log_mul(config["rope_parameters"]["mscale_all_dim"])
+    writer.add_attn_temperature_scale(config["rope_parameters"]["llama_4_scaling_beta"])
+
+
+def _minimax_keys(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    _rotated(writer, config)
+    writer.add_expert_feed_forward_length(config["intermediate_size"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+def _minimax(name: str, tensor: Tensor, config: dict[str, Any]) -> Named:
+    del config
+    if name.endswith("e_score_correction_bias"):
+        name = f"blk.{name.split('.')[2]}.exp_probs_b.bias"
+    yield name, tensor
+
+
+def _llama4_keys(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    _rotated(writer, config)
+    writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
+    writer.add_expert_feed_forward_length(config["intermediate_size"])
+
+
+def _llama4(name: str, tensor: Tensor, config: dict[str, Any]) -> Named:
+    del config
+    if name.endswith("experts.down_proj"):
+        yield f"{name}.weight", tensor.transpose(-1, -2)
+    elif name.endswith("experts.gate_up_proj"):
+        gate, up = tensor.transpose(-1, -2).chunk(2, dim=-2)
+        yield name.replace("gate_up_proj", "gate_proj.weight"), gate
+        yield name.replace("gate_up_proj", "up_proj.weight"), up
+    else:
+        yield name, tensor
+
+
+def _lfm2_fields(config: dict[str, Any]) -> dict[str, Any]:
+    width, multiple = int(2 * config["intermediate_size"] / 3), config["block_multiple_of"]
+    heads = config["num_key_value_heads"]
+    kinds = config["layer_types"]
+    return {
+        "num_key_value_heads": [heads if kind == "full_attention" else 0 for kind in kinds],
+        "rms_norm_eps": config["norm_eps"],
+        "intermediate_size": -(-width // multiple) * multiple,
+    }
+
+
+def _lfm2(name: str, tensor: Tensor, config: dict[str, Any]) -> Named:
+    del config
+    yield name, tensor.squeeze(1) if "conv.conv" in name else tensor
+
+
 _LINEAR = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
     "num_hidden_layers": 4,
@@ -153,7 +299,131 @@ _LINEAR = {
     },
 }  # fmt: skip
 
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 24.0,
+    "beta_slow": 2.0,
+}
+_HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+_FOUR = {"num_hidden_layers": 4}
+
 CONVERSIONS: dict[str, Conversion] = {
+    "glm4_moe": Conversion(
+        architecture="glm4moe",
+        keys=_glm4_moe_keys,
+        tensors=_corrected,
+        config={
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "rope_parameters": _HALF,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "deepseek_v2": Conversion(
+        architecture="deepseek2",
+        keys=_deepseek_keys,
+        tensors=_deepseek,
+        config={"first_k_dense_replace": 1, "routed_scaling_factor": 1.5},
+        renamed=lambda _: {"num_key_value_heads": 1, "head_dim": None},
+    ),
+    "deepseek_v3": Conversion(
+        architecture="deepseek2",
+        keys=_deepseek_keys,
+        tensors=_deepseek,
+        config={
+            "n_group": 2,
+            "routed_scaling_factor": 1.5,
+            "rope_parameters": _YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+        },
+        renamed=lambda _: {"num_key_value_heads": 1, "head_dim": None},
+    ),
+    "granite": Conversion(
+        architecture="granite",
+        keys=_granite_keys,
+        tensors=interleaved,
+        config={"attention_multiplier": 0.3, "attention_bias": True},
+        renamed=lambda _: {"head_dim": None},
+    ),
+    "granitemoe": Conversion(
+        architecture="granitemoe",
+        keys=_granite_keys,
+        tensors=_granitemoe,
+        config={"attention_multiplier": 0.3},
+        renamed=lambda _: {"head_dim": None},
+    ),
+    "olmo2": Conversion(architecture="olmo2"),
+    "olmo3": Conversion(
+        architecture="olmo2",
+        keys=_windows,
+        config={"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "smollm3": Conversion(
+        architecture="smollm3",
+        keys=_rotated,
+        tensors=interleaved,
+        config={**_FOUR, "no_rope_layers": [1, 1, 1, 0]},
+    ),
+    "lfm2": Conversion(
+        architecture="lfm2",
+        keys=lambda writer, config: writer.add_shortconv_l_cache(config["conv_L_cache"]),
+        tensors=_lfm2,
+        renamed=_lfm2_fields,
+    ),
+    "cohere": Conversion(architecture="command-r", keys=_cohere_keys, config={"use_qk_norm": True}),
+    "cohere2": Conversion(architecture="cohere2", keys=_cohere_keys, config=_FOUR),
+    "phi": Conversion(
+        architecture="phi2",
+        keys=_rotated,
+        config={"num_key_value_heads": 4, "rope_parameters": _HALF},
+    ),
+    "exaone4": Conversion(
+        architecture="exaone4",
+        keys=_windows,
+        config={"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "ernie4_5": Conversion(architecture="ernie4_5", config={"use_bias": True}),
+    "seed_oss": Conversion(architecture="seed_oss"),
+    "mistral": Conversion(
+        architecture="mistral3",
+        keys=_rotated,
+        tensors=interleaved,
+        config={"sliding_window": None, "rope_parameters": _YARN},
+    ),
+    "ministral3": Conversion(
+        architecture="mistral3",
+        keys=_ministral3_keys,
+        tensors=interleaved,
+        config={
+            "rope_parameters": _YARN
+            | {
+                "original_max_position_embeddings": 8,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            }
+        },
+    ),
+    "minimax_m2": Conversion(
+        architecture="minimax-m2",
+        keys=_minimax_keys,
+        tensors=_minimax,
+        config={"rope_parameters": _HALF},
+    ),
+    "llama4_text": Conversion(
+        architecture="llama4",
+        keys=_llama4_keys,
+        tensors=_llama4,
+        config={
+            **_FOUR,
+            "no_rope_layers": [1, 1, 1, 0],
+            "attention_chunk_size": 8192,
+            "floor_scale": 8192,
+        },
+        renamed=lambda config: {"intermediate_size": config["intermediate_size_mlp"]},
+    ),
     "gpt_oss": Conversion(
         architecture="gpt-oss",
         keys=_gpt_oss_keys,

@@ -39,7 +39,7 @@ def write_gguf(model_dir: Path, output: Path, kind: str = "F32", extra=()) -> Pa
     config = json.loads((model_dir / "config.json").read_text())
     conversion = CONVERSIONS[config["model_type"]]
     writer = gguf.GGUFWriter(output, conversion.architecture)
-    _add_metadata(writer, config)
+    _add_metadata(writer, config | conversion.renamed(config))
     conversion.keys(writer, config)
     for add in extra:
         add(writer)
