@@ -11,7 +11,7 @@ if importlib.util.find_spec("gguf") is None:
 import gguf
 import numpy as np
 from helpers.gguf_families import CONVERSIONS
-from helpers.gguf_writer import write_gguf
+from helpers.gguf_writer import demo_tokenizer, write_gguf
 from helpers.tiny_configs import tiny_config
 from helpers.tiny_models import (
     Pipeline,
@@ -20,7 +20,9 @@ from helpers.tiny_models import (
     load_reference,
     make_tiny_model_script,
 )
+from tokenizers import Regex, pre_tokenizers
 
+from llmpq.dist.io.model_files import load_tokenizer
 from llmpq.errors import SpecError
 from llmpq.models import Checkpoint
 from llmpq.spec.families import known_families
@@ -185,3 +187,63 @@ def test_an_architecture_that_is_not_run_is_named(models, tmp_path):
     file.write_bytes(content)
     with pytest.raises(SpecError, match=r"'general.architecture': found 'rwkv6', expected one of"):
         load_model_dir(file)
+
+
+TEXTS = [
+    "The quick fox's 12345 jumps!!\n\n  over  (x+y)=3.5\tIt'S HTTPServer getURL",
+    "naïve Çafé Größe 你好世界12 ありがとう हिन्दी ",
+    " \n \r\n\n   leading, trailing   \n",
+    "a//b/c\n/d, e...\n'll don't WE'RE 1 22 333 4444",
+]
+
+
+def stated_splits():
+    forms = [family.gguf for family in known_families() if family.gguf is not None]
+    return {name: split for form in forms for split in form.splits for name in split.names}
+
+
+def parts_of(text, patterns):
+    steps = [pre_tokenizers.Split(Regex(one), behavior="isolated") for one in patterns]
+    return [part for part, _ in pre_tokenizers.Sequence(steps).pre_tokenize_str(text)]
+
+
+def test_texts_are_split_as_transformers_does():
+    mapping = pytest.importorskip("transformers.integrations.gguf.gguf_tokenizer_mapping")
+    found = stated_splits()
+    shared = found.keys() & mapping.GGUF_PRE_TOKENIZER_SPLITS.keys()
+    assert len(shared) > 15
+    for name in shared:
+        theirs = mapping.GGUF_PRE_TOKENIZER_SPLITS[name]
+        for text in TEXTS:
+            assert parts_of(text, found[name].patterns) == parts_of(text, [theirs]), name
+
+
+def test_texts_are_split_as_the_library_does_for_plain_words():
+    plain = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    digits = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), plain])
+    for name, expected in (("phi-2", plain), ("exaone4", plain), ("command-r", digits)):
+        steps = [
+            *(
+                pre_tokenizers.Split(Regex(one), behavior="isolated")
+                for one in stated_splits()[name].patterns
+            ),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+        for text in TEXTS:
+            found = pre_tokenizers.Sequence(steps).pre_tokenize_str(text)
+            assert found == expected.pre_tokenize_str(text), name
+
+
+@pytest.mark.parametrize("family", CONVERSIONS)
+def test_tokenizer_of_the_file_is_read(family, models, tmp_path):
+    file = write_gguf(models(family), tmp_path / "model.gguf", extra=demo_tokenizer()[1])
+    tokenizer = load_tokenizer(file)
+    assert all(tokenizer.decode(tokenizer.encode(text)) == text for text in TEXTS)
+
+
+def test_an_unknown_way_to_split_texts_is_an_error(models, tmp_path):
+    extra = demo_tokenizer()[1]
+    extra[1] = lambda writer: writer.add_tokenizer_pre("of-tomorrow")
+    file = write_gguf(models("qwen3"), tmp_path / "model.gguf", extra=extra)
+    with pytest.raises(SpecError, match=r"'tokenizer.ggml.pre': found 'of-tomorrow', expected one"):
+        load_tokenizer(file)

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmpq.dist.model_listing import list_models_when_asked
-from llmpq.errors import SpecError
+from llmpq.errors import SpecError, bad_field
+from llmpq.spec.families import known_families
 from llmpq.spec.fields import read_json
 from llmpq.spec.model_files.tokenizer import end_token_ids, tokenizer_arguments, tokenizer_error
+from llmpq.spec.model_files.weight_headers import read_gguf_header
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -49,15 +51,60 @@ def load_tokenizer(model_dir: Path) -> Tokenizer | None:
 
 
 def _tokenizer(model_dir: Path, arguments: Mapping[str, Any]) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer  # noqa: PLC0415  not before ``main`` keeps torch out
+    from transformers import (  # noqa: PLC0415  not before ``main`` keeps torch out
+        AutoTokenizer,
+        PreTrainedTokenizerFast,
+    )
 
+    is_gguf = "gguf_file" in arguments
     try:
         found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             **arguments, local_files_only=True
         )
     except Exception as error:  # tokenizers raise many types
-        raise tokenizer_error(model_dir, error) from error
+        if not is_gguf:
+            raise tokenizer_error(model_dir, error) from error
+        # transformers looks at the configuration first, and knows few architectures.
+        try:
+            found = PreTrainedTokenizerFast.from_pretrained(**arguments, local_files_only=True)
+        except Exception:
+            raise tokenizer_error(model_dir, error) from error
+    if is_gguf:
+        folder = Path(arguments["pretrained_model_name_or_path"])
+        _split_as_stated(found, folder / arguments["gguf_file"])
     return found
+
+
+def _split_as_stated(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
+    """Let a tokenizer of byte pairs split texts as a GGUF file says, before it merges.
+
+    Raises:
+        SpecError: the way to split is not known.
+    """
+    from tokenizers import Regex, pre_tokenizers  # noqa: PLC0415  as above
+
+    metadata = read_gguf_header(file).metadata
+    if metadata.get("tokenizer.ggml.model") != "gpt2":
+        return
+    forms = [family.gguf for family in known_families() if family.gguf is not None]
+    known = {name: split for form in forms for split in form.splits for name in split.names}
+    name = metadata.get("tokenizer.ggml.pre", "default")
+    if name not in known:
+        raise bad_field(
+            str(file),
+            "tokenizer.ggml.pre",
+            name,
+            f"one of {', '.join(sorted(known))}, or a tokenizer.json beside the file",
+        )
+    patterns = [Regex(pattern) for pattern in known[name].patterns]
+    backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(pattern, behavior="isolated") for pattern in patterns),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.model.ignore_merges = known[name].keeps_tokens
 
 
 def eos_token_ids(model_dir: Path, config: PreTrainedConfig) -> frozenset[int]:

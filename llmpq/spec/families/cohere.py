@@ -8,7 +8,14 @@ from typing import Any
 from llmpq.spec.families import Family, LayerForm, ModelParts
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.sizes import Sizes
-from llmpq.spec.model_files.gguf_form import GgufForm, GgufMetadata, has_bias, layer_norms
+from llmpq.spec.model_files.gguf_form import (
+    PLAIN_WORDS,
+    GgufForm,
+    GgufMetadata,
+    TextSplit,
+    has_bias,
+    layer_norms,
+)
 
 SIZES = Sizes(norms=1)
 NORMS = ("input_layernorm", None, None, None)
@@ -29,5 +36,9 @@ FAMILY = Family(
     sizes=replace(SIZES, attention=SelfAttention(norm="rows", norm_if="use_qk_norm")),
     parts=ModelParts(logits_multiplier="logit_scale"),
     form=LayerForm(norms=NORMS, rotation="pairs", is_parallel=True),
-    gguf=GgufForm(architecture="command-r", fields=_fields),
+    gguf=GgufForm(
+        architecture="command-r",
+        fields=_fields,
+        splits=(TextSplit(names=("command-r",), patterns=(r"\p{N}", PLAIN_WORDS)),),
+    ),
 )

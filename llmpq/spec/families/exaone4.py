@@ -9,7 +9,14 @@ from llmpq.spec.huggingface import windows
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.sizes import Sizes
 from llmpq.spec.huggingface.windows import SLIDING
-from llmpq.spec.model_files.gguf_form import GgufForm, GgufMetadata, layer_count, window_kinds
+from llmpq.spec.model_files.gguf_form import (
+    PLAIN_WORDS,
+    GgufForm,
+    GgufMetadata,
+    TextSplit,
+    layer_count,
+    window_kinds,
+)
 
 
 def rotates(config: Any, layer: int) -> bool:
@@ -39,5 +46,12 @@ FAMILY = Family(
         windows=windows.by_period(4, "sliding_window_pattern"),
     ),
     form=_form,
-    gguf=GgufForm(architecture="exaone4", fields=_fields),
+    gguf=GgufForm(
+        architecture="exaone4",
+        fields=_fields,
+        splits=(
+            TextSplit(names=("exaone4",), patterns=(PLAIN_WORDS,)),
+            TextSplit(names=("exaone",), patterns=(r"\p{N}", PLAIN_WORDS)),
+        ),
+    ),
 )

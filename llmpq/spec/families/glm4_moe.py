@@ -11,8 +11,10 @@ from llmpq.spec.model_files.gguf_form import (
     SIGMOID,
     GgufForm,
     GgufMetadata,
+    TextSplit,
     has_bias,
     partly_rotated,
+    words,
 )
 
 
@@ -33,5 +35,10 @@ FAMILY = Family(
         attention=replace(glm.ATTENTION, norm="heads", norm_if="use_qk_norm"),
         feed_forward=deepseek_v3.MIXTURE,
     ),
-    gguf=GgufForm(architecture="glm4moe", fields=_fields, names=deepseek_v2.EXPERT_NAMES),
+    gguf=GgufForm(
+        architecture="glm4moe",
+        fields=_fields,
+        names=deepseek_v2.EXPERT_NAMES,
+        splits=(TextSplit(names=("glm4", "chatglm-bpe"), patterns=(words(3),)),),
+    ),
 )

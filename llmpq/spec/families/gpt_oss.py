@@ -9,7 +9,14 @@ from llmpq.spec.huggingface import windows
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.feed_forward import Experts
 from llmpq.spec.huggingface.sizes import Sizes
-from llmpq.spec.model_files.gguf_form import GgufForm, GgufMetadata, Join, rotation
+from llmpq.spec.model_files.gguf_form import (
+    GgufForm,
+    GgufMetadata,
+    Join,
+    TextSplit,
+    cased_words,
+    rotation,
+)
 
 
 def _fields(metadata: GgufMetadata) -> dict[str, Any]:
@@ -61,6 +68,11 @@ FAMILY = Family(
                 how="alternating",
             )
             for ending, kind in (("", "weight"), ("_bias", "bias"))
+        ),
+        splits=(
+            TextSplit(
+                names=("gpt-4o", "kanana2", "talkie"), patterns=(cased_words(3, endings=True),)
+            ),
         ),
     ),
 )

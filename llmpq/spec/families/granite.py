@@ -7,7 +7,14 @@ from typing import Any
 from llmpq.spec.families import Family, ModelParts, llama
 from llmpq.spec.huggingface.feed_forward import Gated
 from llmpq.spec.huggingface.sizes import Sizes
-from llmpq.spec.model_files.gguf_form import INTERLEAVED_HEADS, GgufForm, GgufMetadata, has_bias
+from llmpq.spec.model_files.gguf_form import (
+    INTERLEAVED_HEADS,
+    PLAIN_WORDS,
+    GgufForm,
+    GgufMetadata,
+    TextSplit,
+    has_bias,
+)
 
 PARTS = ModelParts(embedding_multiplier="embedding_multiplier", logits_divisor="logits_scaling")
 
@@ -35,5 +42,13 @@ FAMILY = Family(
     name="granite",
     sizes=Sizes(feed_forward=Gated(bias="mlp_bias")),
     parts=PARTS,
-    gguf=GgufForm(architecture="granite", fields=_fields, changes=INTERLEAVED_HEADS),
+    gguf=GgufForm(
+        architecture="granite",
+        fields=_fields,
+        changes=INTERLEAVED_HEADS,
+        splits=(
+            TextSplit(names=("refact", "starcoder", "codeshell"), patterns=(r"\p{N}", PLAIN_WORDS)),
+            TextSplit(names=("granite-docling",), patterns=(PLAIN_WORDS,)),
+        ),
+    ),
 )

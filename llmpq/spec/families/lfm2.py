@@ -9,7 +9,7 @@ from llmpq.spec.huggingface import mixers
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.config import Config
 from llmpq.spec.huggingface.sizes import Sizes
-from llmpq.spec.model_files.gguf_form import GgufForm, GgufMetadata, layer_count
+from llmpq.spec.model_files.gguf_form import GgufForm, GgufMetadata, TextSplit, layer_count, words
 
 
 def _fields(metadata: GgufMetadata) -> dict[str, Any]:
@@ -71,5 +71,6 @@ FAMILY = Family(
             ("output_norm.weight", "model.embedding_norm.weight"),
         ),
         changes=(("conv.conv.weight", ("single_channels",)),),
+        splits=(TextSplit(names=("lfm2",), patterns=(words(3),), keeps_tokens=True),),
     ),
 )

@@ -10,10 +10,13 @@ from llmpq.spec.huggingface.feed_forward import Gated
 from llmpq.spec.huggingface.sizes import Sizes
 from llmpq.spec.model_files.gguf_form import (
     INTERLEAVED_HEADS,
+    PLAIN_WORDS,
     GgufForm,
     GgufMetadata,
+    TextSplit,
     has_bias,
     has_none,
+    words,
 )
 
 SIZES = Sizes(feed_forward=Gated(bias="mlp_bias"))
@@ -42,6 +45,29 @@ FAMILY = Family(
     name="llama",
     sizes=SIZES,
     gguf=GgufForm(
-        architecture="llama", fields=_fields, is_meant=has_none, changes=INTERLEAVED_HEADS
+        architecture="llama",
+        fields=_fields,
+        is_meant=has_none,
+        changes=INTERLEAVED_HEADS,
+        splits=(
+            TextSplit(
+                names=(
+                    "llama-bpe",
+                    "llama3",
+                    "llama-v3",
+                    "falcon3",
+                    "falcon-h1",
+                    "pixtral",
+                    "midm-2.0",
+                ),
+                patterns=(words(3),),
+                keeps_tokens=True,
+            ),
+            TextSplit(names=("smaug-bpe",), patterns=(words(3),)),
+            TextSplit(
+                names=("default",),
+                patterns=(r"[\p{P}\$\+<=>\^~\|]+", PLAIN_WORDS, r"\p{N}+", "[0-9][0-9][0-9]"),
+            ),
+        ),
     ),
 )

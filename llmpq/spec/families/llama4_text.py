@@ -8,7 +8,14 @@ from llmpq.spec.families import Family
 from llmpq.spec.huggingface import windows
 from llmpq.spec.huggingface.feed_forward import Experts, Gated, RouterKind, by_list
 from llmpq.spec.huggingface.sizes import Sizes
-from llmpq.spec.model_files.gguf_form import SIGMOID, GgufForm, GgufMetadata, layer_count
+from llmpq.spec.model_files.gguf_form import (
+    SIGMOID,
+    GgufForm,
+    GgufMetadata,
+    TextSplit,
+    cased_words,
+    layer_count,
+)
 
 _WITHOUT_ROTATION = 4  # every how many layers there is one; files do not say
 _WITHOUT_NORMS = 128  # experts of the models that do not norm queries and keys
@@ -68,5 +75,6 @@ FAMILY = Family(
             ("ffn_up_shexp.weight", "feed_forward.shared_expert.up_proj.weight"),
             ("ffn_down_shexp.weight", "feed_forward.shared_expert.down_proj.weight"),
         ),
+        splits=(TextSplit(names=("llama4",), patterns=(cased_words(3, endings=True),)),),
     ),
 )

@@ -9,7 +9,14 @@ from llmpq.spec.families import Family, mixtral
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.feed_forward import RouterKind
 from llmpq.spec.huggingface.sizes import Sizes
-from llmpq.spec.model_files.gguf_form import SIGMOID, GgufForm, GgufMetadata, partly_rotated
+from llmpq.spec.model_files.gguf_form import (
+    SIGMOID,
+    GgufForm,
+    GgufMetadata,
+    TextSplit,
+    cased_words,
+    partly_rotated,
+)
 
 
 def _fields(metadata: GgufMetadata) -> dict[str, Any]:
@@ -33,5 +40,6 @@ FAMILY = Family(
         architecture="minimax-m2",
         fields=_fields,
         names=(("exp_probs_b.bias", "mlp.e_score_correction_bias"),),
+        splits=(TextSplit(names=("minimax-m2",), patterns=(cased_words(3, endings=True),)),),
     ),
 )

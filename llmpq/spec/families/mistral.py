@@ -8,7 +8,13 @@ from llmpq.spec.families import Family
 from llmpq.spec.huggingface import windows
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.sizes import Sizes
-from llmpq.spec.model_files.gguf_form import INTERLEAVED_HEADS, GgufForm, GgufMetadata
+from llmpq.spec.model_files.gguf_form import (
+    INTERLEAVED_HEADS,
+    GgufForm,
+    GgufMetadata,
+    TextSplit,
+    cased_words,
+)
 
 SIZES = Sizes(attention=SelfAttention(bias=False), windows=windows.uniform)
 
@@ -31,5 +37,10 @@ FAMILY = Family(
         fields=_fields,
         is_meant=lambda found: not scales_with_position(found),
         changes=INTERLEAVED_HEADS,
+        splits=(
+            TextSplit(
+                names=("tekken",), patterns=(cased_words(1, endings=False),), keeps_tokens=True
+            ),
+        ),
     ),
 )

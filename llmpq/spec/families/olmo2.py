@@ -7,7 +7,7 @@ from typing import Any
 from llmpq.spec.families import Family, LayerForm
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.sizes import Sizes
-from llmpq.spec.model_files.gguf_form import GgufForm, GgufMetadata
+from llmpq.spec.model_files.gguf_form import PLAIN_WORDS, GgufForm, GgufMetadata, TextSplit, words
 
 SIZES = Sizes(attention=SelfAttention(norm="rows"))
 FORM = LayerForm(norms=(None, "post_attention_layernorm", None, "post_feedforward_layernorm"))
@@ -28,6 +28,12 @@ FAMILY = Family(
     sizes=SIZES,
     form=FORM,
     gguf=GgufForm(
-        architecture="olmo2", fields=_fields, is_meant=lambda found: not has_windows(found)
+        architecture="olmo2",
+        fields=_fields,
+        is_meant=lambda found: not has_windows(found),
+        splits=(
+            TextSplit(names=("dbrx",), patterns=(words(3),)),
+            TextSplit(names=("olmo",), patterns=(PLAIN_WORDS,)),
+        ),
     ),
 )

@@ -8,7 +8,14 @@ from llmpq.spec.families import Family, LayerForm, ModelParts
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.feed_forward import Plain
 from llmpq.spec.huggingface.sizes import Sizes
-from llmpq.spec.model_files.gguf_form import GgufForm, GgufMetadata, layer_norms, partly_rotated
+from llmpq.spec.model_files.gguf_form import (
+    PLAIN_WORDS,
+    GgufForm,
+    GgufMetadata,
+    TextSplit,
+    layer_norms,
+    partly_rotated,
+)
 
 
 def _fields(metadata: GgufMetadata) -> dict[str, Any]:
@@ -57,6 +64,12 @@ FAMILY = Family(
             ("output_norm.weight", "model.final_layernorm.weight"),
             ("output_norm.bias", "model.final_layernorm.bias"),
             ("output.bias", "lm_head.bias"),
+        ),
+        splits=(
+            TextSplit(
+                names=("gpt-2", "phi-2", "gigachat", "a.x-4.0", "mellum", "mpt"),
+                patterns=(PLAIN_WORDS,),
+            ),
         ),
     ),
 )

@@ -7,7 +7,7 @@ from typing import Any
 from llmpq.spec.families import Family, qwen3_next
 from llmpq.spec.huggingface import mixers
 from llmpq.spec.huggingface.sizes import Sizes
-from llmpq.spec.model_files.gguf_form import Change, GgufForm, GgufMetadata
+from llmpq.spec.model_files.gguf_form import Change, GgufForm, GgufMetadata, TextSplit, words
 
 SIZES = Sizes(
     attention=mixers.Hybrid(
@@ -44,5 +44,11 @@ def _fields(metadata: GgufMetadata) -> dict[str, Any]:
 FAMILY = Family(
     name="qwen3_5_text",
     sizes=SIZES,
-    gguf=GgufForm(architecture="qwen35", fields=_fields, names=NAMES, changes=CHANGES),
+    gguf=GgufForm(
+        architecture="qwen35",
+        fields=_fields,
+        names=NAMES,
+        changes=CHANGES,
+        splits=(TextSplit(names=("qwen35",), patterns=(words(1, letters=r"\p{L}\p{M}"),)),),
+    ),
 )

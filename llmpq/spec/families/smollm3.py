@@ -10,8 +10,10 @@ from llmpq.spec.huggingface.feed_forward import Gated
 from llmpq.spec.huggingface.sizes import Sizes
 from llmpq.spec.model_files.gguf_form import (
     INTERLEAVED_HEADS,
+    PLAIN_WORDS,
     GgufForm,
     GgufMetadata,
+    TextSplit,
     has_bias,
     layer_count,
 )
@@ -41,5 +43,10 @@ FAMILY = Family(
     name="smollm3",
     sizes=Sizes(feed_forward=Gated(bias="mlp_bias"), windows=windows.without_positions),
     form=_form,
-    gguf=GgufForm(architecture="smollm3", fields=_fields, changes=INTERLEAVED_HEADS),
+    gguf=GgufForm(
+        architecture="smollm3",
+        fields=_fields,
+        changes=INTERLEAVED_HEADS,
+        splits=(TextSplit(names=("smollm",), patterns=(r"\p{N}", PLAIN_WORDS)),),
+    ),
 )

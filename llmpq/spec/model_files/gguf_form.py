@@ -100,6 +100,60 @@ class Join:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TextSplit:
+    """How a tokenizer of byte pairs splits a text before it merges, as ``tokenizer.json`` says.
+
+    Attributes:
+        names: of ``tokenizer.ggml.pre`` in a file.
+        patterns: regular expressions; each splits the parts that those before it left.
+        keeps_tokens: whether a part that is a token stays whole.
+    """
+
+    names: tuple[str, ...]
+    patterns: tuple[str, ...]
+    keeps_tokens: bool = False
+
+
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_LEAD = r"[^\r\n\p{L}\p{N}]?"
+
+
+def words(digits: int, *, letters: str = r"\p{L}", after_marks: str = r"[\r\n]*") -> str:
+    """Return the pattern of words, numbers and marks that most tokenizers have.
+
+    Args:
+        digits: of a part of a number.
+        letters: classes of characters of a word.
+        after_marks: what follows marks.
+    """
+    inside = letters if letters == r"\p{L}" else f"[{letters}]"
+    number = r"\p{N}" if digits == 1 else rf"\p{{N}}{{1,{digits}}}"
+    marks = rf" ?[^\s{letters}\p{{N}}]+{after_marks}"
+    return f"{_ENDINGS}|{_LEAD}{inside}+|{number}|{marks}|{_SPACES}"
+
+
+def cased_words(digits: int, *, endings: bool) -> str:
+    """Return the pattern that splits words before upper-case letters, too.
+
+    Args:
+        digits: of a part of a number.
+        endings: whether endings such as ``'s`` stay with their word.
+    """
+    ending = f"{_ENDINGS}?" if endings else ""
+    number = r"\p{N}" if digits == 1 else rf"\p{{N}}{{1,{digits}}}"
+    return (
+        f"{_LEAD}{_UPPER}*{_LOWER}+{ending}|{_LEAD}{_UPPER}+{_LOWER}*{ending}|{number}"
+        rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+    )
+
+
+PLAIN_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+"""The pattern of OpenAI's second model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GgufForm:
     """How the converter stores the models of a family.
 
@@ -114,6 +168,7 @@ class GgufForm:
         changes: endings of names in transformers, and what the converter does to these tensors, in
             order; the first ending that fits.
         joins: tensors that are stored as several.
+        splits: how tokenizers of the family, and of those that took them over, split texts.
     """
 
     architecture: str
@@ -124,6 +179,7 @@ class GgufForm:
     experts: str = "mlp.experts"
     changes: tuple[tuple[str, tuple[Change, ...]], ...] = ()
     joins: tuple[Join, ...] = ()
+    splits: tuple[TextSplit, ...] = ()
 
     def layer_names(self) -> Mapping[str, str]:
         """Return the name in transformers of every tensor of a layer."""
