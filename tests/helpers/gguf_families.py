@@ -6,11 +6,13 @@ Written from the converter's behaviour (``conversion/*.py`` of llama.cpp), not f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import gguf
+import numpy as np
 import torch
+from helpers.tiny_configs import GEMMA4_EXPERTS, GEMMA4_SHARED
 from torch import Tensor
 
 Named = Iterator[tuple[str, Tensor]]
@@ -290,6 +292,49 @@ def _lfm2(name: str, tensor: Tensor, config: dict[str, Any]) -> Named:
     yield name, tensor.squeeze(1) if "conv.conv" in name else tensor
 
 
+def _gemma4_keys(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    size, local = 24, config["head_dim"]
+    kinds = config["layer_types"]
+    writer.add_shared_kv_layers(config["num_kv_shared_layers"])
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"] or 0)
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
+    writer.add_key_length(size)
+    writer.add_value_length(size)
+    writer.add_key_length_swa(local)
+    writer.add_value_length_swa(local)
+    writer.add_rope_dimension_count(size)
+    writer.add_rope_dimension_count_swa(local)
+    if config["moe_intermediate_size"]:
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        writer.add_expert_used_count(config["top_k_experts"])
+    rotated = int(size * config["rope_parameters"]["full_attention"]["partial_rotary_factor"] / 2)
+    factors = [1.0] * rotated + [1e30] * (size // 2 - rotated)
+    writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
+
+
+def _gemma4_fields(config: dict[str, Any]) -> dict[str, Any]:
+    kinds, width = config["layer_types"], config["intermediate_size"]
+    heads = [2 if kind == "sliding_attention" else 1 for kind in kinds]
+    wide = len(kinds) - config["num_kv_shared_layers"]
+    found = {"head_dim": None, "num_key_value_heads": heads}
+    if config["use_double_wide_mlp"]:
+        found["intermediate_size"] = [width * (1 + (i >= wide)) for i in range(len(kinds))]
+    return found
+
+
+def _gemma4(name: str, tensor: Tensor, config: dict[str, Any]) -> Named:
+    del config
+    layer = f"blk.{name.split('.')[2]}" if ".layers." in name else ""
+    if name.endswith("router.scale"):
+        yield f"{layer}.ffn_gate_inp.scale", tensor
+    elif name.endswith("per_expert_scale"):
+        yield f"{layer}.ffn_down_exps.scale", tensor
+    elif name.endswith("layer_scalar") or ".experts." in name:
+        yield f"{name}.weight", tensor
+    else:
+        yield name, tensor
+
+
 _LINEAR = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
     "num_hidden_layers": 4,
@@ -310,7 +355,14 @@ _YARN = {
 _HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 _FOUR = {"num_hidden_layers": 4}
 
+_GEMMA4 = Conversion(
+    architecture="gemma4", keys=_gemma4_keys, tensors=_gemma4, renamed=_gemma4_fields
+)
+
 CONVERSIONS: dict[str, Conversion] = {
+    "gemma4_text": _GEMMA4,
+    "gemma4_text experts": replace(_GEMMA4, config=GEMMA4_EXPERTS),
+    "gemma4_text shared": replace(_GEMMA4, config=GEMMA4_SHARED),
     "glm4_moe": Conversion(
         architecture="glm4moe",
         keys=_glm4_moe_keys,

@@ -42,7 +42,7 @@ def models(tmp_path_factory):
     def model(family):
         if family not in made:
             script, folder = make_tiny_model_script(), tmp_path_factory.mktemp(family)
-            config = tiny_config(family, **CONVERSIONS[family].config)
+            config = tiny_config(family.split()[0], **CONVERSIONS[family].config)
             script.save_model(script.make_model(config, seed=1), folder, dtype=torch.float32)
             made[family] = folder
         return made[family]
@@ -52,7 +52,7 @@ def models(tmp_path_factory):
 
 def test_every_family_that_is_read_is_written_here():
     read = {family.name for family in known_families() if family.gguf is not None}
-    assert read == set(CONVERSIONS)
+    assert read == {name.split()[0] for name in CONVERSIONS}
 
 
 @pytest.mark.parametrize("family", CONVERSIONS)
@@ -105,7 +105,7 @@ def test_quantized_tensors_are_those_of_the_gguf_package(family, kind, tmp_path)
     script = make_tiny_model_script()
     sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "vocab_size": 32}
     sizes |= CONVERSIONS[family].config
-    model = script.make_model(tiny_config(family, **sizes), seed=1)
+    model = script.make_model(tiny_config(family.split()[0], **sizes), seed=1)
     file = write_gguf(
         script.save_model(model, tmp_path, dtype=torch.float32), tmp_path / "plain.gguf"
     )
