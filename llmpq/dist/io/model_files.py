@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmpq.dist.model_listing import list_models_when_asked
-from llmpq.errors import SpecError, bad_field
-from llmpq.spec.families import known_families
+from llmpq.errors import SpecError
+from llmpq.spec.families import text_split
 from llmpq.spec.fields import read_json
 from llmpq.spec.model_files.tokenizer import end_token_ids, tokenizer_arguments, tokenizer_error
 from llmpq.spec.model_files.weight_headers import read_gguf_header
@@ -83,28 +83,18 @@ def _split_as_stated(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
     """
     from tokenizers import Regex, pre_tokenizers  # noqa: PLC0415  as above
 
-    metadata = read_gguf_header(file).metadata
-    if metadata.get("tokenizer.ggml.model") != "gpt2":
+    split = text_split(read_gguf_header(file))
+    if split is None:
         return
-    forms = [family.gguf for family in known_families() if family.gguf is not None]
-    known = {name: split for form in forms for split in form.splits for name in split.names}
-    name = metadata.get("tokenizer.ggml.pre", "default")
-    if name not in known:
-        raise bad_field(
-            str(file),
-            "tokenizer.ggml.pre",
-            name,
-            f"one of {', '.join(sorted(known))}, or a tokenizer.json beside the file",
-        )
-    patterns = [Regex(pattern) for pattern in known[name].patterns]
-    backend: Any = tokenizer.backend_tokenizer  # type: ignore[attr-defined]
+    patterns = [Regex(pattern) for pattern in split.patterns]
+    backend: Any = tokenizer.backend_tokenizer
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
             *(pre_tokenizers.Split(pattern, behavior="isolated") for pattern in patterns),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    backend.model.ignore_merges = known[name].keeps_tokens
+    backend.model.ignore_merges = split.keeps_tokens
 
 
 def eos_token_ids(model_dir: Path, config: PreTrainedConfig) -> frozenset[int]:
