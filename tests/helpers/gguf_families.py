@@ -521,5 +521,7 @@ CONVERSIONS: dict[str, Conversion] = {
     "gemma": Conversion(architecture="gemma", tensors=shifted),
     "gemma2": Conversion(architecture="gemma2", tensors=shifted),
     "gemma3_text": Conversion(architecture="gemma3", tensors=shifted),
-    "phi3": Conversion(architecture="phi3"),
+    "phi3": Conversion(
+        architecture="phi3", keys=_rotated, config={"rope_parameters": _HALF, "pad_token_id": None}
+    ),
 }

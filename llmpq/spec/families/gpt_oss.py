@@ -10,28 +10,30 @@ from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.feed_forward import Experts
 from llmpq.spec.huggingface.sizes import Sizes
 from llmpq.spec.model_files.gguf_form import (
+    SOFTMAX_OF_CHOSEN,
     GgufForm,
     GgufMetadata,
     Join,
     TextSplit,
     cased_words,
     rotation,
+    window_kinds,
 )
 
 
 def _fields(metadata: GgufMetadata) -> dict[str, Any]:
-    count, width = metadata.whole("block_count"), metadata.whole("expert_feed_forward_length")
+    metadata.expect("expert_gating_func", SOFTMAX_OF_CHOSEN)
     rope = rotation(metadata)
     if rope["rope_type"] == "yarn":
         rope["truncate"] = False  # as all models of the family were made, which files do not say
     return {
         "architectures": ["GptOssForCausalLM"],
         "attention_bias": True,
-        "intermediate_size": width,
+        "intermediate_size": metadata.whole("expert_feed_forward_length"),
         "num_local_experts": metadata.whole("expert_count"),
         "num_experts_per_tok": metadata.whole("expert_used_count"),
         "sliding_window": metadata.whole("attention.sliding_window"),
-        "layer_types": ["full_attention" if i % 2 else "sliding_attention" for i in range(count)],
+        "layer_types": window_kinds(metadata, 2),
         "rope_parameters": rope,
     }
 

@@ -7,10 +7,11 @@ from typing import Any
 from llmpq.spec.families import Family, granite
 from llmpq.spec.huggingface.feed_forward import Experts
 from llmpq.spec.huggingface.sizes import Sizes
-from llmpq.spec.model_files.gguf_form import INTERLEAVED_HEADS, GgufForm, GgufMetadata
+from llmpq.spec.model_files.gguf_form import INTERLEAVED_HEADS, SOFTMAX, GgufForm, GgufMetadata
 
 
 def _fields(metadata: GgufMetadata) -> dict[str, Any]:
+    metadata.expect("expert_gating_func", SOFTMAX)
     return {
         "architectures": ["GraniteMoeForCausalLM"],
         **granite.scale_fields(metadata),

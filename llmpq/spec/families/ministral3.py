@@ -9,11 +9,8 @@ from llmpq.spec.model_files.gguf_form import INTERLEAVED_HEADS, GgufForm, GgufMe
 
 
 def _fields(metadata: GgufMetadata) -> dict[str, Any]:
-    rope = rotation(metadata) | {
-        "mscale": 1.0,
-        "mscale_all_dim": metadata.number("rope.scaling.yarn_log_multiplier", 1.0),
-        "llama_4_scaling_beta": metadata.number("attention.temperature_scale"),
-    }
+    beta = metadata.number("attention.temperature_scale")
+    rope = rotation(metadata) | {"llama_4_scaling_beta": beta}
     return {
         "architectures": ["Ministral3ForCausalLM"],
         "sliding_window": None,

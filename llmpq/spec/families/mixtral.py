@@ -10,6 +10,7 @@ from llmpq.spec.families import Family, llama, mistral
 from llmpq.spec.huggingface.feed_forward import Experts
 from llmpq.spec.model_files.gguf_form import (
     INTERLEAVED_HEADS,
+    SOFTMAX,
     GgufForm,
     GgufMetadata,
     has_experts,
@@ -21,6 +22,7 @@ MIXTURE = Experts(widths=("intermediate_size",))
 def _fields(metadata: GgufMetadata) -> dict[str, Any]:
     if llama.has_attention_bias(metadata):
         raise SpecError(f"{metadata.header.path}: found biases, expected none in a mixtral model")
+    metadata.expect("expert_gating_func", SOFTMAX)
     return {
         "architectures": ["MixtralForCausalLM"],
         "num_local_experts": metadata.whole("expert_count"),

@@ -11,6 +11,7 @@ from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.feed_forward import Experts, RouterKind, by_step
 from llmpq.spec.huggingface.sizes import Sizes
 from llmpq.spec.model_files.gguf_form import (
+    SOFTMAX,
     Change,
     GgufForm,
     GgufMetadata,
@@ -39,6 +40,7 @@ SHARED_GATE: tuple[tuple[str, tuple[Change, ...]], ...] = (
 
 def expert_fields(metadata: GgufMetadata) -> dict[str, Any]:
     """Return the fields of experts with one for all tokens."""
+    metadata.expect("expert_gating_func", SOFTMAX)
     shared = metadata.whole("expert_shared_feed_forward_length")
     return {
         **routed_experts(metadata, "num_experts"),

@@ -10,6 +10,7 @@ from llmpq.spec.model_files.gguf_form import GgufForm, GgufMetadata
 
 
 def _fields(metadata: GgufMetadata) -> dict[str, Any]:
+    metadata.expect("expert_weights_norm", True)
     return {
         "architectures": ["Qwen3_5MoeForCausalLM"],
         "intermediate_size": ...,

@@ -57,6 +57,7 @@ def state_fields(metadata: GgufMetadata) -> dict[str, Any]:
 
 
 def _fields(metadata: GgufMetadata) -> dict[str, Any]:
+    metadata.expect("expert_weights_norm", True)
     return {
         "architectures": ["Qwen3NextForCausalLM"],
         **state_fields(metadata),

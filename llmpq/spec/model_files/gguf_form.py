@@ -385,7 +385,7 @@ def routed_experts(metadata: GgufMetadata, count: str) -> dict[str, Any]:
     }
 
 
-SOFTMAX, SIGMOID = 1, 2
+SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3
 """Scores of a router, as numbers of a file."""
 
 
@@ -415,19 +415,20 @@ def rotation(metadata: GgufMetadata) -> dict[str, Any]:
 def _yarn(metadata: GgufMetadata) -> dict[str, Any]:
     metadata.expect("rope.scaling.yarn_ext_factor", 1.0)
     original = metadata.whole("rope.scaling.original_context_length")
-    return {
+    found: dict[str, Any] = {
         "rope_type": "yarn",
         "factor": metadata.number("rope.scaling.factor"),
         "original_max_position_embeddings": original,
-    } | {
-        field: metadata.number(f"rope.scaling.{key}")
-        for key, field in (
-            ("yarn_beta_fast", "beta_fast"),
-            ("yarn_beta_slow", "beta_slow"),
-            ("yarn_attn_factor", "attention_factor"),
-        )
-        if metadata.has(f"rope.scaling.{key}")
     }
+    for key, field in (
+        ("yarn_beta_fast", "beta_fast"),
+        ("yarn_beta_slow", "beta_slow"),
+        ("yarn_attn_factor", "attention_factor"),
+        ("yarn_log_multiplier", "mscale_all_dim"),
+    ):
+        if metadata.has(f"rope.scaling.{key}"):
+            found[field] = metadata.number(f"rope.scaling.{key}")
+    return found | ({"mscale": 1.0} if "mscale_all_dim" in found else {})
 
 
 def _factors(metadata: GgufMetadata, factors: list[float]) -> dict[str, Any]:
