@@ -8,19 +8,9 @@ from pathlib import Path
 import gguf
 import numpy as np
 import torch
+from helpers.gguf_families import CONVERSIONS
 from safetensors.torch import load_file
 
-ARCHITECTURES = {
-    "llama": "llama",
-    "mixtral": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "qwen3_moe": "qwen3moe",
-    "gemma": "gemma",
-    "gemma2": "gemma2",
-    "gemma3_text": "gemma3",
-    "phi3": "phi3",
-}
 F32 = gguf.GGMLQuantizationType.F32
 
 
@@ -47,13 +37,14 @@ def write_gguf(model_dir: Path, output: Path, kind: str = "F32", extra=()) -> Pa
     ``extra`` are further metadata and tensors: callables that take the writer.
     """
     config = json.loads((model_dir / "config.json").read_text())
-    architecture = ARCHITECTURES[config["model_type"]]
-    writer = gguf.GGUFWriter(output, architecture)
-    _add_metadata(writer, config)
+    conversion = CONVERSIONS[config["model_type"]]
+    writer = gguf.GGUFWriter(output, conversion.architecture)
+    _add_metadata(writer, config | conversion.renamed(config))
+    conversion.keys(writer, config)
     for add in extra:
         add(writer)
-    for name, values in _tensors(load_file(model_dir / "model.safetensors"), config, architecture):
-        is_matrix = values.ndim > 1
+    for name, values in _tensors(load_file(model_dir / "model.safetensors"), config, conversion):
+        is_matrix = values.ndim > 1 and values.shape[-1] % 32 == 0
         type_ = gguf.GGMLQuantizationType[kind] if is_matrix else F32
         stored = gguf.quantize(values, type_)
         writer.add_tensor(name, stored, raw_dtype=type_)
@@ -65,64 +56,72 @@ def write_gguf(model_dir: Path, output: Path, kind: str = "F32", extra=()) -> Pa
 
 
 def _add_metadata(writer, config) -> None:
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    """Add what the converter writes for every model that has the field."""
     rope = config["rope_parameters"]
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    local, rope = rope.get("sliding_attention"), rope.get("full_attention", rope)
+    for add, field in _KEYS:
+        if config.get(field) is not None:
+            getattr(writer, f"add_{add}")(config[field])
     experts = config.get("num_local_experts") or config.get("num_experts")
     if experts:
         writer.add_expert_count(experts)
-        writer.add_expert_used_count(config["num_experts_per_tok"])
-        writer.add_expert_feed_forward_length(config.get("moe_intermediate_size") or 0)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if local is not None:
+        writer.add_rope_freq_base_swa(local["rope_theta"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        for name in ("beta_fast", "beta_slow"):
+            if name in rope:
+                getattr(writer, f"add_rope_scaling_yarn_{name}")(rope[name])
     if config["model_type"].startswith("gemma") and config.get("sliding_window"):
         writer.add_sliding_window(config["sliding_window"])
-    for field in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if config.get(field):
-            getattr(writer, f"add_{field}")(config[field])
 
 
-def _tensors(state, config, architecture):
-    kind = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture)
+_KEYS = (
+    ("context_length", "max_position_embeddings"),
+    ("vocab_size", "vocab_size"),
+    ("embedding_length", "hidden_size"),
+    ("block_count", "num_hidden_layers"),
+    ("feed_forward_length", "intermediate_size"),
+    ("head_count", "num_attention_heads"),
+    ("head_count_kv", "num_key_value_heads"),
+    ("layer_norm_rms_eps", "rms_norm_eps"),
+    ("layer_norm_eps", "layer_norm_eps"),
+    ("key_length", "head_dim"),
+    ("value_length", "head_dim"),
+    ("expert_used_count", "num_experts_per_tok"),
+    ("expert_group_count", "n_group"),
+    ("expert_group_used_count", "topk_group"),
+    ("attn_logit_softcapping", "attn_logit_softcapping"),
+    ("final_logit_softcapping", "final_logit_softcapping"),
+)
+
+
+def _tensors(state, config, conversion):
+    table = gguf.MODEL_ARCH_NAMES.items()
+    kind = next(key for key, value in table if value == conversion.architecture)
     names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     for name, tensor in _stacked(state).items():
-        module, _, suffix = name.rpartition(".")
-        values = tensor.to(torch.float32)
-        if architecture == "llama" and module.endswith((".q_proj", ".k_proj")):
-            values = _interleaved(values, heads[module.rpartition(".")[2]])
-        if architecture.startswith("gemma") and module.endswith("norm"):
-            values = values + 1
-        yield f"{names.get_name(module)}.{suffix}", np.ascontiguousarray(values.numpy())
+        for own, values in conversion.tensors(name, tensor.to(torch.float32), config):
+            stored = own if own.startswith("blk.") else names.get_name(own, (".weight", ".bias"))
+            assert stored is not None, own
+            yield stored, np.ascontiguousarray(values.numpy())
 
 
 def _stacked(state):
     """The tensors, experts of a layer as one under the names that gguf's table has."""
     found, experts = {}, {}
     for name, tensor in state.items():
-        if ".experts." not in name:
+        parts = name.partition(".experts.")[2].split(".")
+        if len(parts) != 3:
             found[name.replace(".block_sparse_moe.", ".mlp.")] = tensor
             continue
-        block, _, rest = name.partition(".experts.")
-        index, part, _ = rest.split(".")
+        block, (index, part, _) = name.partition(".experts.")[0], parts
         part = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}.get(part, part)
         experts.setdefault((block, part), {})[int(index)] = tensor
     for (block, part), parts in experts.items():
         name = f"{block.replace('.block_sparse_moe', '.mlp')}.experts.{part}.weight"
         found[name] = torch.stack([parts[index] for index in sorted(parts)])
     return found
-
-
-def _interleaved(values, heads):
-    # conversion/llama.py of llama.cpp, LlamaModel.permute
-    shape = (heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
-    return values.reshape(shape).swapaxes(1, 2).reshape(values.shape)

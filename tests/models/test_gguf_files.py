@@ -28,17 +28,6 @@ from llmpq.spec.tables import weights_digest
 
 torch.set_num_threads(1)
 
-FAMILIES = {
-    "llama": {},
-    "qwen2": {},
-    "qwen3": {},
-    "qwen3_moe": {"norm_topk_prob": True},
-    "mixtral": {},
-    "gemma": {},
-    "gemma2": {},
-    "gemma3": {"layer_types": ["sliding_attention"] * 5 + ["full_attention"]},
-    "phi3": {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None},
-}
 SHAPE = {"layers": 2, "hidden": 64, "intermediate": 96, "heads": 4, "kv_heads": 2}
 TOKENS = torch.arange(3, 43).view(2, 20)
 
@@ -46,8 +35,7 @@ TOKENS = torch.arange(3, 43).view(2, 20)
 @pytest.fixture
 def model_of(tiny_model):
     def make(family):
-        shape = SHAPE | {"layers": 6 if family == "gemma3" else 2}
-        return tiny_model(family, seed=3, shape=shape, **FAMILIES[family])
+        return tiny_model(family, seed=3, shape=SHAPE)
 
     return make
 
@@ -60,39 +48,6 @@ def run(model, bits=None, layers=2):
     hidden = master.embed(TOKENS, torch.arange(width).expand(rows, -1))
     hidden = stage.run_whole(hidden)
     return master.logits(hidden.flatten(0, 1)).view(rows, width, -1)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_float32_file_is_the_model_it_was_made_from(family, model_of, tmp_path):
-    model_dir = model_of(family)
-    file = write_gguf(model_dir, tmp_path / "model.gguf")
-    plain, found = Checkpoint(model_dir), Checkpoint(file)
-    shift = 1.2e-7 if family.startswith("gemma") else 0  # stored norms are rounded after + 1
-    count = plain.config.num_hidden_layers
-    states = [(plain.layer_state_dict(i), found.layer_state_dict(i)) for i in range(count)]
-    for expected, state in [*states, (plain.master_state_dict(), found.master_state_dict())]:
-        assert state.keys() == expected.keys()
-        for key, value in expected.items():
-            assert torch.allclose(state[key], value, rtol=0, atol=shift), key
-    reference = load_reference(model_dir)
-    chosen = reference.config._attn_implementation
-    rebuilt = type(reference)._from_config(found.config, attn_implementation=chosen).eval()
-    rebuilt.load_state_dict(reference.state_dict())
-    with torch.inference_mode():
-        expected = reference(TOKENS).logits
-        assert torch.equal(rebuilt(TOKENS).logits, expected)
-    assert torch.allclose(run(file, layers=count), expected, atol=2e-5)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_planner_reads_the_same_sizes(family, model_of, tmp_path):
-    model_dir = model_of(family)
-    file = write_gguf(model_dir, tmp_path / "model.gguf")
-    expected, found = load_model_dir(model_dir), load_model_dir(file)
-    assert found.name == "model.gguf"
-    assert found.layer_types == expected.layer_types
-    assert found.parameters == expected.parameters
-    assert (found.dtype, found.family) == (expected.dtype, expected.family)
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_0", "Q5_1", "Q8_0"])

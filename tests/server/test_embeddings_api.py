@@ -13,6 +13,7 @@ import openai
 import pytest
 from helpers.clocks import PATIENCE_S
 from helpers.fake_engine import FakeEngine, embedding_of
+from helpers.gguf_headers import gguf_bytes, key
 from helpers.served import demo_tokenizer, make_service, serving
 
 from llmpq.errors import SpecError
@@ -164,3 +165,17 @@ def test_dimensions_are_those_of_the_config(tmp_path):
         (tmp_path / str(number)).mkdir()
         folder = folder_with(tmp_path / str(number), config=config)
         assert list(embedding_settings(folder).dimensions) == sizes
+
+
+@pytest.mark.parametrize(("stated", "found"), [(None, "last"), (1, "mean"), (3, "last")])
+def test_pooling_that_a_gguf_file_states(tmp_path, stated, found):
+    extra = () if stated is None else (key("llama.pooling_type", 4, "I", stated),)
+    (tmp_path / "m.gguf").write_bytes(gguf_bytes(extra=extra))
+    assert embedding_settings(tmp_path / "m.gguf").pooling == found
+    assert embedding_settings(tmp_path / "m.gguf", "mean").pooling == "mean"
+
+
+def test_pooling_of_a_ranking_model_is_an_error(tmp_path):
+    (tmp_path / "m.gguf").write_bytes(gguf_bytes(extra=(key("llama.pooling_type", 4, "I", 4),)))
+    with pytest.raises(SpecError, match=r"'llama.pooling_type': found 4, expected one of 0, 1, 3"):
+        embedding_settings(tmp_path)

@@ -21,9 +21,9 @@ def write(folder, content, name="model.gguf"):
 
 def test_sizes_and_tensors(tmp_path):
     long = text("tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, 5000) + text("word") * 5000
-    short = text("llama.rope.x") + struct.pack("<IIQ2i", 9, 5, 2, -1, 7)
+    short = text("general.x") + struct.pack("<IIQ2i", 9, 5, 2, -1, 7)
     header = read_gguf_header(write(tmp_path, gguf_bytes(extra=(long, short))))
-    assert header.metadata["llama.rope.x"] == (-1, 7)
+    assert header.metadata["general.x"] == (-1, 7)
     assert header.lengths["tokenizer.ggml.tokens"] == 5000
     assert "tokenizer.ggml.tokens" not in header.metadata
     assert header.tensors["token_embd.weight"].shape == (8, 32)

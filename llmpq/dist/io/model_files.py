@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from llmpq.dist.model_listing import list_models_when_asked
 from llmpq.errors import SpecError
+from llmpq.spec.families import text_split
 from llmpq.spec.model_files.tokenizer import (
     chat_templates,
     end_token_ids,
     tokenizer_arguments,
     tokenizer_error,
 )
+from llmpq.spec.model_files.weight_headers import read_gguf_header
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -51,15 +53,50 @@ def load_tokenizer(model_dir: Path) -> Tokenizer | None:
 
 
 def _tokenizer(model_dir: Path, arguments: Mapping[str, Any]) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer  # noqa: PLC0415  not before ``main`` keeps torch out
+    from transformers import (  # noqa: PLC0415  not before ``main`` keeps torch out
+        AutoTokenizer,
+        PreTrainedTokenizerFast,
+    )
 
+    is_gguf = "gguf_file" in arguments
     try:
         found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             **arguments, local_files_only=True
         )
     except Exception as error:  # tokenizers raise many types
-        raise tokenizer_error(model_dir, error) from error
+        if not is_gguf:
+            raise tokenizer_error(model_dir, error) from error
+        # transformers looks at the configuration first, and knows few architectures.
+        try:
+            found = PreTrainedTokenizerFast.from_pretrained(**arguments, local_files_only=True)
+        except Exception:
+            raise tokenizer_error(model_dir, error) from error
+    if is_gguf:
+        folder = Path(arguments["pretrained_model_name_or_path"])
+        _split_as_stated(found, folder / arguments["gguf_file"])
     return found
+
+
+def _split_as_stated(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
+    """Let a tokenizer of byte pairs split texts as a GGUF file says, before it merges.
+
+    Raises:
+        SpecError: the way to split is not known.
+    """
+    from tokenizers import Regex, pre_tokenizers  # noqa: PLC0415  as above
+
+    split = text_split(read_gguf_header(file))
+    if split is None:
+        return
+    patterns = [Regex(pattern) for pattern in split.patterns]
+    backend: Any = tokenizer.backend_tokenizer
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(pattern, behavior="isolated") for pattern in patterns),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.model.ignore_merges = split.keeps_tokens
 
 
 def eos_token_ids(model_dir: Path, config: PreTrainedConfig) -> frozenset[int]:

@@ -22,11 +22,15 @@ from llmpq.server.service import (
     TokenUsage,
 )
 from llmpq.spec.fields import read_json
+from llmpq.spec.model_files.gguf_form import GgufMetadata
+from llmpq.spec.model_files.weight_headers import find_gguf, read_gguf_header
 
 POOLING_FILE = Path("1_Pooling", "config.json")
 """Where sentence-transformers states the pooling of a model."""
 _MODES: dict[str, Pooling] = {"lasttoken": "last", "mean_tokens": "mean"}
 _PREFIX = "pooling_mode_"
+_GGUF_POOLING: dict[int, Pooling] = {0: "last", 1: "mean", 3: "last"}
+"""Pooling by its number in a GGUF file; 0 states none."""
 
 
 async def prepare_embeddings(
@@ -155,6 +159,9 @@ def embedding_settings(model_dir: Path, pooling: Pooling | None = None) -> Embed
 
 
 def _stated_pooling(model_dir: Path) -> Pooling:
+    gguf = find_gguf(model_dir)
+    if gguf is not None:
+        return _gguf_pooling(GgufMetadata(read_gguf_header(gguf)))
     path = model_dir / POOLING_FILE
     if not path.is_file():
         return "last"
@@ -171,6 +178,17 @@ def _stated_pooling(model_dir: Path) -> Pooling:
             f"{', '.join(_MODES)}; --pooling states another"
         )
     return _MODES[modes[0]]
+
+
+def _gguf_pooling(metadata: GgufMetadata) -> Pooling:
+    """Return the pooling that a GGUF file states, by default of the last token."""
+    key = "pooling_type"
+    stated = metadata.whole(key, 0)
+    if stated not in _GGUF_POOLING:
+        raise metadata.error(
+            key, stated, f"one of {', '.join(map(str, _GGUF_POOLING))}; --pooling states another"
+        )
+    return _GGUF_POOLING[stated]
 
 
 def _stated_dimensions(model_dir: Path) -> range | list[int]:

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
+from llmpq.errors import bad_field
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.feed_forward import Experts, Gated
 from llmpq.spec.huggingface.sizes import Sizes
-from llmpq.spec.model_files.gguf_form import GgufForm
+from llmpq.spec.model_files.gguf_form import GgufForm, TextSplit
+from llmpq.spec.model_files.weight_headers import GgufHeader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,3 +189,25 @@ def known_families() -> Iterator[Family]:
 @cache
 def _model_types() -> frozenset[str]:
     return frozenset(module.name for module in pkgutil.iter_modules(__path__))
+
+
+_BYTE_PAIRS = "gpt2"
+"""What GGUF files call tokenizers that merge pairs of bytes."""
+
+
+def text_split(header: GgufHeader) -> TextSplit | None:
+    """Return how the tokenizer of a GGUF file splits texts; ``None`` for one that does not.
+
+    Raises:
+        SpecError: the way to split is not known.
+    """
+    if header.metadata.get("tokenizer.ggml.model") != _BYTE_PAIRS:
+        return None
+    forms = [family.gguf for family in known_families() if family.gguf is not None]
+    known = {name: split for form in forms for split in form.splits for name in split.names}
+    key = "tokenizer.ggml.pre"
+    found = header.metadata.get(key, "default")
+    if not isinstance(found, str) or found not in known:
+        expected = f"one of {', '.join(sorted(known))}, or a tokenizer.json beside the file"
+        raise bad_field(str(header.path), key, found, expected)
+    return known[found]

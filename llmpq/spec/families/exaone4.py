@@ -9,6 +9,14 @@ from llmpq.spec.huggingface import windows
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.sizes import Sizes
 from llmpq.spec.huggingface.windows import SLIDING
+from llmpq.spec.model_files.gguf_form import (
+    PLAIN_WORDS,
+    GgufForm,
+    GgufMetadata,
+    TextSplit,
+    layer_count,
+    window_kinds,
+)
 
 
 def rotates(config: Any, layer: int) -> bool:
@@ -20,6 +28,17 @@ def _form(config: Any, layer: int) -> LayerForm:
     return LayerForm(norms=olmo2.FORM.norms, rotation="halves" if rotates(config, layer) else None)
 
 
+def _fields(metadata: GgufMetadata) -> dict[str, Any]:
+    window = metadata.whole("attention.sliding_window", 0) or None
+    full = ["full_attention"] * layer_count(metadata)
+    return {
+        "architectures": ["Exaone4ForCausalLM"],
+        "sliding_window": window,
+        "sliding_window_pattern": None,
+        "layer_types": full if window is None else window_kinds(metadata, 4),
+    }
+
+
 FAMILY = Family(
     name="exaone4",
     sizes=Sizes(
@@ -27,4 +46,12 @@ FAMILY = Family(
         windows=windows.by_period(4, "sliding_window_pattern"),
     ),
     form=_form,
+    gguf=GgufForm(
+        architecture="exaone4",
+        fields=_fields,
+        splits=(
+            TextSplit(names=("exaone4",), patterns=(PLAIN_WORDS,)),
+            TextSplit(names=("exaone",), patterns=(r"\p{N}", PLAIN_WORDS)),
+        ),
+    ),
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 from llmpq.spec.families import Family
 from llmpq.spec.huggingface.sizes import Sizes
-from llmpq.spec.model_files.gguf_form import GELU, GgufForm, GgufMetadata
+from llmpq.spec.model_files.gguf_form import GELU, SHIFTED_NORMS, GgufForm, GgufMetadata
 
 
 def _fields(metadata: GgufMetadata) -> dict[str, Any]:
@@ -17,5 +17,5 @@ def _fields(metadata: GgufMetadata) -> dict[str, Any]:
 FAMILY = Family(
     name="gemma",
     sizes=Sizes(),
-    gguf=GgufForm(architecture="gemma", fields=_fields, has_shifted_norms=True),
+    gguf=GgufForm(architecture="gemma", fields=_fields, changes=SHIFTED_NORMS),
 )

@@ -7,7 +7,14 @@ from typing import Any
 from llmpq.spec.families import Family, LayerForm
 from llmpq.spec.huggingface import windows
 from llmpq.spec.huggingface.sizes import Sizes
-from llmpq.spec.model_files.gguf_form import FOUR_NORMS, GELU, GgufForm, GgufMetadata, query_scalar
+from llmpq.spec.model_files.gguf_form import (
+    FOUR_NORMS,
+    GELU,
+    SHIFTED_NORMS,
+    GgufForm,
+    GgufMetadata,
+    query_scalar,
+)
 
 SIZES = Sizes(norms=4, windows=windows.by_period(2))
 FORM = LayerForm(
@@ -37,5 +44,5 @@ FAMILY = Family(
     sizes=SIZES,
     form=FORM,
     writes_scores=True,
-    gguf=GgufForm(architecture="gemma2", fields=_fields, names=FOUR_NORMS, has_shifted_norms=True),
+    gguf=GgufForm(architecture="gemma2", fields=_fields, names=FOUR_NORMS, changes=SHIFTED_NORMS),
 )

@@ -11,10 +11,12 @@ from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.model_files.gguf_form import (
     FOUR_NORMS,
     GELU,
+    SHIFTED_NORMS,
     GgufForm,
     GgufMetadata,
     query_scalar,
     rotation,
+    window_kinds,
 )
 
 _LAYERS_OF_27B = 62
@@ -22,19 +24,14 @@ _LOCAL_THETA = 10_000.0  # base of the layers with windows, which older files do
 
 
 def _fields(metadata: GgufMetadata) -> dict[str, Any]:
-    count = metadata.whole("block_count")
     if not metadata.has("attention.sliding_window"):
         raise metadata.error("attention.sliding_window", None, "windows, as Gemma 3 has them")
-    period = metadata.whole("attention.sliding_window_pattern", 6)
-    kinds = [
-        "full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(count)
-    ]
     theta = metadata.number("rope.freq_base_swa", _LOCAL_THETA)
     return {
         "architectures": ["Gemma3ForCausalLM"],
         "query_pre_attn_scalar": query_scalar(metadata, _LAYERS_OF_27B),
         "sliding_window": metadata.whole("attention.sliding_window"),
-        "layer_types": kinds,
+        "layer_types": window_kinds(metadata, 6),
         "attn_logit_softcapping": None,
         "final_logit_softcapping": (
             metadata.number("final_logit_softcapping")
@@ -56,5 +53,5 @@ FAMILY = Family(
         windows=windows.by_period(6, "sliding_window_pattern"),
     ),
     form=gemma2.FORM,
-    gguf=GgufForm(architecture="gemma3", fields=_fields, names=FOUR_NORMS, has_shifted_norms=True),
+    gguf=GgufForm(architecture="gemma3", fields=_fields, names=FOUR_NORMS, changes=SHIFTED_NORMS),
 )

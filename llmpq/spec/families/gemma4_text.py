@@ -8,13 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+from llmpq.errors import SpecError
 from llmpq.spec.families import Family, ModelParts, gemma2
 from llmpq.spec.huggingface.attention import AttentionSizes
 from llmpq.spec.huggingface.config import HEADS, HIDDEN, Config
 from llmpq.spec.huggingface.feed_forward import FeedForward, Gated, has_bias, linear
 from llmpq.spec.huggingface.sizes import Sizes
 from llmpq.spec.huggingface.windows import FULL, SLIDING
+from llmpq.spec.model_files.gguf_form import (
+    FOUR_NORMS,
+    GELU,
+    GgufForm,
+    GgufMetadata,
+    has_experts,
+    layer_count,
+    rotation,
+    window_kinds,
+)
 
 OWN_EMBEDDINGS = (
     "embed_tokens_per_layer",
@@ -200,6 +212,113 @@ def _own_size(fields: Config) -> int:
     return fields.size("hidden_size_per_layer_input", default=0, minimum=0)
 
 
+_UNROTATED = 1e29
+"""Factors of frequencies above this leave features as they are."""
+
+
+def _gguf_fields(metadata: GgufMetadata) -> dict[str, Any]:
+    count, kinds = layer_count(metadata), window_kinds(metadata, _PERIOD)
+    width = min(metadata.each("feed_forward_length", count))
+    table = metadata.header.tensors.get("per_layer_token_embd.weight")
+    own = metadata.whole("embedding_length_per_layer_input", 0)
+    softcap = metadata.number("final_logit_softcapping", 0.0) or None
+    return {
+        "architectures": ["Gemma4ForCausalLM"],
+        **_gguf_heads(metadata, kinds),
+        "intermediate_size": width,
+        "use_double_wide_mlp": max(metadata.each("feed_forward_length", count)) > width,
+        "sliding_window": metadata.whole("attention.sliding_window"),
+        "layer_types": kinds,
+        "num_kv_shared_layers": metadata.whole("attention.shared_kv_layers", 0),
+        "final_logit_softcapping": softcap,
+        "hidden_size_per_layer_input": own,
+        **({} if table is None else {"vocab_size_per_layer_input": table.shape[0]}),
+        **_gguf_experts(metadata),
+    } | GELU
+
+
+def _gguf_heads(metadata: GgufMetadata, kinds: Sequence[str]) -> dict[str, Any]:
+    """Return the fields of attention, with and without windows."""
+    key = "attention.head_count_kv"
+    heads = metadata.each(key, len(kinds))
+    by_kind = {
+        kind: {one for one, own in zip(heads, kinds, strict=True) if own == kind}
+        for kind in (SLIDING, FULL)
+    }
+    if any(len(counts) > 1 for counts in by_kind.values()):
+        raise metadata.error(key, tuple(heads), "one number for all layers of a kind")
+    full, local = (min(by_kind[kind] or set(heads)) for kind in (FULL, SLIDING))
+    size, local_size = (metadata.whole(f"attention.key_length{end}") for end in ("", "_swa"))
+    for ending, expected in (("", size), ("_swa", local_size)):
+        metadata.expect(f"attention.value_length{ending}", expected)
+        metadata.expect(f"rope.dimension_count{ending}", expected)
+    # Values that are not stored are the keys.
+    index = kinds.index(FULL) if FULL in kinds else 0
+    joins = not metadata.has_tensor(f"blk.{index}.attn_v.weight")
+    if not joins and full != local:
+        raise metadata.error(key, tuple(heads), "one number, as all layers have values")
+    return {
+        "head_dim": local_size,
+        "global_head_dim": size,
+        "num_key_value_heads": local,
+        "num_global_key_value_heads": full,
+        "attention_k_eq_v": joins,
+        "rope_parameters": {
+            FULL: _gguf_rotation(metadata),
+            SLIDING: {
+                "rope_type": "default",
+                "rope_theta": metadata.number("rope.freq_base_swa"),
+            },
+        },
+    }
+
+
+def _gguf_rotation(metadata: GgufMetadata) -> dict[str, Any]:
+    """Return the rotation of layers without a window: factors say which features rotate."""
+    rope, name = rotation(metadata), "rope_freqs.weight"
+    if not metadata.has_tensor(name):
+        return rope
+    factors = metadata.floats(name)
+    rotated = sum(one < _UNROTATED for one in factors)
+    if any(one != 1.0 for one in factors[:rotated]):
+        raise SpecError(
+            f"{metadata.header.path}: tensor '{name}': expected ones, then {_UNROTATED}"
+        )
+    return {
+        "rope_type": "proportional",
+        "rope_theta": rope["rope_theta"],
+        "partial_rotary_factor": rotated / len(factors),
+    }
+
+
+def _gguf_experts(metadata: GgufMetadata) -> dict[str, Any]:
+    if not has_experts(metadata):
+        return {"enable_moe_block": False}
+    return {
+        "enable_moe_block": True,
+        "num_experts": metadata.whole("expert_count"),
+        "top_k_experts": metadata.whole("expert_used_count"),
+        "moe_intermediate_size": metadata.whole("expert_feed_forward_length"),
+    }
+
+
+_NAMES = (
+    *FOUR_NORMS,
+    ("layer_output_scale.weight", "layer_scalar"),
+    ("inp_gate.weight", "per_layer_input_gate.weight"),
+    ("proj.weight", "per_layer_projection.weight"),
+    ("post_norm.weight", "post_per_layer_input_norm.weight"),
+    ("ffn_gate_inp.weight", "router.proj.weight"),
+    ("ffn_gate_inp.scale", "router.scale"),
+    ("ffn_gate_up_exps.weight", "experts.gate_up_proj"),
+    ("ffn_down_exps.weight", "experts.down_proj"),
+    ("ffn_down_exps.scale", "router.per_expert_scale"),
+    ("pre_ffw_norm_2.weight", "pre_feedforward_layernorm_2.weight"),
+    ("post_ffw_norm_1.weight", "post_feedforward_layernorm_1.weight"),
+    ("post_ffw_norm_2.weight", "post_feedforward_layernorm_2.weight"),
+)
+
+
 FAMILY = Family(
     name="gemma4_text",
     sizes=Sizes(
@@ -213,4 +332,15 @@ FAMILY = Family(
     parts=ModelParts(own_embeddings=OWN_EMBEDDINGS),
     form=gemma2.FORM,
     sends_more=True,
+    gguf=GgufForm(
+        architecture="gemma4",
+        fields=_gguf_fields,
+        names=_NAMES,
+        experts="experts",
+        other_names=(
+            ("per_layer_token_embd.weight", "model.embed_tokens_per_layer.weight"),
+            ("per_layer_model_proj.weight", "model.per_layer_model_projection.weight"),
+            ("per_layer_proj_norm.weight", "model.per_layer_projection_norm.weight"),
+        ),
+    ),
 )

@@ -9,7 +9,7 @@ from llmpq.spec.huggingface import windows
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.feed_forward import Gated
 from llmpq.spec.huggingface.sizes import Sizes
-from llmpq.spec.model_files.gguf_form import GgufForm, GgufMetadata
+from llmpq.spec.model_files.gguf_form import GgufForm, GgufMetadata, partly_rotated
 
 FEED_FORWARD = Gated(names=("gate_up_proj", "down_proj"), activation="activation_fn", joined=True)
 
@@ -18,6 +18,7 @@ def _fields(metadata: GgufMetadata) -> dict[str, Any]:
     window = metadata.whole("attention.sliding_window", 0) or None
     return {
         "architectures": ["Phi3ForCausalLM"],
+        **partly_rotated(metadata),
         "sliding_window": window,
         "original_max_position_embeddings": metadata.whole(
             "rope.scaling.original_context_length", metadata.whole("context_length")

@@ -9,10 +9,12 @@ from llmpq.spec.huggingface import windows
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.feed_forward import Experts, RouterKind, by_step
 from llmpq.spec.huggingface.sizes import Sizes
-from llmpq.spec.model_files.gguf_form import GgufForm, GgufMetadata
+from llmpq.spec.model_files.gguf_form import SOFTMAX, GgufForm, GgufMetadata
 
 
 def _fields(metadata: GgufMetadata) -> dict[str, Any]:
+    metadata.expect("expert_gating_func", SOFTMAX)
+    metadata.expect("expert_weights_norm", True)
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
         "attention_bias": False,

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -27,7 +27,7 @@ from llmpq.errors import SpecError, bad_field
 from llmpq.logging import get_logger
 from llmpq.spec.families import family_of, known_families
 from llmpq.spec.fields import dump_json, read_json
-from llmpq.spec.model_files.gguf_form import GgufMetadata, head_dim, rotation
+from llmpq.spec.model_files.gguf_form import GgufMetadata, head_dim, layer_count, rotation
 from llmpq.spec.model_files.weight_headers import (
     GgufHeader,
     SafetensorsHeader,
@@ -308,7 +308,10 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
     forms = {one.name: one.gguf for one in known_families() if one.gguf is not None}
     for name, form in forms.items():
         if form.means(metadata):
-            return _common(metadata) | {"model_type": name} | form.fields(metadata)
+            own = form.fields(metadata)
+            fields = _common(metadata, own.keys()) | {"model_type": name} | own
+            metadata.check_all_read()
+            return {key: value for key, value in fields.items() if value is not ...}
     raise bad_field(
         str(header.path),
         "general.architecture",
@@ -317,23 +320,32 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
     )
 
 
-def _common(metadata: GgufMetadata) -> dict[str, Any]:
-    heads = metadata.whole("attention.head_count")
+_COMMON: dict[str, Callable[[GgufMetadata], Any]] = {
+    "hidden_size": lambda found: found.whole("embedding_length"),
+    "num_hidden_layers": layer_count,
+    "num_attention_heads": lambda found: found.whole("attention.head_count"),
+    "num_key_value_heads": lambda found: found.whole(
+        "attention.head_count_kv", found.whole("attention.head_count")
+    ),
+    "head_dim": head_dim,
+    "intermediate_size": lambda found: found.whole("feed_forward_length"),
+    "max_position_embeddings": lambda found: found.whole("context_length"),
+    "rms_norm_eps": lambda found: found.number("attention.layer_norm_rms_epsilon"),
+    "rope_parameters": rotation,
+}
+"""Fields of every family that has no other key for them."""
+
+
+def _common(metadata: GgufMetadata, own: Collection[str]) -> dict[str, Any]:
+    """Return the fields that most families have, without the ``own`` ones of the family."""
     vocabulary = metadata.header.tensors.get("token_embd.weight")
     if vocabulary is None or len(vocabulary.shape) != 2:
         raise SpecError(f"{metadata.header.path}: found no tensor 'token_embd.weight'")
-    config: dict[str, Any] = {
-        "hidden_size": metadata.whole("embedding_length"),
-        "num_hidden_layers": metadata.whole("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": metadata.whole("attention.head_count_kv", heads),
-        "head_dim": head_dim(metadata),
-        "intermediate_size": metadata.whole("feed_forward_length"),
-        "max_position_embeddings": metadata.whole("context_length"),
-        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
+    config = {name: read(metadata) for name, read in _COMMON.items() if name not in own}
+    metadata.expect("attention.causal", True)
+    config |= {
         "vocab_size": vocabulary.shape[0],
         "tie_word_embeddings": not metadata.has_tensor("output.weight"),
-        "rope_parameters": rotation(metadata),
         "dtype": _dtype(metadata.header),
     }
     for name in ("bos", "eos", "padding"):
