@@ -219,7 +219,8 @@ def check_decision(view: SchedulerView, decision: Decision) -> None:
         chosen = set(decision.requests)
         needed = len(chosen)  # at least
         if needed <= view.free_slots:
-            needed = sum(item.slots for item in view.waiting if item.request in chosen)
+            waiting = (item.slots for item in view.waiting if item.request in chosen)
+            needed = sum(islice(waiting, len(chosen)))  # the queue may be long
         if needed > view.free_slots:
             raise LlmpqError(
                 f"batching policy: found {len(chosen)} requests to prefill that need {needed} "
@@ -665,6 +666,8 @@ class PolicyScheduler:
         In layers with windows there are fewer, which are used in turn: the window before a chunk,
         and the chunk, have one each.
         """
+        if not width:
+            return ()
         slots = self._slots_of[slot]
         if len(slots) == 1 and count <= width:
             return tuple(range(slot * width, slot * width + count))

@@ -11,6 +11,7 @@ weight. A kernel that spills more than its bound, or does not compile, fails the
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -236,6 +237,12 @@ def recorded(made: Made) -> dict[str, object]:
     return {name: value for name, value in asdict(made).items() if name != "seconds"}
 
 
+def inputs_digest() -> str:
+    """Return the SHA-256 of what is compiled: the kernels' source and the variants."""
+    source = Path(triton_kernels.__file__).read_text(encoding="utf-8")
+    return hashlib.sha256(f"{source}{variants()}".encode()).hexdigest()
+
+
 def failures(found: Sequence[Made]) -> list[str]:
     """Return what is wrong with what was made."""
     bounds = {variant.name: variant.spill_bytes for variant in variants()}
@@ -286,6 +293,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "date": datetime.now(UTC).date().isoformat(),
         "machine": "none: compiled without a GPU",
         "versions": {"triton": version("triton")},
+        "inputs": inputs_digest(),
         "kernels": [recorded(made) for made in found],
     }
     options.output.parent.mkdir(parents=True, exist_ok=True)

@@ -44,7 +44,9 @@ def random_request(seed: int) -> PlanRequest:
     )
 
 
-@pytest.mark.parametrize("block", range(5))
+@pytest.mark.parametrize(
+    "block", [*range(3), *(pytest.param(block, marks=pytest.mark.slow) for block in range(3, 5))]
+)
 def test_every_plan_has_its_certificate_and_llmpq_is_never_worse(block: int) -> None:
     made = 0
     for seed in range(8 * block, 8 * block + 8):

@@ -68,7 +68,11 @@ async def tokens_of(
 
 @pytest.mark.parametrize(
     ("rank", "transport"),
-    [pytest.param(0, "auto", marks=pytest.mark.slow), (1, "auto"), (1, "torch")],
+    [
+        pytest.param(0, "auto", marks=pytest.mark.slow),
+        (1, "auto"),
+        pytest.param(1, "torch", marks=pytest.mark.slow),
+    ],
 )
 def test_streams_go_on_when_a_rank_is_killed(model_dir, expected, rank, transport):
     async def main() -> None:

@@ -1,8 +1,5 @@
 """16-bit weights in panels: exact enough, the same bits in any company, held once."""
 
-import os
-import subprocess
-import sys
 import threading
 import time
 
@@ -12,7 +9,6 @@ from helpers.clocks import PATIENCE_S
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmpq.dist.launch.process_environment import cpu_environment
 from llmpq.kernels.cpu import dense as cpu_dense
 from llmpq.kernels.cpu import kernel_choice
 from llmpq.kernels.cpu.dense import (
@@ -200,32 +196,6 @@ def test_the_faster_kernel_is_found(tmp_path, monkeypatch, slower, limit):
 
 
 MEASURED = few_dense_rows.__wrapped__
-
-PROGRAM = """
-import torch
-from llmpq.quant.modules.layer import prepack_
-
-torch.manual_seed(0)
-module = torch.nn.Sequential(torch.nn.Linear(256, 128)).to(torch.bfloat16).requires_grad_(False)
-plain = module[0].weight.detach().float().clone(), module[0].bias.detach().float().clone()
-prepack_(module)
-x = torch.randn(2, 256).to(torch.bfloat16)
-y = module(x).float()
-right = x.float() @ plain[0].T + plain[1]
-print(type(module[0]).__name__, float((y - right).norm() / right.norm()))
-"""
-
-
-@needs_kernel
-@pytest.mark.parametrize("cpu_isa", ["avx512", "avx2", "sse4"])
-def test_older_processors_widen_what_is_stored(cpu_isa):
-    environment = {**os.environ, **cpu_environment(1, cpu_isa)}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True
-    )
-    kind, error = done.stdout.split()
-    assert kind == "DenseLinear"
-    assert float(error) < 0.01
 
 
 @needs_kernel

@@ -1,4 +1,7 @@
-"""A worker held to an older vector extension must not get a kernel that is wrong there."""
+"""A worker held to an older vector extension must not get a kernel that is wrong there.
+
+The processes of these tests have limits of their own, so ``scripts/check`` runs this file once.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ import torch
 from llmpq.kernels.cpu.native import instruction_set
 from llmpq.kernels.registry import choose_backend
 from llmpq.quant import quantize
+from llmpq.quant.modules.layer import prepack_
 from llmpq.spec.precision import default_precision
 
 worst = 0.0
@@ -31,20 +35,33 @@ for bits in (8, 4, 3):
     right = x.float() @ packed.dequantize(torch.float32).T
     worst = max(worst, float((y - right).norm() / right.norm()))
 print(instruction_set(), worst)
+
+torch.manual_seed(0)
+module = torch.nn.Sequential(torch.nn.Linear(256, 128)).to(torch.bfloat16).requires_grad_(False)
+plain = module[0].weight.detach().float().clone(), module[0].bias.detach().float().clone()
+prepack_(module)
+x = torch.randn(2, 256).to(torch.bfloat16)
+y = module(x).float()
+right = x.float() @ plain[0].T + plain[1]
+print(type(module[0]).__name__, float((y - right).norm() / right.norm()))
 """
 
 
 @pytest.mark.parametrize("cpu_isa", [None, "avx512", "avx2", "sse4"])
-def test_few_bits_are_right_on_every_vector_extension(cpu_isa):
+def test_few_and_16_bits_are_right_on_every_vector_extension(cpu_isa):
     environment = {**os.environ, **cpu_environment(1, cpu_isa)}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True
     )
-    name, error = done.stdout.split()
+    few, stored = (line.split() for line in done.stdout.splitlines())
+    name, error = few
     limited = {None: OWN, "avx512": "avx512", "avx2": "avx2", "sse4": "baseline"}[cpu_isa]
     oldest_first = list(reversed(native.FLAGS))
     assert name == min(OWN, limited, key=oldest_first.index)
     assert float(error) < 0.01
+    if cpu_isa is not None and native.library() is not None:  # stored in 16 bits and widened
+        assert stored[0] == "DenseLinear"
+    assert float(stored[1]) < 0.01
 
 
 @pytest.mark.parametrize(

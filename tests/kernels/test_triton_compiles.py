@@ -1,7 +1,8 @@
 """The Triton kernels compile to machine code for GPUs this machine does not have.
 
 The compiler and the assembler need no GPU; a kernel they refuse would only fail at a user's. What
-they make of each is in ``benchmarks/results/gpu-kernels.json``.
+they make of each is in ``benchmarks/results/gpu-kernels.json``, with a digest of what was compiled:
+only ``scripts/lanes`` compiles again while neither kernels nor variants change.
 """
 
 import json
@@ -25,6 +26,7 @@ def made():
     return compiled.compile_all()
 
 
+@pytest.mark.slow
 def test_every_kernel_compiles_without_spilling_for_every_architecture(made):
     assert compiled.failures(made) == []
     assert {(one.name, one.architecture) for one in made} == {
@@ -34,17 +36,24 @@ def test_every_kernel_compiles_without_spilling_for_every_architecture(made):
     }
 
 
+@pytest.mark.slow
 def test_many_rows_are_multiplied_by_the_tensor_cores_of_each_architecture(made):
     found = {one.architecture: one.product for one in made if one.name.endswith("64 rows")}
     assert found == {80: "HMMA", 90: "HGMMA", 120: "HMMA"}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     RECORD["versions"]["triton"] != version("triton"), reason="recorded with another Triton"
 )
 def test_the_record_is_what_the_compiler_makes(made):
     """After a change of a kernel: ``python -m scripts.gpu_checks.compiled``."""
     assert [compiled.recorded(one) for one in made] == RECORD["kernels"]
+
+
+def test_the_record_is_of_these_kernels():
+    """After a change of a kernel: ``python -m scripts.gpu_checks.compiled``."""
+    assert RECORD["inputs"] == compiled.inputs_digest()
 
 
 def test_the_record_names_every_kernel():

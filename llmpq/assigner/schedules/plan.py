@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from statistics import NormalDist
 from typing import Literal, NamedTuple, get_args
 
@@ -328,9 +328,34 @@ def _improved(plan: Plan, costs: ClusterCosts, request: ScheduleRequest) -> Plan
 def simulated(
     plan: Plan, costs: ClusterCosts, request: ScheduleRequest, count: int = _TRACE_REQUESTS
 ) -> SimReport:
-    """Simulate ``count`` drawn requests, all waiting at the start, under the plan's schedule."""
+    """Simulate ``count`` drawn requests, all waiting at the start, under the plan's schedule.
+
+    The report of a schedule, on the same stages and for the same trace, is kept for the next call.
+    """
     assert plan.schedule is not None
-    trace = draw_trace(count, request.prompt_tokens, request.new_tokens, seed=request.seed)
+    key = (
+        *(plan.model, plan.cluster, plan.stages, plan.micro_batching, plan.workload),
+        *(replace(plan.schedule, estimate=None), count),
+        *(request.prompt_tokens, request.new_tokens, request.seed, request.pads_prompts),
+    )
+    return _simulated(_Simulation(key=key, plan=plan, request=request, count=count), costs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Simulation:
+    """What is simulated; ``key`` holds all that the report depends on, so no estimate."""
+
+    key: tuple[object, ...]
+    plan: Plan = field(compare=False)
+    request: ScheduleRequest = field(compare=False)
+    count: int = field(compare=False)
+
+
+@lru_cache(maxsize=64)
+def _simulated(wanted: _Simulation, costs: ClusterCosts) -> SimReport:
+    plan, request = wanted.plan, wanted.request
+    assert plan.schedule is not None
+    trace = draw_trace(wanted.count, request.prompt_tokens, request.new_tokens, seed=request.seed)
     policy = policy_of(plan, plan.schedule)
     prices = PlanCosts(plan, costs, pads_prompts=request.pads_prompts)
     return simulate(prices, policy, trace, num_slots=plan.workload.batch)

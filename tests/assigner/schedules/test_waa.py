@@ -114,8 +114,20 @@ def test_search_is_within_a_percent_of_exhaustive(
     assert found.schedule.decode_batch <= slots
 
 
-@pytest.mark.parametrize(("decoding", "prefilling"), [(1, 1), (1, 2), (2, 1), (3, 2)])
-@pytest.mark.parametrize(("share", "pads"), [(1.0, True), (0.3, True), (0.3, False)])
+SPLITS = [(1, 1), (1, 2), (2, 1), (3, 2)]
+LAWS = [(1.0, True), (0.3, True), (0.3, False)]
+# Each split, each law, and the largest split under all of them; the lanes run the others.
+QUICK = {*zip(SPLITS, LAWS, strict=False), *((SPLITS[-1], law) for law in LAWS)}
+
+
+@pytest.mark.parametrize(
+    ("decoding", "prefilling", "share", "pads"),
+    [
+        pytest.param(*split, *law, marks=[] if (split, law) in QUICK else pytest.mark.slow)
+        for law in LAWS
+        for split in SPLITS
+    ],
+)
 def test_forecasts_agree_with_the_simulator(decoding, prefilling, share, pads):
     costs = Costs(decoding=decoding, prefilling=prefilling, pads=pads)
     task = _task(_bound_s(share, costs), costs=costs)

@@ -62,11 +62,26 @@ def _requests(gap_s: float) -> list[Request]:
     ]
 
 
+PIPELINES = [*((stages, "threads") for stages in CUTS), (3, "torch")]
+
+
+# Arrivals one by one on the longest pipeline alone; the lanes run them on all.
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(
-    ("stages", "transport"), [*((stages, "threads") for stages in CUTS), (3, "torch")]
+    ("stages", "transport", "gap_s"),
+    [
+        *(pytest.param(*one, 0.0, id=f"{one[0]}-{one[1]}-at once") for one in PIPELINES),
+        *(
+            pytest.param(
+                *one,
+                0.015,
+                id=f"{one[0]}-{one[1]}-one by one",
+                marks=[] if one == (max(CUTS), "threads") else pytest.mark.slow,
+            )
+            for one in PIPELINES
+        ),
+    ],
 )
-@pytest.mark.parametrize("gap_s", [0.0, 0.015], ids=["at once", "one by one"])
 def test_tokens_are_the_same_under_every_policy(
     name, stages, transport, gap_s, model_dir, expected
 ):
