@@ -544,8 +544,9 @@ class BlockScheduler:
             self.prefix_cache_hits += sequence.computed
             for tier in self.tier_hits:
                 self.tier_hits[tier] += found[tier] * limits.block_size
-        if self._saves_states and prefix:
-            sequence.from_slot = self._slots.find(prefix[-1])
+        if self._saves_states and sequence.computed:
+            last = sequence.computed // limits.block_size - 1
+            sequence.from_slot = self._slots.find(sequence.keys[last])
         sequence.slot = self._slots.allocate()
         self._running[request.request] = sequence
         self._turns.start(request.group, sequence.turn)
