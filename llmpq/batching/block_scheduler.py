@@ -31,6 +31,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from llmpq.batching.blocks import (
@@ -38,6 +39,7 @@ from llmpq.batching.blocks import (
     BlockCopy,
     BlockKey,
     OffloadedBlocks,
+    StateSlots,
     Tier,
     next_key,
     root_key,
@@ -57,6 +59,8 @@ from llmpq.batching.queue_order import FairTurns, QueueOrder, QueueState
 from llmpq.batching.speculation import MAX_STEP_TOKENS
 from llmpq.errors import LlmpqError
 
+SAVED_EVERY_BLOCKS = 64
+"""A state is saved after so many blocks of a long prompt, besides the last one before its end."""
 RESERVED_SHARE = 8
 """One of so many sequences and blocks is not for further answers of a request that runs."""
 FURTHER_STARTS = 4
@@ -121,7 +125,7 @@ class BlockScheduler:
         self._turns = FairTurns()
         self._preempted: deque[EngineSequence] = deque()  # admitted before all others
         self._running: dict[int, EngineSequence] = {}  # in order of admission
-        self._slots = [*reversed(range(limits.max_sequences))]  # of no sequence
+        self._slots = StateSlots(limits.num_state_slots or limits.max_sequences)
         self._in_flight: dict[int, StepInFlight] = {}
         self._num_scored = 0  # unfinished requests with a score at every position of the prompt
         self._scored_left = 0  # tokens of their prompts that the next step may still take
@@ -142,6 +146,10 @@ class BlockScheduler:
         self.num_unread = 0
         """Blocks that could not be read from disk."""
         self.wake_s = math.inf
+
+    @property
+    def _saves_states(self) -> bool:
+        return self._limits.prefix_caching and self._limits.num_state_slots > 0
 
     @property
     def num_waiting(self) -> int:
@@ -280,6 +288,8 @@ class BlockScheduler:
         step = EngineStep(self._next_step, tuple(chunks), preempted, works)
         self._newly_preempted.clear()
         self._cache_filled_blocks(chunks)
+        if self._saves_states:
+            step = replace(step, chunks=tuple(map(self._with_saved_state, chunks)))
         self._in_flight[step.number] = StepInFlight(now_s, step.chunks)
         self._next_step += 1
         return step
@@ -380,7 +390,7 @@ class BlockScheduler:
     def _free(self, sequence: EngineSequence) -> None:
         self._allocator.free(sequence.blocks)
         if sequence.slot >= 0:
-            self._slots.append(sequence.slot)
+            self._slots.free(sequence.slot)
             sequence.slot = -1
         if self._windows is not None:
             self._windows.release(sequence)
@@ -510,7 +520,7 @@ class BlockScheduler:
         """Allocate the blocks of a waiting sequence; return whether they were free."""
         request, limits = sequence.request, self._limits
         most = limits.max_sequences - limits.max_sequences // RESERVED_SHARE
-        if not self._slots or (is_further and len(self._running) >= most):
+        if not self._slots.num_free or (is_further and len(self._running) >= most):
             return False
         tokens = sequence.tokens
         if self._order.reserves_answer:
@@ -534,7 +544,10 @@ class BlockScheduler:
             self.prefix_cache_hits += sequence.computed
             for tier in self.tier_hits:
                 self.tier_hits[tier] += found[tier] * limits.block_size
-        sequence.slot = self._slots.pop()
+        if self._saves_states and sequence.computed:
+            last = sequence.computed // limits.block_size - 1
+            sequence.from_slot = self._slots.find(sequence.keys[last])
+        sequence.slot = self._slots.allocate()
         self._running[request.request] = sequence
         self._turns.start(request.group, sequence.turn)
         return True
@@ -546,9 +559,21 @@ class BlockScheduler:
         # The last token is always computed, because its output is needed.
         most = (sequence.tokens - 1) // self._limits.block_size
         prefix = self._allocator.find(sequence.keys[:most])
-        if self._windows is not None:
-            prefix = prefix[: self._windows.longest_prefix(prefix)]
+        if self._saves_states:
+            prefix = self._prefix_with_state(prefix)
+        while self._windows is not None:
+            kept = prefix[: self._windows.longest_prefix(prefix)]
+            if len(kept) == len(prefix):
+                break
+            prefix = self._prefix_with_state(kept) if self._saves_states else kept
         return prefix
+
+    def _prefix_with_state(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
+        """Return the longest prefix of ``keys`` at whose end the state is saved."""
+        for count in range(len(keys), 0, -1):
+            if self._slots.has(keys[count - 1]):
+                return keys[:count]
+        return ()
 
     def _take_blocks(
         self, sequence: EngineSequence, count: int, prefix: Sequence[BlockKey]
@@ -604,6 +629,12 @@ class BlockScheduler:
         missing = sequence.tokens - sequence.computed
         if sequence.request.scores_prompt and missing > 1:
             left = min(left, self._scored_left)
+        if self._saves_states:  # a chunk ends where a state is saved
+            size, done = self._limits.block_size, sequence.computed
+            many = SAVED_EVERY_BLOCKS * size
+            for end in ((sequence.tokens - 1) // size * size, (done // many + 1) * many):
+                if end > done:
+                    left = min(left, end - done)
         return min(missing, left, self._chunk_tokens)
 
     def _advance(self, sequence: EngineSequence, count: int) -> ScheduledChunk:
@@ -613,6 +644,7 @@ class BlockScheduler:
         sequence.computed = end
         sequence.in_step = sequence.last_step = self._next_step
         makes_token = end == sequence.tokens
+        from_slot, sequence.from_slot = sequence.from_slot, -1
         return ScheduledChunk(
             sequence.request.request,
             first,
@@ -621,6 +653,7 @@ class BlockScheduler:
             makes_token,
             window_blocks=sequence.window_table,
             slot=sequence.slot,
+            from_slot=from_slot,
         )
 
     def _add_drafts(self, chunks: list[ScheduledChunk]) -> None:
@@ -685,6 +718,24 @@ class BlockScheduler:
             end = chunk.first + chunk.count - chunk.num_draft_tokens
             if end // size > chunk.first // size:
                 self._cache_blocks(self._sequences[chunk.request], chunk.first, end)
+
+    def _with_saved_state(self, chunk: ScheduledChunk) -> ScheduledChunk:
+        """Let a chunk save the state at its end, where later requests may go on from it.
+
+        Every full block of an answer ends with a state; the newest one is kept.
+        """
+        sequence, size = self._sequences[chunk.request], self._limits.block_size
+        count, rest = divmod(chunk.first + chunk.count, size)
+        is_last = count in {sequence.tokens // size, (sequence.tokens - 1) // size}
+        is_scored = sequence.request.scores_prompt
+        if rest or is_scored or not (is_last or count % SAVED_EVERY_BLOCKS == 0):
+            return chunk
+        key = sequence.keys[count - 1]
+        if count * size > sequence.request.prompt_tokens:
+            if sequence.saved is not None:
+                self._slots.forget(sequence.saved)
+            sequence.saved = key
+        return replace(chunk, to_slot=self._slots.save(key))
 
     def _cache_blocks(self, sequence: EngineSequence, first: int, end: int) -> None:
         """Let the next steps find the blocks that the tokens ``[first, end)`` fill."""

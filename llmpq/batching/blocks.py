@@ -325,6 +325,59 @@ class BlockAllocator:
         return block
 
 
+class StateSlots:
+    """Allocates the slots of states, in layers with a recurrent state.
+
+    A slot has a sequence, or it is free. A free slot may have a saved state: that at the end of a
+    block, found by the block's key until the slot is allocated again. Slots without are allocated
+    first, then the least recently used.
+
+    Args:
+        num_slots: of running sequences and saved states together.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._empty = list(range(num_slots - 1, -1, -1))
+        self._saved: OrderedDict[BlockKey, int] = OrderedDict()  # least recently used first
+
+    @property
+    def num_free(self) -> int:
+        """Slots without a sequence."""
+        return len(self._empty) + len(self._saved)
+
+    def has(self, key: BlockKey) -> bool:
+        """Return whether the state at the end of a block is saved."""
+        return key in self._saved
+
+    def find(self, key: BlockKey) -> int:
+        """Return the slot of a saved state, which is the most recently used one now."""
+        self._saved.move_to_end(key)
+        return self._saved[key]
+
+    def allocate(self) -> int:
+        """Return a free slot, which has no saved state any more."""
+        return self._empty.pop() if self._empty else self._saved.popitem(last=False)[1]
+
+    def free(self, slot: int) -> None:
+        """Take back the slot of a sequence."""
+        self._empty.append(slot)
+
+    def save(self, key: BlockKey) -> int:
+        """Return the slot for a state; -1 where it is saved already, or no slot is free."""
+        if key in self._saved:
+            self._saved.move_to_end(key)
+        elif self.num_free:
+            self._saved[key] = self.allocate()
+            return self._saved[key]
+        return -1
+
+    def forget(self, key: BlockKey) -> None:
+        """Remove a saved state, if there is one."""
+        slot = self._saved.pop(key, None)
+        if slot is not None:
+            self._empty.append(slot)
+
+
 def blocks_of(tokens: int, block_size: int = KV_BLOCK_SIZE) -> int:
     """Return the blocks that a sequence of ``tokens`` takes."""
     return -(-tokens // block_size)

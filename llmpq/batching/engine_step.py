@@ -88,6 +88,8 @@ class EngineLimits:
         window_tokens: largest window of a model whose layers with windows have blocks of their own;
             ``None`` where all layers have the same.
         num_window_blocks: these blocks.
+        num_state_slots: states of running sequences and saved ones, in a model whose layers have a
+            recurrent state; 0 for another one.
         offload: copies of blocks that are kept when the blocks are allocated again.
     """
 
@@ -105,6 +107,7 @@ class EngineLimits:
     grows_after: int | None = None
     window_tokens: int | None = None
     num_window_blocks: int = 0
+    num_state_slots: int = 0
     offload: OffloadLimits = NOTHING_KEPT
 
     def __post_init__(self) -> None:
@@ -266,6 +269,8 @@ class ScheduledChunk:
             send keys and values to those that decode.
         slot: of the sequence's states, in layers with a recurrent state; running sequences have
             different ones.
+        from_slot: slot of the saved state that the sequence goes on from; -1 for its own.
+        to_slot: slot that gets a copy of the state after the chunk; -1 for none.
     """
 
     request: int
@@ -277,6 +282,8 @@ class ScheduledChunk:
     window_blocks: tuple[int, ...] = ()
     origin: int = 0
     slot: int = 0
+    from_slot: int = -1
+    to_slot: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,7 +374,8 @@ class EngineSequence:
     ``tokens`` counts prompt and answer so far; ``computed`` those with keys and values in
     ``blocks``, the step in flight with its draft tokens included. ``window_blocks`` are those of
     layers with windows, of which it holds those from ``window_first`` on. ``slot`` numbers its
-    states in layers with a recurrent state, -1 without one.
+    states in layers with a recurrent state, -1 without one; it begins with the saved state in
+    ``from_slot``, if that is not -1. ``saved`` is the key of the newest state saved of the answer.
     """
 
     request: EngineRequest
@@ -383,6 +391,8 @@ class EngineSequence:
     window_table: tuple[int, ...] = ()
     keys: list[BlockKey] = field(default_factory=list)
     slot: int = -1
+    from_slot: int = -1
+    saved: BlockKey | None = None
     in_step: int | None = None
     last_step: int = -1
     is_aborted: bool = False

@@ -98,6 +98,26 @@ class SequenceStates:
         """Return the states of a layer by kind, ``[slots, ...]``."""
         return self._layers[layer]
 
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy states of slots to other slots, all at once.
+
+        Args:
+            copies: source and target of each; targets differ.
+
+        Raises:
+            StageError: a slot does not exist.
+        """
+        for slot in {slot for one in copies for slot in one}:
+            if not 0 <= slot < self.num_slots:
+                raise StageError(
+                    f"states: found slot {slot} to copy, expected one of [0, {self.num_slots})"
+                )
+        sources, targets = map(torch.tensor, zip(*copies, strict=True))
+        for layer in self._layers.values():
+            for stored in layer.values():
+                found = stored.index_select(0, sources.to(stored.device))
+                stored.index_copy_(0, targets.to(stored.device), found)
+
     def rows(self, slots: Sequence[int], dtype: torch.dtype, *, is_new: bool) -> RowStates:
         """Return the states of some rows as transformers wants them.
 

@@ -493,6 +493,8 @@ class Engine:
             rope_length=rope_length,
             origin=chunk.origin,
             slot=chunk.slot,
+            from_slot=chunk.from_slot if first == chunk.first else -1,
+            to_slot=chunk.to_slot,
         )
 
     def _read_prompt_logprobs(

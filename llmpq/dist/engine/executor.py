@@ -103,6 +103,16 @@ class StageRunner:
             ``[1, N, H]``; from the last stage ``[1, R, H]``, the last token of each row.
         """
         hidden = cast_hidden_states(hidden, self.device, self.dtype)
+        self._copy_states([(row.from_slot, row.slot) for row in rows if row.from_slot >= 0])
+        made = self._run_rows(hidden, rows, only)
+        self._copy_states([(row.slot, row.to_slot) for row in rows if row.to_slot >= 0])
+        return made
+
+    def _copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        if copies and self.cache is not None and self.cache.states is not None:
+            self.cache.states.copy(copies)
+
+    def _run_rows(self, hidden: Tensor, rows: Sequence[Row], only: Sequence[int] | None) -> Tensor:
         batch = packed_batch_of(rows)
         if self.layers is not None and max(batch.counts) > self.chunk_tokens:
             return self._run_chunks(hidden, rows, only)

@@ -9,7 +9,8 @@ Header, little-endian, then one row of the table for each of ``max_rows`` sequen
 
     4s magic | B version | B kind | B dtype | B buffer | 8s plan digest | Q sequence | Q micro_batch
     | I rows | I tokens | I hidden | I layer | Q payload bytes
-    | table: rows x (I first, I length, I rope_length, I slot, Q origin), zeros
+    | table: rows x (I first, I length, I rope_length, I slot, i from_slot, i to_slot,
+      Q origin), zeros
     | I crc32 of everything before
 
 A row of ``length`` tokens has ``ceil(length / block_size)`` blocks. The block tables follow the
@@ -45,12 +46,12 @@ from llmpq.errors import StageError
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
 
 MAGIC = b"LPQ1"
-VERSION = 8
+VERSION = 9
 MAX_TEXT_BYTES = 64 * 1024
 """The longest text of a control frame."""
 
 _FIXED = struct.Struct("<4sBBBB8sQQIIIIQ")
-_ROW = struct.Struct("<IIIIQ")
+_ROW = struct.Struct("<IIIIiiQ")
 _CHECKSUM = struct.Struct("<I")
 _BLOCK = np.dtype("<u4")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32)
@@ -199,6 +200,8 @@ class Row:
             of a block where keys and values are sent.
         rope_length: length of the sequence for rotary angles that depend on it; 0 for ``length``.
         slot: of the states of its sequence, in layers with a recurrent state.
+        from_slot: slot whose states are copied to ``slot`` before the step; -1 for none.
+        to_slot: slot to which they are copied after it; -1 for none.
     """
 
     blocks: tuple[int, ...]
@@ -208,6 +211,8 @@ class Row:
     rope_length: int = 0
     window_blocks: tuple[int, ...] = ()
     slot: int = 0
+    from_slot: int = -1
+    to_slot: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -274,7 +279,15 @@ def encode_header(frame: Frame, limits: FrameLimits, sequence: int, buffer: int 
         rows, tokens, hidden, frame.layer, size,
     )  # fmt: skip
     table = b"".join(
-        _ROW.pack(row.first, row.length, row.rope_length, row.slot, row.origin)
+        _ROW.pack(
+            row.first,
+            row.length,
+            row.rope_length,
+            row.slot,
+            row.from_slot,
+            row.to_slot,
+            row.origin,
+        )
         for row in frame.rows
     )
     body = (fixed + table).ljust(limits.header_bytes - _CHECKSUM.size, b"\0")
@@ -376,8 +389,12 @@ def _read_table(body: bytes, rows: int, limits: FrameLimits) -> tuple[Row, ...]:
             origin=origin,
             rope_length=rope_length,
             slot=slot,
+            from_slot=from_slot,
+            to_slot=to_slot,
         )
-        for first, length, rope_length, slot, origin in _ROW.iter_unpack(body[_FIXED.size : end])
+        for first, length, rope_length, slot, from_slot, to_slot, origin in _ROW.iter_unpack(
+            body[_FIXED.size : end]
+        )
     )
 
 

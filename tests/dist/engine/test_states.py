@@ -104,6 +104,25 @@ def test_chunks_and_preemption_change_no_token(
     assert served(model_dir, num_stages, token_budget=token_budget, **limits) == expected
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("num_stages", "token_budget"), [(1, 24), (2, 1), (3, 7)])
+def test_prompts_go_on_from_saved_states(models, family, num_stages, token_budget):
+    """One after the other: the blocks before the last token of an earlier prompt are found."""
+    model_dir, expected = models(family)
+    plan = make_plan(CUTS[num_stages], batch=3, prompt_tokens=48, new_tokens=16, prefill=2)
+    script = Script()
+    numbers = [0, 2, 5, 0]  # 35 tokens; 33 of them and others; 20 of them: none saved there
+    for place, number in enumerate(numbers):
+        prompt = tuple(PROMPTS[number])
+        item = GenerationRequest(id=str(place), prompt_token_ids=prompt, sampling=FREE)
+        script.add(1 + 200 * place, item)
+    options = EngineOptions(token_budget=token_budget)
+    serve_script(replace(plan, kv_bits=32), model_dir, script, options)
+    assert [script.tokens(str(place)) for place in range(4)] == [expected[one] for one in numbers]
+    cached = [script.outputs[str(place)][0].num_cached_tokens for place in range(4)]
+    assert cached == [0, 32, 0, 32]
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("stages", CUTS)
 def test_policies_change_no_token(models, name, stages):
@@ -155,7 +174,9 @@ def test_what_needs_earlier_states_is_refused():
         with pytest.raises(SpecError, match=f"{error}.*have a recurrent state"):
             engine_limits(plan, options, has_states=True)
     limits = engine_limits(plan, EngineOptions(max_sequences=64), has_states=True)
-    assert (limits.max_sequences, limits.prefix_caching) == (4, False)
+    assert (limits.max_sequences, limits.num_state_slots, limits.prefix_caching) == (4, 4, True)
+    alone = engine_limits(make_plan((0, 3), batch=1), EngineOptions(), has_states=True)
+    assert not alone.prefix_caching  # no slot beside the running sequence's
 
 
 def test_slots_are_checked():
