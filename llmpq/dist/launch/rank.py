@@ -50,7 +50,7 @@ from llmpq.dist.launch.draft_runner import (
     weight_cache_of,
 )
 from llmpq.dist.launch.process_environment import tune_malloc_for_serving
-from llmpq.dist.launch.signals import DrainFlag
+from llmpq.dist.launch.signals import DrainFlag, is_ending
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import Event, RunProgress
 from llmpq.dist.metrics.report import drift_monitor
@@ -637,7 +637,14 @@ class MasterRank:
         """End the other ranks and return the measurement of all batches.
 
         The requests' records are those of the last batch.
+
+        Raises:
+            StageError: the launcher was killed, which closes its end of a channel as an orderly end
+                does. Ranks of other hosts are to wait for another one.
         """
+        launcher = self._context.job.launcher_pid
+        if launcher and is_ending(launcher):
+            raise StageError(f"{self._context.name}: the process that started it has ended")
         stages = [self._clock.stats(0, self._runner.device)]
         if self._communicator is not None:
             stages += shut_down(self._communicator)

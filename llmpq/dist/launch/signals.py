@@ -35,6 +35,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 CHECK_INTERVAL_S = 0.02
 """How often the master looks for the file."""
 PR_SET_PDEATHSIG = 1
+_PF_EXITING = 4
+"""Flag of a task of Linux that is ending (``include/linux/sched.h``)."""
 GRACE_S = 1.0
 """Ranks that end with the launcher may still be writing."""
 
@@ -125,6 +127,21 @@ def end_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the line above
         os._exit(1)
+
+
+def is_ending(pid: int) -> bool:
+    """Return whether a process has ended or is about to: its sockets close before it is gone.
+
+    Only Linux says so; ``False`` elsewhere.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return True
+    state, *fields = text.rpartition(")")[2].split()  # the name before may have any character
+    return state in "ZX" or bool(int(fields[5]) & _PF_EXITING)
 
 
 @contextlib.contextmanager
