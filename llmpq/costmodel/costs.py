@@ -360,8 +360,8 @@ def build_costs(  # noqa: PLR0913  a model, its numbers, where it runs and what 
 @cache
 def _warn_of_states(name: str) -> None:
     _logger.warning(
-        "%s: layers with a recurrent state are forecast by their products alone and take several "
-        "times as long; llmpq-profile measures them",
+        "%s: layers with a recurrent state are forecast by their work, and take several times as "
+        "long where transformers' own code computes it; llmpq-profile measures them",
         name,
     )
 

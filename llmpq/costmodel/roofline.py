@@ -1,9 +1,9 @@
 """Roofline: seconds from a device's figures alone, used where nothing was measured.
 
 The slower of arithmetic and weight streaming counts in full, the faster with a share; attention,
-widening of quantized weights and launches are added. The figures of a device are those of its
-family, fitted to public tables where there are any (``benchmarks/rooflines.py``). The estimate is
-positive and never decreases with batch or tokens. Attention reads what its window sees.
+recurrent states, widening of quantized weights and launches are added. The figures of a device are
+those of its family, fitted to public tables where there are any (``benchmarks/rooflines.py``). The
+estimate is positive and never decreases with batch or tokens. Attention reads what its window sees.
 """
 
 from __future__ import annotations
@@ -34,6 +34,11 @@ THREADS_STREAM = 0.4
 Measured: AMD EPYC, two cores, torch 2.13, weights 4096 x 1024, 2 threads against 1: 1.7 to 1.9
 times at 64 and 512 rows, but 1.0 in bfloat16 at 512; at one row 1.0 in float32, 1.5 in bfloat16.
 """
+
+
+STATE_FLOPS = 7.0
+"""Operations of a token for each number of a recurrent state, as Gated DeltaNet has them: a decay,
+two products that are summed, ``S^T k`` and ``S^T q``, and one that is added to the state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +79,9 @@ class RooflineLatencyModel:
         scales = work.kv_values / max(1, layer.read_values_per_token)
         cached += scales * kv_scale_bytes(layer, self.kv_bits)
         seconds += cached / (self._stream * self.device.attention_memory_efficiency)
+        seconds += work.state_flops / (self._arithmetic * self.device.attention_efficiency)
+        states = work.state_values * DTYPE_BYTES["float32"]
+        seconds += states / (self._stream * self.device.attention_memory_efficiency)
         if is_prefill and bits != 16:
             widened = quantizable_parameters(layer, work.rows) * DTYPE_BYTES[self.dtype]
             seconds += cost.dequantize * widened / self._stream
@@ -142,12 +150,15 @@ class LayerWork:
     ``rows`` tokens pass through it (``v s``, or ``v`` in decode), at ``linear_flops`` each;
     attention counts the whole square in prefill and reads ``kv_values`` keys and values. With a
     window a token counts those of its window, and of the block of queries that it is in.
+    A recurrence reads and writes ``state_values`` in all, at ``state_flops`` for all tokens.
     """
 
     rows: float
     linear_flops: float
     attention_flops: float
     kv_values: float
+    state_flops: float
+    state_values: float
 
 
 def layer_work(layer: LayerSpec, phase: Phase, batch: int, tokens: float) -> LayerWork:
@@ -164,6 +175,8 @@ def layer_work(layer: LayerSpec, phase: Phase, batch: int, tokens: float) -> Lay
         linear_flops=2.0 * layer.active_weight_parameters,
         attention_flops=4.0 * rows * seen * width,
         kv_values=float(batch * read * layer.read_values_per_token),
+        state_flops=STATE_FLOPS * rows * layer.state_values,
+        state_values=2.0 * batch * layer.state_values,
     )
 
 

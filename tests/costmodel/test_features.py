@@ -83,3 +83,16 @@ def test_routers_are_not_quantizable_parameters():
     assert routers == 8 * 4096
     everything = sum(op.weight_parameters for op in MIXTRAL.linears)
     assert quantizable_parameters(MIXTRAL, 10**6) == pytest.approx(everything - routers)
+
+
+def test_a_recurrence_costs_the_same_at_every_context_and_grows_with_the_tokens_of_a_prompt():
+    layer = replace(OPT, state_values=1000)
+    step = layer_work(layer, Phase.DECODE, 8, 90)
+    assert step.state_values == 2 * 8 * 1000  # read and written
+    assert step.state_flops == 7 * 8 * 1000
+    later = layer_work(layer, Phase.DECODE, 8, 4096)
+    assert (later.state_flops, later.state_values) == (step.state_flops, step.state_values)
+    prompts = layer_work(layer, Phase.PREFILL, 8, 90)
+    assert prompts.state_flops == 90 * step.state_flops
+    assert prompts.state_values == step.state_values
+    assert layer_work(OPT, Phase.PREFILL, 8, 90).state_flops == 0
