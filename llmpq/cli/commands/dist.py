@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 from llmpq.batching.drift import Drift
 from llmpq.cli import run_options
 from llmpq.cli.common import command_start_s, make_parser, print_json, require, run_command
-from llmpq.cli.engine_options import engine_words
 from llmpq.cli.front.plan_options import add_host_plan_options, check_plan_options
 from llmpq.cli.options import (
     add_drift_options,
@@ -262,6 +261,8 @@ def _supervise_with_others(
     job: Job, options: argparse.Namespace, model: PlannedModel, others: OtherHosts
 ) -> Measurement | None:
     """Run the ranks of this host, and those of other hosts, until done or stopped."""
+    from llmpq.cli.engine_options import engine_words
+
     plan, words = model.found.plan, engine_words(options)
     place = others.start(model.found, "dist", words, replan=model.replan)
     faults, stop = read_options(FaultOptions, options), StopRequest()
