@@ -146,6 +146,8 @@ def load_stage(  # noqa: PLR0913  the stage, and where it goes; a worker has all
     stage = DecoderStage(checkpoint.config, layers, first_layer, checkpoint.skeleton)
     stage.to(load.device)
     use_huge_pages(stage)
+    if any(hasattr(part, COMPILED) for part in stage.modules()):
+        compile_deltas_(stage, dtype)
     return stage
 
 
@@ -175,8 +177,6 @@ def _finished(layer: LayerLoad, writer: BackgroundWriter | None, load: _Load) ->
     if layer.matrices.precision.bits == 16:
         quantize_layer_(module, 16, load.dtype, backend=load.backend)
     fuse_norms_(module)
-    if any(hasattr(part, COMPILED) for part in module.modules()):
-        compile_deltas_(module, load.dtype)
     return module
 
 

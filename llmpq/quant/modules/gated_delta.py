@@ -30,14 +30,14 @@ _PROOF_ERROR = 0.05
 Projections = Callable[[Any, Tensor], DeltaInputs]
 
 
-def compile_deltas_(layer: nn.Module, dtype: torch.dtype) -> None:
-    """Give the mixers below ``layer`` that are Gated DeltaNet their compiled form.
+def compile_deltas_(stage: nn.Module, dtype: torch.dtype) -> None:
+    """Give the mixers of a stage that are Gated DeltaNet their compiled form.
 
     Args:
-        layer: loaded, and quantized.
+        stage: loaded, and quantized.
         dtype: of hidden states.
     """
-    for mixer in layer.modules():
+    for mixer in stage.modules():
         project = _projections(mixer)
         if project is None:
             continue

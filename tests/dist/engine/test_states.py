@@ -21,11 +21,13 @@ from llmpq.dist.io.generation import GenerationRequest
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.errors import CapacityError, SpecError, StageError
+from llmpq.kernels.cpu.native import library
 from llmpq.models import PackedBatch
-from llmpq.models.states import SequenceStates, mixer_of
+from llmpq.models.states import COMPILED, SequenceStates, mixer_of
 from llmpq.options.engine import EngineOptions
 from llmpq.options.limits import engine_limits
 from llmpq.quant.loading.loader import load_stage
+from llmpq.quant.modules.gated_delta import compile_deltas_
 from llmpq.spec.huggingface.families import load_model_dir
 
 torch.set_num_threads(1)
@@ -163,6 +165,32 @@ def test_states_have_the_bytes_that_the_plan_counts(models, family):
     values = sum(layer.state_values for layer in load_model_dir(model_dir).layers)
     assert values
     assert states.nbytes == 5 * 4 * values
+
+
+@pytest.mark.skipif(library() is None, reason="needs the compiled kernels")
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("bits", [None, 4])
+def test_gated_delta_net_is_compiled_where_it_is_proven(models, family, bits):
+    model_dir, _ = models(family)
+    widths = None if bits is None else [bits] * 3
+    cpu = torch.device("cpu")
+    stage = load_stage(model_dir, 0, 3, widths, dtype=torch.bfloat16, device=cpu)
+    mixers = [part for part in stage.modules() if hasattr(part, COMPILED)]
+    assert mixers
+    expected = family != "lfm2"  # which has short convolutions
+    assert {getattr(mixer, COMPILED) is not None for mixer in mixers} == {expected}
+
+
+def test_another_recurrence_keeps_the_code_of_transformers(models, caplog):
+    model_dir, _ = models("qwen3_5_text")
+    cpu = torch.device("cpu")
+    stage = load_stage(model_dir, 0, 3, None, dtype=torch.float32, device=cpu)
+    (mixer, *_) = (part for part in stage.modules() if getattr(part, COMPILED, None))
+    setattr(mixer, COMPILED, None)
+    mixer.activation = "gelu"  # of the convolution
+    compile_deltas_(mixer, torch.float32)
+    assert getattr(mixer, COMPILED) is None
+    assert "found another recurrence than that of Gated DeltaNet" in caplog.text
 
 
 def test_what_needs_earlier_states_is_refused():
