@@ -101,7 +101,10 @@ def test_replicas_start_answer_in_turn_and_end_with_the_router():
         finally:
             process.kill()
     assert process.returncode == 0
-    assert {"replica 0: ended one", "replica 1: ended two"} <= set(errors.splitlines())
+    # A thread of a replica may be writing that its client has gone.
+    for number, name in enumerate(("one", "two")):
+        own = [line for line in errors.splitlines() if line.startswith(f"replica {number}: ")]
+        assert any(f"ended {name}" in line for line in own), errors
     for address in replicas:
         with pytest.raises(httpx.ConnectError):
             httpx.get(address)
