@@ -159,6 +159,24 @@ class PackedBatch:
         """Index of each row's last token in the step, ``[R]`` int64 on the host."""
         return torch.from_numpy(np.cumsum(self.counts) - 1)
 
+    @cached_property
+    def sequence_rows(self) -> Tensor | None:
+        """Tokens of each sequence: first one, count, slot, and 1 where it begins.
+
+        ``[sequences, 4]`` int64 on the host; ``None`` where rows of a sequence lie apart. Several
+        rows of one sequence that follow each other are joined.
+        """
+        found: list[list[int]] = []
+        for first, count, start, slot in zip(
+            self.offsets, self.counts, self.starts, self.slots, strict=True
+        ):
+            if found and found[-1][2] == slot:
+                found[-1][1] += count
+            else:
+                found.append([first, count, slot, int(start == 0)])
+        is_apart = len({slot for _, _, slot, _ in found}) == len(found)
+        return torch.tensor(found) if is_apart else None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScoreOptions:

@@ -154,25 +154,21 @@ class RowStates:
         self._slots = torch.tensor(slots)
         self._dtype = dtype
         self._is_new = is_new
-        self._convolved: tuple[int, Tensor] | None = None  # layer, what the mixer may write to
+        self._lent: dict[str, tuple[int, Tensor]] = {}  # layer, what the mixer may write to
         self.found: dict[int, StateShapes] = {}
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Return the last inputs of the convolution, ``[R, C, K]``; ``None`` for new rows.
 
-        A mixer updates them in place where every row has one token; :meth:`end` keeps them.
+        A mixer updates states in place where every row has one token; :meth:`end` keeps them.
         """
         _check_first(state_idx)
-        if self._is_new:
-            return None
-        read = self._read(layer_idx, CONVOLUTION)
-        self._convolved = None if read is None else (layer_idx, read)
-        return read
+        return self._lend(layer_idx, CONVOLUTION)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """Return what the recurrence carries on, float32 ``[R, ...]``; ``None`` for new rows."""
         _check_first(state_idx)
-        return None if self._is_new else self._read(layer_idx, RECURRENCE)
+        return self._lend(layer_idx, RECURRENCE)
 
     def update_conv_state(
         self,
@@ -191,7 +187,7 @@ class RowStates:
             whole = nn.functional.pad(conv_states, (missing, 0))
         else:
             whole = torch.cat([before, conv_states], dim=-1)
-        self._convolved = None
+        self._lent.pop(CONVOLUTION, None)
         self._write(layer_idx, CONVOLUTION, whole[..., -width:])
         return whole
 
@@ -200,6 +196,7 @@ class RowStates:
     ) -> Tensor:
         """Keep what the recurrence carries on, ``[R, ...]``."""
         _check_first(state_idx)
+        self._lent.pop(RECURRENCE, None)
         self._write(layer_idx, RECURRENCE, recurrent_states)
         return recurrent_states
 
@@ -222,9 +219,14 @@ class RowStates:
 
     def end(self) -> None:
         """Keep what the mixer has written in place."""
-        if self._convolved is not None:
-            layer, values = self._convolved
-            self._write(layer, CONVOLUTION, values)
+        for kind, (layer, values) in self._lent.items():
+            self._write(layer, kind, values)
+
+    def _lend(self, layer: int, kind: str) -> Tensor | None:
+        read = None if self._is_new else self._read(layer, kind)
+        if read is not None:
+            self._lent[kind] = layer, read
+        return read
 
     def _read(self, layer: int, kind: str) -> Tensor | None:
         stored = self._layers.get(layer, {}).get(kind)
@@ -329,6 +331,24 @@ def state_shapes(mixer: nn.Module, hidden_size: int, like: Tensor) -> StateShape
         code_of(mixer)(mixer, hidden, **{_cache_argument(kind): states})
     (found,) = states.found.values()
     return found
+
+
+def run_alone(
+    mixer: nn.Module, hidden: Tensor, states: dict[str, Tensor], *, is_new: bool
+) -> Tensor:
+    """Return ``[1, T, H]`` of transformers' own code of a mixer for one row.
+
+    Args:
+        mixer: as it is in the layer.
+        hidden: ``[1, T, H]``.
+        states: ``[1, ...]`` of the row by kind; they are changed.
+        is_new: whether the row begins.
+    """
+    kind: Any = getattr(mixer, _RUNS_ROWS, type(mixer))
+    own = RowStates({mixer.layer_idx: states}, [0], hidden.dtype, is_new=is_new)  # type: ignore[dict-item]
+    output = code_of(mixer)(mixer, hidden, **{_cache_argument(kind): own})
+    own.end()
+    return output
 
 
 def code_of(mixer: nn.Module) -> Callable[..., Tensor]:

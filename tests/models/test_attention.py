@@ -37,6 +37,19 @@ def test_positions_follow_each_row():
     assert decode.positions.tolist() == [[3, 9]]
 
 
+def test_rows_of_a_sequence_that_follow_each_other_are_joined():
+    tables = [()] * 4
+    batch = PackedBatch(
+        block_tables=tables, starts=[0, 7, 8, 3], counts=[3, 1, 1, 2], slots=[1, 4, 4, 0]
+    )
+    # First token, tokens, slot, whether it begins.
+    assert batch.sequence_rows.tolist() == [[0, 3, 1, 1], [3, 2, 4, 0], [5, 2, 0, 0]]
+    apart = PackedBatch(
+        block_tables=tables, starts=[0, 7, 3, 8], counts=[3, 1, 2, 1], slots=[1, 4, 0, 4]
+    )
+    assert apart.sequence_rows is None
+
+
 @pytest.mark.parametrize(
     ("tables", "starts", "counts"),
     [([], [], []), ([()], [0], [0]), ([()], [-1], [1]), ([()], [0, 1], [1, 1]), ([], [0], [1])],

@@ -40,7 +40,7 @@ from llmpq.kernels.base import PackedWeight, PreparedWeight
 from llmpq.native_build import NotCompiledError, library_path
 from llmpq.spec.precision import Precision
 
-ABI = 21
+ABI = 22
 DONE = 0
 
 _COMMON = ("-std=gnu11", "-O3", "-Wno-psabi", "-fPIC", "-shared")
@@ -251,8 +251,9 @@ def load(name: str) -> ctypes.CDLL:
     loaded.kernels_order.argtypes = (POINTER(Weight), c_void_p, c_int32)
     loaded.kernels_float.argtypes = (POINTER(Product), c_int32)
     loaded.kernels_round.argtypes = (POINTER(Rounding),)
-    loaded.kernels_delta.restype = None
-    loaded.kernels_delta.argtypes = (c_void_p,)
+    for mixer in (loaded.kernels_convolution, loaded.kernels_delta, loaded.kernels_mamba):
+        mixer.restype = None
+        mixer.argtypes = (c_void_p,)
     loaded.kernels_norm.restype = None
     loaded.kernels_norm.argtypes = (POINTER(Norm),)
     for function in (loaded.kernels_attend, loaded.kernels_store):

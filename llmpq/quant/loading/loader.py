@@ -49,7 +49,6 @@ from llmpq.quant.loading.weight_cache import (
     entry_layout,
     weight_of,
 )
-from llmpq.quant.modules.gated_delta import compile_deltas_
 from llmpq.quant.modules.layer import (
     DenseLinear,
     Matrix,
@@ -64,6 +63,7 @@ from llmpq.quant.modules.layer import (
     prepack_,
     quantize_layer_,
 )
+from llmpq.quant.modules.mixers import compile_mixers_
 from llmpq.quant.quantizers.rtn import quantize
 from llmpq.spec.huggingface.quantization import is_gptq, stored_head
 from llmpq.spec.precision import Precision, default_precision
@@ -147,7 +147,7 @@ def load_stage(  # noqa: PLR0913  the stage, and where it goes; a worker has all
     stage.to(load.device)
     use_huge_pages(stage)
     if any(hasattr(part, COMPILED) for part in stage.modules()):
-        compile_deltas_(stage, dtype)
+        compile_mixers_(stage, dtype)
     return stage
 
 

@@ -1,15 +1,13 @@
 /* Gated DeltaNet between its projections: short convolution, gated delta rule, gated norm.
  *
- * Rows are tokens of one sequence each, which follow one another; the states of all sequences are in
- * slots and are changed in place. With S the state [key_dim, value_dim] of a value head, for each
- * token: S = d S + k (b (v - d S^T k))^T, out = S^T q, where k and q are convolved, gated by SiLU and
- * of length 1 (q over sqrt(key_dim)), d = exp(rate softplus(a + bias)) and b = sigmoid(beta). Columns
- * of S are independent, so that some of them stay in the first cache for all tokens of a row.
- * All is computed in float32. Source: transformers' torch_recurrent_gated_delta_rule. */
-#include "lanes.h"
-#include <math.h>
+ * With S the state [key_dim, value_dim] of a value head, for each token: S = d S + k (b (v - d S^T k))^T
+ * and out = S^T q, where k and q are convolved, gated by SiLU and of length 1 (q over sqrt(key_dim)),
+ * d = exp(rate softplus(a + bias)) and b = sigmoid(beta). Columns of S are independent, so that some of
+ * them stay in the first cache for all tokens of a row. Source: transformers'
+ * torch_recurrent_gated_delta_rule. */
+#include "mixer.h"
 
-enum { CHANNELS = 64, MAX_KERNEL = 8, MAX_KEY_DIM = 256, FACTORS = 3 };
+enum { MAX_KEY_DIM = 256, FACTORS = 3 };
 /* Vectors of columns: of a row of one token, whose state is read once, and of others. */
 #ifdef __AVX512F__
 enum { ONCE_VECTORS = 8, VECTORS = 2 };
@@ -18,69 +16,18 @@ enum { ONCE_VECTORS = 4, VECTORS = 2 };
 #endif
 
 typedef struct {
-    const void *mixed, *gate, *beta, *decay; /* [tokens, channels], [.., values], [.., heads] twice */
-    const float *weight;                     /* [kernel, channels] */
-    const float *rate, *bias;                /* [heads] */
-    const float *norm;                       /* [value_dim] */
-    float *conv_states;                      /* [slots, channels, kernel] */
-    float *states;                           /* [slots, heads, key_dim, value_dim] */
-    float *convolved;                        /* [tokens, channels], scratch */
-    float *factors;                          /* [tokens, heads, 3]: d, b, k q; scratch */
-    float *raw;                              /* [tokens, values], scratch */
-    void *out;                               /* [tokens, values] */
-    const int64_t *rows;                     /* [count, 4]: first token, tokens, slot, is new */
-    int64_t count, tokens, key_heads, heads, key_dim, value_dim, kernel;
+    Convolution convolution; /* of queries, keys and values, [tokens, channels] float32 */
+    const void *gate, *beta, *decay; /* [tokens, values], [tokens, heads] twice */
+    const float *rate, *bias;        /* [heads] */
+    const float *norm;               /* [value_dim] */
+    float *states;                   /* [slots, heads, key_dim, value_dim] */
+    float *factors;                  /* [tokens, heads, 3]: d, b, k q; scratch */
+    float *raw;                      /* [tokens, values], scratch */
+    void *out;                       /* [tokens, values] */
+    int64_t tokens, key_heads, heads, key_dim, value_dim;
     float epsilon;
     int32_t type, threads;
 } Delta;
-
-INLINE int64_t channels_of(const Delta *d) {
-    return 2 * d->key_heads * d->key_dim + d->heads * d->value_dim;
-}
-
-INLINE float total(vf v) {
-    float sum = 0;
-    for (int i = 0; i < LANES; i++) sum += v[i];
-    return sum;
-}
-
-INLINE vf sigmoid(vf x) {
-    vf e = exponential((vf){0} - magnitude(x));
-    return either(x < 0, e, (vf){0} + 1.0f) / (1.0f + e);
-}
-
-INLINE vf silu(vf x) {
-    return x * sigmoid(x);
-}
-
-/* Some channels of a row: their last inputs, then each token's. */
-static void convolve_part(void *data, int64_t item) {
-    const Delta *d = data;
-    int64_t channels = channels_of(d), blocks = (channels + CHANNELS - 1) / CHANNELS;
-    const int64_t *row = d->rows + 4 * (item / blocks);
-    int64_t begin = item % blocks * CHANNELS;
-    int64_t end = begin + CHANNELS < channels ? begin + CHANNELS : channels;
-    const int kernel = (int)d->kernel;
-    for (int64_t c = begin; c < end; c += LANES) {
-        vf before[MAX_KERNEL] = {{0}}, weights[MAX_KERNEL];
-        float *stored = d->conv_states + (row[2] * channels + c) * kernel;
-        for (int j = 0; j < kernel; j++) {
-            weights[j] = load_lanes(d->weight, j * channels + c, TYPE_F32);
-            if (!row[3])
-                for (int i = 0; i < LANES; i++) before[j][i] = stored[i * kernel + j];
-        }
-        for (int64_t t = row[0]; t < row[0] + row[1]; t++) {
-            for (int j = 0; j + 1 < kernel; j++) before[j] = before[j + 1];
-            before[kernel - 1] = load_any(d->mixed, t * channels + c, d->type);
-            vf sum = {0};
-            for (int j = 0; j < kernel; j++) sum = multiply_add(before[j], weights[j], sum);
-            sum = silu(sum);
-            memcpy(d->convolved + t * channels + c, &sum, sizeof sum);
-        }
-        for (int j = 0; j < kernel; j++)
-            for (int i = 0; i < LANES; i++) stored[i * kernel + j] = before[j][i];
-    }
-}
 
 INLINE void scale_head(float *head, int64_t dim, float factor) {
     vf sum = {0};
@@ -98,20 +45,20 @@ INLINE void scale_head(float *head, int64_t dim, float factor) {
 /* Of a token: queries and keys of length 1, and the factors of each head. */
 static void factors_part(void *data, int64_t t) {
     const Delta *d = data;
-    float *query = d->convolved + t * channels_of(d), *key = query + d->key_heads * d->key_dim;
+    float *query = (float *)d->convolution.out + t * d->convolution.channels;
+    float *key = query + d->key_heads * d->key_dim;
     for (int64_t h = 0; h < d->key_heads; h++) {
         scale_head(query + h * d->key_dim, d->key_dim, 1 / sqrtf((float)d->key_dim));
         scale_head(key + h * d->key_dim, d->key_dim, 1);
     }
     for (int64_t h = 0; h < d->heads; h++) {
-        float a = load_one(d->decay, t * d->heads + h, d->type) + d->bias[h];
-        float softplus = a > 20 ? a : log1pf(expf(a)); /* torch's threshold */
+        float dt = softplus(load_one(d->decay, t * d->heads + h, d->type) + d->bias[h]);
         float *factors = d->factors + (t * d->heads + h) * FACTORS;
         int64_t at = h / (d->heads / d->key_heads) * d->key_dim;
         vf both = {0};
         for (int64_t i = at; i < at + d->key_dim; i += LANES)
             both = multiply_add(load_lanes(key, i, TYPE_F32), load_lanes(query, i, TYPE_F32), both);
-        factors[0] = expf(d->rate[h] * softplus);
+        factors[0] = expf(d->rate[h] * dt);
         factors[1] = 1 / (1 + expf(-load_one(d->beta, t * d->heads + h, d->type)));
         factors[2] = total(both);
     }
@@ -122,10 +69,11 @@ static void factors_part(void *data, int64_t t) {
  * meanwhile: at the distance of whole rows they would displace one another from the cache. */
 INLINE void recur_columns(const Delta *d, const int64_t *row, int64_t head, int64_t column,
                           const int vectors, const int is_one) {
-    int64_t channels = channels_of(d), dim = d->value_dim, keys = d->key_heads * d->key_dim;
+    int64_t channels = d->convolution.channels, dim = d->value_dim, keys = d->key_heads * d->key_dim;
     int64_t of_key = head / (d->heads / d->key_heads) * d->key_dim, end = row[0] + row[1];
     float *stored = d->states + (row[2] * d->heads + head) * d->key_dim * dim + column;
-    const float *query = d->convolved + row[0] * channels + of_key, *key = query + keys;
+    const float *convolved = d->convolution.out;
+    const float *query = convolved + row[0] * channels + of_key, *key = query + keys;
     float own[is_one ? 1 : MAX_KEY_DIM * VECTORS * LANES] __attribute__((aligned(64)));
     float *state = is_one ? stored : own;
     const int64_t stride = is_one ? dim : vectors * LANES;
@@ -139,7 +87,7 @@ INLINE void recur_columns(const Delta *d, const int64_t *row, int64_t head, int6
             out[j] = multiply_add(s, (vf){0} + query[i], out[j]);
         }
     for (int64_t t = row[0]; t < end; t++) {
-        const float *value = d->convolved + t * channels + 2 * keys + head * dim + column;
+        const float *value = convolved + t * channels + 2 * keys + head * dim + column;
         const float *factors = d->factors + (t * d->heads + head) * FACTORS;
         float *raw = d->raw + (t * d->heads + head) * dim + column;
         for (int j = 0; j < vectors; j++) {
@@ -165,7 +113,7 @@ INLINE void recur_columns(const Delta *d, const int64_t *row, int64_t head, int6
 
 static void recur_part(void *data, int64_t item) {
     const Delta *d = data;
-    const int64_t *row = d->rows + 4 * (item / d->heads);
+    const int64_t *row = d->convolution.rows + 4 * (item / d->heads);
     int64_t head = item % d->heads, column = 0, dim = d->value_dim;
     if (row[1] == 1) {
         for (; column + ONCE_VECTORS * LANES <= dim; column += ONCE_VECTORS * LANES)
@@ -198,12 +146,10 @@ static void gate_part(void *data, int64_t t) {
     }
 }
 
-/* Dimensions of heads are multiples of 16, those of keys at most MAX_KEY_DIM, the kernel no longer than
- * MAX_KERNEL. */
+/* Dimensions of heads are multiples of 16, those of keys at most MAX_KEY_DIM. */
 void kernels_delta(const Delta *d) {
-    int64_t blocks = (channels_of(d) + CHANNELS - 1) / CHANNELS;
-    run_parts(convolve_part, (void *)d, d->count * blocks, d->threads);
+    convolve(&d->convolution);
     run_parts(factors_part, (void *)d, d->tokens, d->threads);
-    run_parts(recur_part, (void *)d, d->count * d->heads, d->threads);
+    run_parts(recur_part, (void *)d, d->convolution.count * d->heads, d->threads);
     run_parts(gate_part, (void *)d, d->tokens, d->threads);
 }

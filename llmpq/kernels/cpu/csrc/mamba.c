@@ -1,0 +1,102 @@
+/* Mamba 2 between its projections: short convolution, selective state space, gated norm.
+ *
+ * With S the state [head_dim, state_dim] of a head, for each token: S = e^(A dt) S + (dt x) B^T and
+ * out = S C + D x, where x, B and C are convolved and gated by SiLU, dt = softplus(dt + bias) within
+ * limits, and the heads of a group share B and C. Source: transformers' mamba2_chunk_scan, and
+ * mamba2_selective_state_update for rows of one token that do not begin, which has no limits. */
+#include "mixer.h"
+
+enum { ROWS = 4, FACTORS = 2 }; /* rows of a state at once; dt and the decay of a token */
+
+typedef struct {
+    Convolution convolution; /* of x, B and C, [tokens, heads head_dim + 2 groups state_dim] float32 */
+    const void *gate;        /* [tokens, stride], its first heads head_dim */
+    const void *dt;          /* [tokens, stride], its first heads */
+    const float *rate, *bias, *skip; /* [heads]: A, of dt, D */
+    const float *norm;               /* [heads head_dim] */
+    float *states;                   /* [slots, heads, head_dim, state_dim] */
+    float *factors;                  /* [tokens, heads, 2], scratch */
+    float *raw;                      /* [tokens, heads head_dim], scratch */
+    void *out;                       /* [tokens, heads head_dim] */
+    int64_t tokens, groups, heads, head_dim, state_dim;
+    int64_t normed; /* features that are normed together */
+    float epsilon, least, most;
+    int32_t type, threads;
+} Mamba;
+
+/* Of the heads of a row. */
+static void factors_part(void *data, int64_t item) {
+    const Mamba *m = data;
+    const int64_t *row = m->convolution.rows + 4 * item;
+    int has_limits = row[1] > 1 || row[3];
+    for (int64_t t = row[0]; t < row[0] + row[1]; t++)
+        for (int64_t h = 0; h < m->heads; h++) {
+            float dt = load_one(m->dt, t * m->convolution.stride + h, m->type) + m->bias[h];
+            dt = softplus(dt);
+            if (has_limits) dt = fminf(fmaxf(dt, m->least), m->most);
+            float *factors = m->factors + (t * m->heads + h) * FACTORS;
+            factors[0] = dt;
+            factors[1] = expf(m->rate[h] * dt);
+        }
+}
+
+/* Some rows of the state of a head, from the first to the last token of a row: they stay in the first
+ * cache. */
+static void recur_part(void *data, int64_t item) {
+    const Mamba *m = data;
+    const int64_t *row = m->convolution.rows + 4 * (item / m->heads);
+    int64_t head = item % m->heads, dim = m->state_dim, width = m->heads * m->head_dim;
+    int64_t channels = m->convolution.channels, group = head / (m->heads / m->groups);
+    const float *convolved = m->convolution.out;
+    float *state = m->states + (row[2] * m->heads + head) * m->head_dim * dim;
+    if (row[3]) memset(state, 0, (size_t)(m->head_dim * dim) * sizeof *state);
+    for (int64_t first = 0; first < m->head_dim; first += ROWS, state += ROWS * dim)
+        for (int64_t t = row[0]; t < row[0] + row[1]; t++) {
+            const float *x = convolved + t * channels + head * m->head_dim + first;
+            const float *b = convolved + t * channels + width + group * dim;
+            const float *c = b + m->groups * dim;
+            const float *factors = m->factors + (t * m->heads + head) * FACTORS;
+            float *raw = m->raw + t * width + head * m->head_dim + first;
+            vf sums[ROWS] = {{0}}, scaled[ROWS];
+            for (int j = 0; j < ROWS; j++) scaled[j] = (vf){0} + x[j] * factors[0];
+            for (int64_t i = 0; i < dim; i += LANES) {
+                vf in = load_lanes(b, i, TYPE_F32), read = load_lanes(c, i, TYPE_F32);
+                for (int j = 0; j < ROWS; j++) {
+                    vf s = load_lanes(state, j * dim + i, TYPE_F32) * factors[1];
+                    s = multiply_add(scaled[j], in, s);
+                    memcpy(state + j * dim + i, &s, sizeof s);
+                    sums[j] = multiply_add(s, read, sums[j]);
+                }
+            }
+            for (int j = 0; j < ROWS; j++) raw[j] = total(sums[j]) + m->skip[head] * x[j];
+        }
+}
+
+/* Of a token: gated, then normed in parts; the norm is rounded where transformers rounds it. */
+static void norm_part(void *data, int64_t t) {
+    const Mamba *m = data;
+    int64_t width = m->heads * m->head_dim;
+    for (int64_t begin = 0; begin < width; begin += m->normed) {
+        vf sum = {0};
+        for (int64_t i = begin; i < begin + m->normed; i += LANES) {
+            vf x = load_lanes(m->raw, t * width + i, TYPE_F32);
+            x *= silu(load_any(m->gate, t * m->convolution.stride + i, m->type));
+            memcpy(m->raw + t * width + i, &x, sizeof x);
+            sum = multiply_add(x, x, sum);
+        }
+        float scale = 1 / sqrtf(total(sum) / (float)m->normed + m->epsilon);
+        for (int64_t i = begin; i < begin + m->normed; i += LANES) {
+            vf x = load_lanes(m->raw, t * width + i, TYPE_F32) * scale;
+            x *= load_lanes(m->norm, i, TYPE_F32);
+            store_typed(m->out, t * width + i, LANES, typed_bits(x, m->type), m->type);
+        }
+    }
+}
+
+/* Dimensions of states and parts of a norm are multiples of 16, those of heads of ROWS. */
+void kernels_mamba(const Mamba *m) {
+    convolve(&m->convolution);
+    run_parts(factors_part, (void *)m, m->convolution.count, m->threads);
+    run_parts(recur_part, (void *)m, m->convolution.count * m->heads, m->threads);
+    run_parts(norm_part, (void *)m, m->tokens, m->threads);
+}

@@ -1,0 +1,343 @@
+"""Mixers of layers with a recurrent state, between their projections (compiled, CPU).
+
+transformers computes them with some thirty operators of torch for each layer and step, and copies
+the states of all rows. Here a few loops read and change the states of the rows in their slots:
+``csrc/convolution.c``, ``csrc/delta.c``, ``csrc/mamba.c``.
+
+Shapes: N tokens, R rows, C channels of the convolution, K its width, S slots; g key heads of d
+features and h value heads of e features (Gated DeltaNet); G groups, h heads of p features, states
+of n features (Mamba 2).
+"""
+
+from __future__ import annotations
+
+from ctypes import Structure, byref, c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llmpq.kernels.cpu.native import TYPES, library
+
+MULTIPLE = 16
+"""Of channels, and of the features of a state."""
+MAX_WIDTH = 8
+"""Longest convolution, ``MAX_KERNEL`` in ``csrc/mixer.h``."""
+MAX_KEY_DIM = 256
+"""Most features of a key head, as in ``csrc/delta.c``."""
+HEAD_MULTIPLE = 4
+"""Of the features of a head of Mamba 2, ``ROWS`` in ``csrc/mamba.c``."""
+
+
+class _Convolution(Structure):
+    """``Convolution`` (``csrc/mixer.h``)."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("input", "factor", "gate", "weight", "bias", "states")),
+        *((name, c_void_p) for name in ("out", "rows")),
+        *((name, c_int64) for name in ("count", "channels", "kernel", "stride")),
+        *((name, c_int32) for name in ("type", "out_type", "is_activated", "threads")),
+    )
+
+
+class _Delta(Structure):
+    """``Delta`` (``csrc/delta.c``)."""
+
+    _fields_ = (
+        ("convolution", _Convolution),
+        *((name, c_void_p) for name in ("gate", "beta", "decay", "rate", "bias", "norm")),
+        *((name, c_void_p) for name in ("states", "factors", "raw", "out")),
+        *((name, c_int64) for name in ("tokens", "key_heads", "heads", "key_dim", "value_dim")),
+        ("epsilon", c_float),
+        *((name, c_int32) for name in ("type", "threads")),
+    )
+
+
+class _Mamba(Structure):
+    """``Mamba`` (``csrc/mamba.c``)."""
+
+    _fields_ = (
+        ("convolution", _Convolution),
+        *((name, c_void_p) for name in ("gate", "dt", "rate", "bias", "skip", "norm")),
+        *((name, c_void_p) for name in ("states", "factors", "raw", "out")),
+        *((name, c_int64) for name in ("tokens", "groups", "heads", "head_dim", "state_dim")),
+        ("normed", c_int64),
+        *((name, c_float) for name in ("epsilon", "least", "most")),
+        *((name, c_int32) for name in ("type", "threads")),
+    )
+
+
+class ShortConvolution:
+    """A causal convolution of each channel by itself.
+
+    Args:
+        weight: ``[C, 1, K]``.
+        bias: ``[C]``, if any.
+        is_activated: by SiLU.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, is_activated: bool) -> None:
+        self._weight = weight.detach().float()[:, 0].t().contiguous()
+        self._bias = None if bias is None else bias.detach().float().contiguous()
+        self._is_activated = is_activated
+
+    @property
+    def channels(self) -> int:
+        """C."""
+        return self._weight.shape[1]
+
+    def fits(self, dtype: torch.dtype) -> bool:
+        """Return whether the kernel computes it, for hidden states of a dtype."""
+        width, channels = self._weight.shape
+        return (
+            dtype in TYPES
+            and self._weight.device.type == "cpu"
+            and channels % MULTIPLE == 0
+            and width <= MAX_WIDTH
+            and library() is not None
+        )
+
+    def __call__(self, joined: Tensor, rows: Tensor, states: Tensor) -> Tensor:
+        """Return ``[N, C]``: the gated convolution of LFM2; the states of the rows change.
+
+        Args:
+            joined: factor, gate and input of the tokens side by side, ``[N, 3 C]``.
+            rows: as :attr:`llmpq.models.PackedBatch.sequence_rows`.
+            states: float32 ``[S, C, K]``.
+        """
+        kernels = library()
+        assert kernels is not None  # fits
+        joined = joined.contiguous()
+        out = torch.empty(len(joined), self.channels, dtype=joined.dtype)
+        factor, gate, values = joined.chunk(3, dim=-1)
+        call = self.call(values, rows, states, out, factor, gate)
+        kernels.kernels_convolution(byref(call))
+        return out
+
+    def call(
+        self,
+        values: Tensor,
+        rows: Tensor,
+        states: Tensor,
+        out: Tensor,
+        factor: Tensor | None = None,
+        gate: Tensor | None = None,
+    ) -> _Convolution:
+        """Return the call for tokens; all tensors must live until its end.
+
+        Args:
+            values: ``[N, C]``, numbers of a token side by side; factor and gate are parts of the
+                same tensor.
+            rows: as :meth:`__call__`.
+            states: as there.
+            out: ``[N, C]``.
+            factor: what multiplies the inputs, if anything.
+            gate: what multiplies the outputs, if anything.
+        """
+        assert values.stride(1) == 1
+        assert all(one.is_contiguous() for one in (rows, states, out))
+        return _Convolution(
+            values.data_ptr(),
+            None if factor is None else factor.data_ptr(),
+            None if gate is None else gate.data_ptr(),
+            self._weight.data_ptr(),
+            None if self._bias is None else self._bias.data_ptr(),
+            states.data_ptr(),
+            out.data_ptr(),
+            rows.data_ptr(),
+            len(rows),
+            self.channels,
+            self._weight.shape[0],
+            values.stride(0),
+            TYPES[values.dtype],
+            TYPES[out.dtype],
+            self._is_activated,
+            torch.get_num_threads(),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DeltaInputs:
+    """What the projections of Gated DeltaNet make of the tokens of a step, of one dtype.
+
+    Attributes:
+        mixed: queries, keys and values, ``[N, C]``.
+        gate: ``[N, h e]``.
+        beta, decay: ``[N, h]``.
+    """
+
+    mixed: Tensor
+    gate: Tensor
+    beta: Tensor
+    decay: Tensor
+
+
+class GatedDelta:
+    """The parameters of Gated DeltaNet that are no projections, in float32.
+
+    Args:
+        convolution: of queries, keys and values.
+        log_rate: ``A_log``, ``[h]``.
+        dt_bias: ``[h]``.
+        norm: weights of the gated norm, ``[e]``.
+        epsilon: of the norm.
+        key_heads: g.
+        key_dim: d.
+    """
+
+    def __init__(
+        self,
+        convolution: ShortConvolution,
+        log_rate: Tensor,
+        dt_bias: Tensor,
+        norm: Tensor,
+        epsilon: float,
+        *,
+        key_heads: int,
+        key_dim: int,
+    ) -> None:
+        self._convolution = convolution
+        self._rate = -log_rate.detach().float().exp()
+        self._bias = dt_bias.detach().float().contiguous()
+        self._norm = norm.detach().float().contiguous()
+        self._epsilon = epsilon
+        self._key_heads, self._key_dim = key_heads, key_dim
+
+    def fits(self, dtype: torch.dtype) -> bool:
+        """Return whether the kernel computes this layer, for hidden states of a dtype."""
+        heads, value_dim = len(self._rate), len(self._norm)
+        channels = 2 * self._key_heads * self._key_dim + heads * value_dim
+        return (
+            self._convolution.fits(dtype)
+            and value_dim % MULTIPLE == 0
+            and self._key_dim % MULTIPLE == 0
+            and self._key_dim <= MAX_KEY_DIM
+            and channels == self._convolution.channels
+            and heads % self._key_heads == 0
+        )
+
+    def __call__(
+        self, found: DeltaInputs, rows: Tensor, conv_states: Tensor, states: Tensor
+    ) -> Tensor:
+        """Return ``[N, h e]``, what the last projection gets; the states of the rows change.
+
+        Args:
+            found: of the tokens.
+            rows: as :attr:`llmpq.models.PackedBatch.sequence_rows`.
+            conv_states: float32 ``[S, C, K]``.
+            states: float32 ``[S, h, d, e]``.
+        """
+        kernels = library()
+        assert kernels is not None  # fits
+        (count, channels), dtype = found.mixed.shape, found.mixed.dtype
+        heads, value_dim = len(self._rate), len(self._norm)
+        parts = [one.contiguous() for one in (found.gate, found.beta, found.decay)]
+        mixed, convolved = found.mixed.contiguous(), torch.empty(count, channels)
+        factors = torch.empty(count, heads, 3)
+        raw = torch.empty(count, heads * value_dim)
+        out = torch.empty(count, heads * value_dim, dtype=dtype)
+        tensors = (*parts, self._rate, self._bias, self._norm, states, factors, raw, out)
+        assert all(one.is_contiguous() for one in tensors)
+        call = _Delta(
+            self._convolution.call(mixed, rows, conv_states, convolved),
+            *(one.data_ptr() for one in tensors),
+            count,
+            self._key_heads,
+            heads,
+            self._key_dim,
+            value_dim,
+            self._epsilon,
+            TYPES[dtype],
+            torch.get_num_threads(),
+        )
+        kernels.kernels_delta(byref(call))
+        return out
+
+
+class Mamba2:
+    """The parameters of Mamba 2 that are no projections, in float32.
+
+    Args:
+        convolution: of inputs, B and C.
+        log_rate: ``A_log``, ``[h]``.
+        dt_bias: ``[h]``.
+        skip: ``D``, ``[h]``.
+        norm: weights of the gated norm, ``[h p]``.
+        epsilon: of the norm.
+        normed: features that are normed together.
+        groups: G.
+        state_dim: n.
+        limits: of the time step.
+    """
+
+    def __init__(
+        self,
+        convolution: ShortConvolution,
+        log_rate: Tensor,
+        dt_bias: Tensor,
+        skip: Tensor,
+        norm: Tensor,
+        epsilon: float,
+        *,
+        normed: int,
+        groups: int,
+        state_dim: int,
+        limits: tuple[float, float],
+    ) -> None:
+        self._convolution = convolution
+        self._rate = -log_rate.detach().float().exp()
+        self._bias = dt_bias.detach().float().contiguous()
+        self._skip = skip.detach().float().contiguous()
+        self._norm = norm.detach().float().contiguous()
+        self._epsilon, self._limits = epsilon, limits
+        self._normed, self._groups, self._state_dim = normed, groups, state_dim
+
+    def fits(self, dtype: torch.dtype) -> bool:
+        """Return whether the kernel computes this layer, for hidden states of a dtype."""
+        heads, width = len(self._rate), len(self._norm)
+        return (
+            self._convolution.fits(dtype)
+            and self._state_dim % MULTIPLE == 0
+            and width % (HEAD_MULTIPLE * heads) == 0
+            and self._normed % MULTIPLE == 0
+            and width % self._normed == 0
+            and heads % self._groups == 0
+            and self._convolution.channels == width + 2 * self._groups * self._state_dim
+        )
+
+    def __call__(self, joined: Tensor, rows: Tensor, conv_states: Tensor, states: Tensor) -> Tensor:
+        """Return ``[N, h p]``, what the last projection gets; the states of the rows change.
+
+        Args:
+            joined: gate, convolved channels and time steps of the tokens side by side,
+                ``[N, h p + C + h]``.
+            rows: as :attr:`llmpq.models.PackedBatch.sequence_rows`.
+            conv_states: float32 ``[S, C, K]``.
+            states: float32 ``[S, h, p, n]``.
+        """
+        kernels = library()
+        assert kernels is not None  # fits
+        joined = joined.contiguous()
+        count, heads, width = len(joined), len(self._rate), len(self._norm)
+        channels = self._convolution.channels
+        gate, mixed, dt = torch.split(joined, [width, channels, heads], dim=-1)
+        convolved, factors = torch.empty(count, channels), torch.empty(count, heads, 2)
+        raw, out = torch.empty(count, width), torch.empty(count, width, dtype=joined.dtype)
+        own = (self._rate, self._bias, self._skip, self._norm, states, factors, raw, out)
+        assert all(one.is_contiguous() for one in own)
+        call = _Mamba(
+            self._convolution.call(mixed, rows, conv_states, convolved),
+            *(one.data_ptr() for one in (gate, dt, *own)),
+            count,
+            self._groups,
+            heads,
+            width // heads,
+            self._state_dim,
+            self._normed,
+            self._epsilon,
+            *self._limits,
+            TYPES[joined.dtype],
+            torch.get_num_threads(),
+        )
+        kernels.kernels_mamba(byref(call))
+        return out

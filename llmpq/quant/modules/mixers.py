@@ -1,0 +1,189 @@
+"""Layers of transformers with a recurrent state, compiled between their projections.
+
+The form of a mixer is known by the names of its parts, as the classes of transformers have them,
+and is proven once: one that does not compute what transformers' own code does keeps that code.
+
+Shapes: N tokens of a step, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from llmpq.kernels.cpu.mixers import DeltaInputs, GatedDelta, Mamba2, ShortConvolution
+from llmpq.logging import get_logger
+from llmpq.models.attention import PackedBatch
+from llmpq.models.states import COMPILED, CONVOLUTION, RECURRENCE, run_alone, state_shapes
+
+_logger = get_logger(__name__)
+_DELTA = ("conv1d", "A_log", "dt_bias", "norm", "out_proj", "num_k_heads")
+_APART = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+_TOGETHER = ("in_proj_qkvz", "in_proj_ba", "fix_query_key_value_ordering")
+_MAMBA2 = ("conv1d", "A_log", "dt_bias", "D", "norm", "in_proj", "out_proj", "time_step_limit")
+_CONVOLUTION = ("conv", "in_proj", "out_proj")
+_PROOF_TOKENS = (5, 1)
+"""Of the steps of a proof."""
+_PROOF_ERROR = 0.05
+"""Largest error of a proof over the size of the output: formats of 16 bits round on the way."""
+Between = Callable[[Tensor, Tensor, dict[str, Tensor]], Tensor]
+"""Returns what the last projection gets, for the hidden states ``[N, H]``, the rows and the
+states."""
+
+
+def compile_mixers_(stage: nn.Module, dtype: torch.dtype) -> None:
+    """Give the mixers of a stage that have a known form their compiled one.
+
+    Args:
+        stage: loaded, and quantized.
+        dtype: of hidden states.
+    """
+    for mixer in stage.modules():
+        if not hasattr(mixer, COMPILED):
+            continue
+        between = _between(mixer, dtype)
+        if between is not None:
+            found = CompiledMixer(mixer, between)
+            if found.is_proven(dtype):
+                setattr(mixer, COMPILED, found)
+
+
+class CompiledMixer:
+    """A layer with a recurrent state that runs in kernels between its projections.
+
+    Args:
+        mixer: of transformers, whose projections are called.
+        between: computes the rest.
+    """
+
+    def __init__(self, mixer: nn.Module, between: Between) -> None:
+        self._mixer: Any = mixer
+        self._between = between
+
+    def __call__(
+        self, hidden: Tensor, batch: PackedBatch, states: dict[str, Tensor]
+    ) -> Tensor | None:
+        """Return ``[1, N, H]`` for ``[1, N, H]``, as :data:`llmpq.models.states.CompiledRows`."""
+        rows = batch.sequence_rows
+        if rows is None:
+            return None
+        mixed = self._between(hidden[0], rows, states)
+        out: Tensor = self._mixer.out_proj(mixed[None])
+        return out
+
+    def is_proven(self, dtype: torch.dtype) -> bool:
+        """Return whether steps of a few tokens are those of transformers' code; log if not."""
+        generator = torch.Generator().manual_seed(0)
+        size = self._mixer.out_proj.out_features
+        shapes = state_shapes(self._mixer, size, torch.empty(0, dtype=dtype))
+        own, others = (
+            {kind: torch.zeros(1, *shape) for kind, shape in shapes.items()} for _ in range(2)
+        )
+        start, is_proven = 0, True
+        for tokens in _PROOF_TOKENS:
+            sample = torch.randn((1, tokens, size), generator=generator).to(dtype)
+            batch = PackedBatch(block_tables=[()], starts=[start], counts=[tokens], slots=[0])
+            with torch.inference_mode():
+                expected = run_alone(self._mixer, sample, others, is_new=start == 0).float()
+                found = self(sample, batch, own)
+            assert found is not None
+            error = (found.float() - expected).norm()
+            is_proven = is_proven and bool(error <= _PROOF_ERROR * expected.norm())
+            start += tokens
+        if not is_proven:
+            _logger.warning(
+                "%s: found another function than its parts say: transformers' code runs",
+                type(self._mixer).__name__,
+            )
+        return is_proven
+
+
+def _between(mixer: Any, dtype: torch.dtype) -> Between | None:
+    if _has(mixer, _DELTA):
+        return _gated_delta(mixer, dtype)
+    if _has(mixer, _MAMBA2):
+        return _mamba2(mixer, dtype)
+    return _convolution(mixer, dtype) if _has(mixer, _CONVOLUTION) else None
+
+
+def _has(mixer: Any, names: tuple[str, ...]) -> bool:
+    return all(hasattr(mixer, name) for name in names)
+
+
+def _convolution(mixer: Any, dtype: torch.dtype) -> Between | None:
+    """Of LFM2."""
+    convolution = ShortConvolution(mixer.conv.weight, mixer.conv.bias, is_activated=False)
+    if not convolution.fits(dtype):
+        return None
+    return lambda hidden, rows, states: convolution(
+        mixer.in_proj(hidden), rows, states[CONVOLUTION]
+    )
+
+
+def _mamba2(mixer: Any, dtype: torch.dtype) -> Between | None:
+    """Of Granite 4, Nemotron-H, Bamba and others."""
+    mamba = Mamba2(
+        ShortConvolution(mixer.conv1d.weight, mixer.conv1d.bias, is_activated=True),
+        mixer.A_log,
+        mixer.dt_bias,
+        mixer.D,
+        mixer.norm.weight,
+        mixer.norm.variance_epsilon,
+        normed=getattr(mixer.norm, "group_size", len(mixer.norm.weight)),
+        groups=mixer.n_groups,
+        state_dim=mixer.ssm_state_size,
+        limits=tuple(mixer.time_step_limit),
+    )
+    if not mamba.fits(dtype):
+        return None
+    return lambda hidden, rows, states: mamba(
+        mixer.in_proj(hidden), rows, states[CONVOLUTION], states[RECURRENCE]
+    )
+
+
+def _gated_delta(mixer: Any, dtype: torch.dtype) -> Between | None:
+    """Of Qwen3-Next and Qwen3.5."""
+    delta = GatedDelta(
+        ShortConvolution(mixer.conv1d.weight, mixer.conv1d.bias, is_activated=True),
+        mixer.A_log,
+        mixer.dt_bias,
+        mixer.norm.weight,
+        mixer.norm.variance_epsilon,
+        key_heads=mixer.num_k_heads,
+        key_dim=mixer.head_k_dim,
+    )
+    if not delta.fits(dtype):
+        return None
+    project: Callable[[Tensor], DeltaInputs]
+    if _has(mixer, _APART):
+        project = partial(_project_apart, mixer)
+    elif _has(mixer, _TOGETHER):
+        project = partial(_project_together, mixer)
+    else:
+        return None
+    return lambda hidden, rows, states: delta(
+        project(hidden), rows, states[CONVOLUTION], states[RECURRENCE]
+    )
+
+
+def _project_apart(mixer: Any, hidden: Tensor) -> DeltaInputs:
+    return DeltaInputs(
+        mixed=mixer.in_proj_qkv(hidden),
+        gate=mixer.in_proj_z(hidden),
+        beta=mixer.in_proj_b(hidden),
+        decay=mixer.in_proj_a(hidden),
+    )
+
+
+def _project_together(mixer: Any, hidden: Tensor) -> DeltaInputs:
+    """Of Qwen3-Next, whose projections are in the order of the key heads."""
+    parts = mixer.fix_query_key_value_ordering(
+        mixer.in_proj_qkvz(hidden[None]), mixer.in_proj_ba(hidden[None])
+    )
+    query, key, value, gate, beta, decay = (part[0].flatten(1) for part in parts)
+    mixed = torch.cat([query, key, value], dim=-1)
+    return DeltaInputs(mixed=mixed, gate=gate, beta=beta, decay=decay)
