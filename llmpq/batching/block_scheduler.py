@@ -391,7 +391,7 @@ class BlockScheduler:
         self._allocator.free(sequence.blocks)
         if sequence.slot >= 0:
             self._slots.free(sequence.slot)
-            sequence.slot = -1
+            sequence.slot = sequence.from_slot = -1
         if self._windows is not None:
             self._windows.release(sequence)
 

@@ -36,6 +36,7 @@ from llmpq.spec.runtime_constants import (
     STEP_ROWS,
     STEP_SLOTS,
     kept_blocks,
+    state_slots,
 )
 from llmpq.spec.workload import Workload
 from llmpq.units import MIB
@@ -74,12 +75,12 @@ def layer_kv_bytes(
 
     A sequence takes ``ceil((s + n) / KV_BLOCK_SIZE)`` blocks of ``2 k d`` values a token, in a
     layer with a window those of the model's largest window and of a chunk. With ``keeps_all`` they
-    keep all tokens, too: stages that send keys and values, draft models. The state of a layer that
-    keeps one counts in float32.
+    keep all tokens, too: stages that send keys and values, draft models. The states of a layer that
+    keeps them count in float32.
     """
     has_window = model.layer_types[kind].sliding_window is not None and not keeps_all
     blocks = kept_blocks(max_tokens, model.window_tokens if has_window else None)
-    state = slots * model.layer_types[kind].state_values * DTYPE_BYTES["float32"]
+    state = state_slots(slots) * model.layer_types[kind].state_values * DTYPE_BYTES["float32"]
     return token_kv_bytes(model, kind, slots * blocks * KV_BLOCK_SIZE, kv_bits) + state
 
 
@@ -132,7 +133,9 @@ EXPERT_SHARE = 2.0
 
 _ATTENTION_PREFIXES = (
     *("self_attn.", "self_attention.", "attention.", "attn.", "norm_attn_norm."),
-    *("linear_attn.", "conv."),  # what some layers have in its place
+    *("linear_attn.", "conv.", "mamba."),  # what some layers have in its place
+    # Nemotron-H has one name for all that a layer consists of.
+    *(f"mixer.{name}_proj" for name in ("in", "out", "q", "k", "v", "o")),
 )
 
 
@@ -500,6 +503,8 @@ def _latents(step: ForwardShape, layer: LayerSpec, value_dim: int) -> int:
 
 def _feed_forward(step: ForwardShape, layer: LayerSpec, *, on_cpu: bool) -> int:
     operators = [op for op in layer.linears if not is_attention(op)]
+    if not operators:
+        return 0
     outputs = [step.rows_of(op, on_cpu=on_cpu) * op.out_features for op in operators]
     is_stepwise = family_of(step.model.family).has_formula
     copies = 3 + on_cpu if is_stepwise else 1

@@ -28,6 +28,7 @@ from llmpq.spec.runtime_constants import (
     KV_FILE_HEADER_BYTES,
     PROMPT_CHUNK_TOKENS,
     kept_blocks,
+    state_slots,
 )
 from llmpq.units import format_bytes
 
@@ -53,8 +54,9 @@ def engine_limits(
         options: of the engine.
         window_tokens: largest window of the model's layers, ``None`` without one.
         scaling: of its rotary angles.
-        has_states: whether layers have a recurrent state. There are those of the plan's sequences:
-            what running sequences leave of them are saved states, with which prefixes are reused.
+        has_states: whether layers have a recurrent state. There are ``state_slots`` of the plan's
+            sequences: what running ones leave of them are saved states, with which prefixes are
+            reused.
 
     Raises:
         SpecError: a limit is below 1, or a draft model's directory has no model.
@@ -75,7 +77,7 @@ def engine_limits(
         num_blocks=num_blocks,
         block_size=KV_BLOCK_SIZE,
         watermark=options.watermark,
-        prefix_caching=options.prefix_caching and not (has_states and work.batch == 1),
+        prefix_caching=options.prefix_caching,
         steps_in_flight=uniform_depth(num_stages).max_in_flight(Phase.DECODE),
         num_speculative_tokens=0 if config is None else config.num_speculative_tokens,
         row_cost=row_cost_of(plan),
@@ -84,7 +86,7 @@ def engine_limits(
         grows_after=scaling.grows_after,
         window_tokens=own_window(plan, window_tokens),
         num_window_blocks=min(window_blocks(plan, window_tokens) or 0, num_blocks),
-        num_state_slots=work.batch if has_states else 0,
+        num_state_slots=state_slots(work.batch) if has_states else 0,
         offload=offload_limits(plan, options, window_blocks(plan, window_tokens) or 0),
     )
 

@@ -51,6 +51,14 @@ POLL_S: Final = 0.1
 """Seconds between two readings of the statistics of replicas: ten a second, as in SAL's paper."""
 FIRST_BYTE_S: Final = 60.0
 """Seconds to the first byte of a streamed answer, after which another replica is tried."""
+MIN_STATE_SLOTS: Final = 2
+"""States of a plan at least, in layers that keep one: beside the state of a single running sequence
+a saved one, with which the next turn of a conversation goes on."""
+
+
+def state_slots(sequences: int) -> int:
+    """Return the states that a plan of so many sequences keeps in a layer with a state."""
+    return max(sequences, MIN_STATE_SLOTS) if sequences else 0
 
 
 def kept_blocks(

@@ -11,7 +11,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from llmpq.batching.blocks import BlockAllocator, OffloadedBlocks, next_key, root_key
+from llmpq.batching.blocks import BlockAllocator, OffloadedBlocks, StateSlots, next_key, root_key
 from llmpq.errors import CapacityError, LlmpqError
 
 
@@ -160,3 +160,22 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 AllocatorMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 test_random_use_keeps_every_block_in_one_place = AllocatorMachine.TestCase
+
+
+def test_saved_states_give_way_to_sequences():
+    slots = StateSlots(3)
+    running = slots.allocate()
+    first, second = slots.save(b"a"), slots.save(b"b")
+    assert sorted((running, first, second)) == [0, 1, 2]
+    assert slots.save(b"a") == -1  # there already, and the most recently used one now
+    assert (slots.find(b"a"), slots.has(b"b"), slots.num_free) == (first, True, 2)
+    assert slots.allocate() == second  # of the least recently used one
+    assert not slots.has(b"b")
+    assert slots.allocate() == first
+    assert slots.num_free == 0
+    assert slots.save(b"c") == -1  # no slot is free
+    slots.free(running)
+    assert slots.save(b"c") == running
+    slots.forget(b"c")
+    slots.forget(b"c")
+    assert (slots.has(b"c"), slots.allocate()) == (False, running)

@@ -87,7 +87,7 @@ from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.model_files.config import config_bytes
 from llmpq.spec.plan import Plan, draft_bytes, plan_text
 from llmpq.spec.precision import Phase
-from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
+from llmpq.spec.runtime_constants import KV_BLOCK_SIZE, state_slots
 from llmpq.units import format_bytes
 
 
@@ -313,12 +313,12 @@ def kv_blocks_of(context: RankContext) -> int:
 
 
 def state_slots_of(context: RankContext, config: PreTrainedConfig) -> int:
-    """Return the sequences of a rank's stage that have states at the same time."""
+    """Return the states that a rank's stage keeps at the same time, saved ones among them."""
     job, plan = context.job, context.plan
-    slots, _ = plan.slots_of(plan.stages[context.rank])
+    slots = state_slots(plan.slots_of(plan.stages[context.rank])[0])
     if job.task != "online":
         return slots
-    return max(slots, limits_of_model(plan, job.engine, config).max_sequences)
+    return max(slots, limits_of_model(plan, job.engine, config).num_state_slots)
 
 
 def load_runner(context: RankContext, device: torch.device) -> StageRunner:
