@@ -148,7 +148,8 @@ def ours(model_dir: Path, bits: int, kv_bits: int, tokens: int) -> dict[str, flo
     stage = load_stage(model_dir, 0, layers, [bits] * layers, dtype=dtype, device="cpu")
     master = load_master(model_dir, dtype=dtype, device="cpu", head_bits=bits)
     shapes = kv_shapes(config, 0, layers)
-    cache = KVCache(shapes, 0, dtype=dtype, num_blocks=blocks_of(most), kv_bits=kv_bits)
+    cache = KVCache(shapes, 0, dtype=dtype, num_blocks=blocks_of(most), kv_bits=kv_bits,
+                    states=stage.new_states(1))  # fmt: skip
     runner = StageRunner(
         layers=stage, cache=cache, device=torch.device("cpu"), is_last=True,
         steps=step_runner_of(stage, cache),

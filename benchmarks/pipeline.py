@@ -255,7 +255,8 @@ def decode_seconds(model_dir: Path, bits: int, head_bits: int, ids: torch.Tensor
         weight_cache=weight_cache,
     )
     cache = KVCache(kv_shapes(config, 0, layers), 0, dtype=torch.bfloat16,
-                    num_blocks=rows * blocks_of(MAX_POSITIONS))  # fmt: skip
+                    num_blocks=rows * blocks_of(MAX_POSITIONS),
+                    states=stage.new_states(rows))  # fmt: skip
     runner = StageRunner(
         layers=stage,
         cache=cache,
@@ -269,7 +270,10 @@ def decode_seconds(model_dir: Path, bits: int, head_bits: int, ids: torch.Tensor
         width = tokens.shape[1]
         end = first + width
         tables = [slot_blocks(slot, MAX_POSITIONS, end) for slot in range(rows)]
-        where = [Row(blocks=table, first=first, length=end) for table in tables]
+        where = [
+            Row(blocks=table, first=first, length=end, slot=slot)
+            for slot, table in enumerate(tables)
+        ]
         positions = torch.arange(first, end).repeat(rows)[None]
         hidden = runner.run(master.embed(tokens.view(1, -1), positions), where)
         scored = ScoredRows(master.logits(hidden[0]))

@@ -51,7 +51,7 @@ from llmpq.spec.families import (
     family_of,
     known_families,
 )
-from llmpq.spec.huggingface.windows import CHUNKED, FULL, LINEAR, SLIDING
+from llmpq.spec.huggingface.windows import CHUNKED, FEED_FORWARD, FULL, LINEAR, SLIDING
 from llmpq.spec.model_files.config import CONFIG_FILE, language_fields, model_fields
 
 _logger = get_logger(__name__)
@@ -222,7 +222,8 @@ def _small_model(config: PreTrainedConfig) -> PreTrainedModel:
         if not has_own_embeddings:
             small.num_hidden_layers = 1
             if getattr(small, "layer_types", None):
-                small.layer_types = list(small.layer_types)[:1]
+                with contextlib.suppress(AttributeError):  # computed from their number
+                    small.layer_types = list(small.layer_types)[:1]
             if getattr(small, "num_kv_shared_layers", None):
                 small.num_kv_shared_layers = 0
         quick = contextlib.nullcontext() if has_own_embeddings else _QuickConstruction()
@@ -632,12 +633,12 @@ def layer_window(config: PreTrainedConfig, index: int) -> int | None:
     kind = layer_types[index]
     if kind == SLIDING:
         return window
-    if kind in (FULL, CHUNKED, *LINEAR):
+    if kind in (FULL, CHUNKED, *LINEAR, *FEED_FORWARD):
         return None
+    known = ", ".join((FULL, SLIDING, CHUNKED, *LINEAR, *FEED_FORWARD))
     raise SpecError(
-        f"model family {config.model_type}: layer {index} is '{kind}', expected one of "
-        f"{', '.join((FULL, SLIDING, CHUNKED, *LINEAR))}; layers of another pattern are planned, "
-        "not run"
+        f"model family {config.model_type}: layer {index} is '{kind}', expected one of {known}; "
+        "layers of another pattern are planned, not run"
     )
 
 
@@ -645,6 +646,12 @@ def keeps_state(config: PreTrainedConfig, index: int) -> bool:
     """Return whether a layer has a recurrent state in place of keys and values."""
     kinds: Sequence[str] = getattr(config, "layer_types", None) or ()
     return bool(kinds) and kinds[index] in LINEAR
+
+
+def keeps_nothing(config: PreTrainedConfig, index: int) -> bool:
+    """Return whether a layer has neither keys and values nor a state (Nemotron-H)."""
+    kinds: Sequence[str] = getattr(config, "layer_types", None) or ()
+    return bool(kinds) and kinds[index] in FEED_FORWARD
 
 
 def has_states(config: PreTrainedConfig) -> bool:
@@ -696,7 +703,7 @@ def layer_kv_shape(config: PreTrainedConfig, index: int) -> KVShape:
     """Return the shape of the keys and values that a layer makes."""
     layers: Sequence[PreTrainedConfig] | None = getattr(config, "per_layer_config", None)
     shape = _kv_shape(config if layers is None else layers[index])  # layers of Gemma 4 differ
-    if keeps_state(config, index):
+    if keeps_state(config, index) or keeps_nothing(config, index):
         return replace(shape, heads=0)
     return replace(shape, window=layer_window(config, index), chunk=layer_chunk(config, index))
 

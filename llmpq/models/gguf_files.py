@@ -14,6 +14,7 @@ import importlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +208,21 @@ class SingleRow(WrappedRows):
         """Return a function that reads the vector."""
         decode = self.stored.open(read)
         return lambda first, end: decode(0, self.stored.shape[0]).unsqueeze(0)[first:end]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatRows(WrappedRows):
+    """A vector that is stored as a matrix."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape as a vector."""
+        return (prod(self.stored.shape),)
+
+    def open(self, read: Read) -> Decode:
+        """Return a function that reads the matrix."""
+        decode = self.stored.open(read)
+        return lambda first, end: decode(0, self.stored.shape[0]).flatten()[first:end]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -484,10 +500,18 @@ def _latent(parts: list[_Part], config: Mapping[str, Any]) -> DecodedSource:
     return DecodedSource.of((rows,), rows.shape)
 
 
+def _in_turn(parts: list[_Part], config: Mapping[str, Any]) -> DecodedSource:
+    """Return the rows of a tensor behind those of another."""
+    del config
+    slices = tuple(RowSlice(stored=one.rows, first=0, end=one.shape[0]) for one in parts)
+    return DecodedSource.of(slices, (sum(one.shape[0] for one in parts), parts[0].shape[1]))
+
+
 _JOININGS: dict[Joining, Callable[[list[_Part], Mapping[str, Any]], DecodedSource]] = {
     "key_heads": _by_key_heads,
     "alternating": _alternating,
     "latent": _latent,
+    "in_turn": _in_turn,
 }
 
 
@@ -503,6 +527,9 @@ def _changed(
     for change in reversed(form.changes_of(name)):
         if change == "single_channels":
             shape = (shape[0], 1, *shape[1:]) if len(shape) == 2 else shape
+        elif change == "flat":
+            rows = FlatRows(stored=rows)
+            shape = rows.shape
         elif change == "single_row":
             if len(shape) == 1:
                 rows, shape = SingleRow(stored=rows), (1, *shape)

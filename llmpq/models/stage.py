@@ -29,6 +29,7 @@ from llmpq.models.adapter import (
     Skeleton,
     accepts,
     has_latent_attention,
+    keeps_nothing,
     keeps_state,
     kv_sources,
     layer_chunk,
@@ -91,8 +92,8 @@ class DecoderStage(nn.Module):
         family = family_of(config.model_type)
         self._alibi = family.alibi
         self._has_state = [keeps_state(config, first_layer + n) for n in range(len(layers))]
-        for layer, has_state in zip(layers, self._has_state, strict=True):
-            _install(layer, family, has_state=has_state)
+        for index, layer in enumerate(layers, first_layer):
+            _install(layer, family, config, index)
         # Attention in blocks needs the stored keys and values unchanged.
         self.attends_to_cache = (
             family.attends_to_cache and family.is_tested and not has_latent_attention(config)
@@ -313,16 +314,16 @@ class DecoderStage(nn.Module):
         return found
 
 
-def _install(layer: nn.Module, family: Family, *, has_state: bool) -> None:
-    """Replace parts of a layer, and its attention function."""
+def _install(layer: nn.Module, family: Family, config: PreTrainedConfig, index: int) -> None:
+    """Replace parts of layer ``index`` of the model, and its attention function."""
     if family.has_formula:
         block = family.feed_forward
         assert isinstance(block, Gated)
         use_blockwise_activation(layer, f"{block.prefix}.{block.activation}")
     use_row_blocks(layer)
-    if has_state:
+    if keeps_state(config, index):
         use_row_states(layer)
-    elif not use_own_attention(layer, family):
+    elif not keeps_nothing(config, index) and not use_own_attention(layer, family):
         use_packed_attention(layer)
 
 
@@ -421,7 +422,9 @@ def build_rotary(config: PreTrainedConfig, skeleton: Skeleton | None = None) -> 
         config: from :func:`load_config`.
         skeleton: skeleton of the model; by default it is built.
     """
-    template = getattr((skeleton or Skeleton.of(config)).decoder, "rotary_emb", None)
+    decoder = (skeleton or Skeleton.of(config)).decoder
+    found = (getattr(decoder, name, None) for name in ("rotary_emb", "pos_emb"))
+    template = next((one for one in found if one is not None), None)
     if template is None:
         return None
     rotary: nn.Module = type(template)(config)

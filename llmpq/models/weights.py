@@ -441,12 +441,14 @@ class Checkpoint:
     def _find_root(self) -> str:
         """Return the prefix of the decoder's tensors.
 
-        Base models lack parts of the path; multimodal models have a part for the language model.
+        Base models lack parts of the path; multimodal models have a part for the language model;
+        Mamba's own code has another name.
         """
         parts = [part for part in self.skeleton.decoder_path.split(".") if part]
         roots = ["".join(f"{part}." for part in parts[i:]) for i in range(len(parts) + 1)]
         roots += [f"model.{root}" for root in roots]
         roots += ["model.language_model.", "language_model.model.", "language_model."]
+        roots += ["backbone."]
         layers = self.skeleton.layers_name
         for root in roots:
             if any(name.startswith(f"{root}{layers}.") for name in self.tensors.names):
@@ -488,6 +490,7 @@ def _renamed(model_type: str, names: Iterable[str]) -> dict[str, str]:
 # Fused parameter -> the names of its parts, stacked along N, in each spelling.
 _OWN_PARTS = {
     "experts.gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "experts.up_proj": (("up_proj",),),
     "experts.down_proj": (("down_proj",), ("w2",)),
 }
 # Checkpoints of Mixtral use an older name of the block.

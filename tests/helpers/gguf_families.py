@@ -38,6 +38,7 @@ class Conversion:
             gguf package has.
         config: fields of the tiny model that is written.
         renamed: returns fields that the converter replaces before it writes those of every family.
+        with_experts: name of the architecture where layers are experts alone, if it differs.
     """
 
     architecture: str
@@ -45,6 +46,12 @@ class Conversion:
     tensors: Callable[[str, Tensor, dict[str, Any]], Named] = as_it_is
     config: dict[str, Any] = field(default_factory=dict)
     renamed: Callable[[dict[str, Any]], dict[str, Any]] = lambda _: {}
+    with_experts: str | None = None
+
+    def name_for(self, config: dict[str, Any]) -> str:
+        """Return the name of the architecture for a model."""
+        has_experts = "moe" in config.get("layers_block_type", ())
+        return self.with_experts if has_experts and self.with_experts else self.architecture
 
     @property
     def changes_rows(self) -> bool:
@@ -292,6 +299,115 @@ def _lfm2(name: str, tensor: Tensor, config: dict[str, Any]) -> Named:
     yield name, tensor.squeeze(1) if "conv.conv" in name else tensor
 
 
+def _lfm2_moe_keys(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_shortconv_l_cache(config["conv_L_cache"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_leading_dense_block_count(config["num_dense_layers"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+def _lfm2_moe(name: str, tensor: Tensor, config: dict[str, Any]) -> Named:
+    if name.endswith("expert_bias"):
+        yield f"{name}.bias", tensor
+    else:
+        yield from _lfm2(name, tensor, config)
+
+
+def _mamba2(name: str, tensor: Tensor, groups: int) -> tuple[str, Tensor]:
+    """As ``Mamba2Model.modify_tensors``."""
+    if name.endswith("A_log"):
+        tensor = -torch.exp(tensor)
+    if name.endswith((".A_log", ".D")):
+        tensor = tensor.reshape(-1, 1)
+    elif name.endswith("conv1d.weight"):
+        tensor = tensor.squeeze()
+    elif name.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
+        tensor = tensor.reshape(groups, -1)
+    return name.replace("dt_bias", "dt_proj.bias"), tensor
+
+
+def _state_space_keys(writer: gguf.GGUFWriter, kernel: int, state: int, groups: int) -> None:
+    writer.add_ssm_conv_kernel(kernel)
+    writer.add_ssm_state_size(state)
+    writer.add_ssm_group_count(groups)
+
+
+def _granite_hybrid_keys(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    names = ("mamba_d_conv", "mamba_d_state", "mamba_n_groups")
+    _state_space_keys(writer, *(config[name] for name in names))
+    writer.add_ssm_inner_size(config["mamba_expand"] * config["hidden_size"])
+    writer.add_ssm_time_step_rank(config["mamba_n_heads"])
+    writer.add_rope_scaling_finetuned(False)
+    writer.add_attention_scale(config["attention_multiplier"])
+    writer.add_embedding_scale(config["embedding_multiplier"])
+    writer.add_residual_scale(config["residual_multiplier"])
+    writer.add_logit_scale(config["logits_scaling"])
+    writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
+
+
+def _granite_hybrid(name: str, tensor: Tensor, config: dict[str, Any]) -> Named:
+    layer = f"blk.{name.split('.')[2]}" if ".layers." in name else ""
+    kind = "_shexp" if config["num_local_experts"] else ""
+    if name.endswith("shared_mlp.input_linear.weight"):
+        gate, up = tensor.chunk(2, dim=-2)
+        yield f"{layer}.ffn_gate{kind}.weight", gate
+        yield f"{layer}.ffn_up{kind}.weight", up
+    elif name.endswith("shared_mlp.output_linear.weight"):
+        yield f"{layer}.ffn_down{kind}.weight", tensor
+    elif ".mamba." in name:
+        yield _mamba2(name, tensor, config["mamba_n_groups"])
+    else:
+        yield from _granitemoe(name, tensor, config | {"num_key_value_heads": 2})
+
+
+def _nemotron_h_keys(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    names = ("conv_kernel", "ssm_state_size", "n_groups")
+    _state_space_keys(writer, *(config[name] for name in names))
+    heads = config["mamba_num_heads"]
+    writer.add_ssm_inner_size(heads * config["mamba_head_dim"])
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_rope_scaling_finetuned(False)
+    if "moe" not in config["layers_block_type"]:
+        return
+    writer.add_expert_count(config["n_routed_experts"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_feed_forward_length(config["moe_shared_expert_intermediate_size"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    if config["moe_latent_size"]:
+        writer.add_moe_latent_size(config["moe_latent_size"])
+
+
+def _nemotron_h_fields(config: dict[str, Any]) -> dict[str, Any]:
+    kinds, has_experts = config["layers_block_type"], "moe" in config["layers_block_type"]
+    width = config["moe_intermediate_size" if has_experts else "intermediate_size"]
+    behind = ("mlp", "moe")
+    return {
+        "num_hidden_layers": len(kinds),
+        "num_key_value_heads": [2 if kind == "full_attention" else 0 for kind in kinds],
+        "intermediate_size": [width if kind in behind else 0 for kind in kinds],
+        "rms_norm_eps": config["layer_norm_epsilon"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        **({} if has_experts else {"num_experts_per_tok": None, "n_group": None}),
+        "topk_group": None,
+        "n_routed_experts": None if has_experts else 0,
+    }
+
+
+def _nemotron_h(name: str, tensor: Tensor, config: dict[str, Any]) -> Named:
+    name, tensor = _mamba2(name, tensor, config["n_groups"])
+    name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+    layer = f"blk.{name.split('.')[2]}" if ".layers." in name else ""
+    latent = {"fc1_latent_proj": "ffn_latent_down", "fc2_latent_proj": "ffn_latent_up"}
+    for own, stored in latent.items():
+        if own in name:
+            name = f"{layer}.{stored}.weight"
+    if ".mixer.experts." in name:
+        name = name.replace("backbone.", "model.").replace(".mixer.", ".mlp.")
+    yield from interleaved(name, tensor, config)
+
+
 def _gemma4_keys(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     size, local = 24, config["head_dim"]
     kinds = config["layer_types"]
@@ -359,6 +475,14 @@ _GEMMA4 = Conversion(
     architecture="gemma4", keys=_gemma4_keys, tensors=_gemma4, renamed=_gemma4_fields
 )
 
+_NEMOTRON_H = Conversion(
+    architecture="nemotron_h",
+    with_experts="nemotron_h_moe",
+    keys=_nemotron_h_keys,
+    tensors=_nemotron_h,
+    renamed=_nemotron_h_fields,
+)
+
 CONVERSIONS: dict[str, Conversion] = {
     "gemma4_text": _GEMMA4,
     "gemma4_text experts": replace(_GEMMA4, config=GEMMA4_EXPERTS),
@@ -391,6 +515,41 @@ CONVERSIONS: dict[str, Conversion] = {
             "rope_parameters": _YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
         },
         renamed=lambda _: {"num_key_value_heads": 1, "head_dim": None},
+    ),
+    "granitemoehybrid": Conversion(
+        architecture="granitehybrid",
+        keys=_granite_hybrid_keys,
+        tensors=_granite_hybrid,
+        config={"attention_multiplier": 0.3},
+        renamed=lambda _: {"head_dim": None, "num_key_value_heads": [0, 2, 0]},
+    ),
+    "granitemoehybrid dense": Conversion(
+        architecture="granitehybrid",
+        keys=_granite_hybrid_keys,
+        tensors=_granite_hybrid,
+        config={"num_local_experts": 0, "mamba_n_groups": 2},
+        renamed=lambda _: {
+            "head_dim": None,
+            "num_key_value_heads": [0, 2, 0],
+            "num_experts_per_tok": None,
+        },
+    ),
+    "lfm2_moe": Conversion(
+        architecture="lfm2moe",
+        keys=_lfm2_moe_keys,
+        tensors=_lfm2_moe,
+        renamed=lambda config: {
+            "num_key_value_heads": [
+                2 if kind == "full_attention" else 0 for kind in config["layer_types"]
+            ],
+            "rms_norm_eps": config["norm_eps"],
+        },
+    ),
+    "nemotron_h": replace(
+        _NEMOTRON_H, config={"layers_block_type": ["linear_attention", "full_attention", "mlp"]}
+    ),
+    "nemotron_h experts": replace(
+        _NEMOTRON_H, config={"routed_scaling_factor": 1.5, "moe_latent_size": 16}
     ),
     "granite": Conversion(
         architecture="granite",

@@ -37,8 +37,9 @@ def write_gguf(model_dir: Path, output: Path, kind: str = "F32", extra=()) -> Pa
     ``extra`` are further metadata and tensors: callables that take the writer.
     """
     config = json.loads((model_dir / "config.json").read_text())
+    config.setdefault("num_hidden_layers", len(config.get("layers_block_type", ())))
     conversion = CONVERSIONS[config["model_type"]]
-    writer = gguf.GGUFWriter(output, conversion.architecture)
+    writer = gguf.GGUFWriter(output, conversion.name_for(config))
     _add_metadata(writer, config | conversion.renamed(config))
     conversion.keys(writer, config)
     for add in extra:
@@ -53,6 +54,23 @@ def write_gguf(model_dir: Path, output: Path, kind: str = "F32", extra=()) -> Pa
     writer.write_tensors_to_file()
     writer.close()
     return output
+
+
+def rewritten(source: Path, target: Path, tensors) -> Path:
+    """Copy a file with some tensors replaced: ``(data, type)`` by name."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
+    for name, entry in reader.fields.items():
+        if not name.startswith(("GGUF.", "general.architecture")):
+            writer.add_key_value(name, entry.contents(), *entry.types[:2])
+    for tensor in reader.tensors:
+        data, type_ = tensors.get(tensor.name, (tensor.data, tensor.tensor_type))
+        writer.add_tensor(tensor.name, data, raw_dtype=type_)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
 
 
 def _add_metadata(writer, config) -> None:
@@ -101,7 +119,7 @@ _KEYS = (
 
 def _tensors(state, config, conversion):
     table = gguf.MODEL_ARCH_NAMES.items()
-    kind = next(key for key, value in table if value == conversion.architecture)
+    kind = next(key for key, value in table if value == conversion.name_for(config))
     names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
     for name, tensor in _stacked(state).items():
         for own, values in conversion.tensors(name, tensor.to(torch.float32), config):

@@ -11,7 +11,7 @@ if importlib.util.find_spec("gguf") is None:
 import gguf
 import numpy as np
 from helpers.gguf_families import CONVERSIONS
-from helpers.gguf_writer import demo_tokenizer, write_gguf
+from helpers.gguf_writer import demo_tokenizer, rewritten, write_gguf
 from helpers.tiny_configs import tiny_config
 from helpers.tiny_models import (
     Pipeline,
@@ -139,23 +139,6 @@ def random_blocks(type_, shape):
         scale = np.array([0.01], np.float16).view(np.uint8) if end - first == 2 else 120
         blocks[..., first:end] = scale
     return blocks.reshape(*shape[:-1], -1)
-
-
-def rewritten(source, target, tensors):
-    """Copy a file with some tensors replaced."""
-    reader = gguf.GGUFReader(source)
-    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
-    for name, entry in reader.fields.items():
-        if not name.startswith(("GGUF.", "general.architecture")):
-            writer.add_key_value(name, entry.contents(), *entry.types[:2])
-    for tensor in reader.tensors:
-        data, type_ = tensors.get(tensor.name, (tensor.data, tensor.tensor_type))
-        writer.add_tensor(tensor.name, data, raw_dtype=type_)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return target
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ if importlib.util.find_spec("gguf") is None:
 
 import gguf
 import numpy as np
-from helpers.gguf_writer import DEMO, demo_tokenizer, write_gguf
+from helpers.gguf_writer import DEMO, demo_tokenizer, rewritten, write_gguf
 from helpers.tiny_models import load_reference
 
 from llmpq.assigner.planner import even_plan
@@ -74,7 +74,7 @@ def test_k_quants_are_those_of_the_gguf_package(kind, tmp_path, tiny_model):
     file = write_gguf(tiny_model("llama", shape=shape), tmp_path / "plain.gguf", "F16")
     type_ = gguf.GGMLQuantizationType[kind]
     stored = random_blocks(kind, rows=256)
-    _rewritten(file, tmp_path / "k.gguf", {"blk.0.ffn_down.weight": (stored, type_)})
+    rewritten(file, tmp_path / "k.gguf", {"blk.0.ffn_down.weight": (stored, type_)})
     expected = gguf.dequantize(stored, type_)
     checkpoint = Checkpoint(tmp_path / "k.gguf")
     found = checkpoint.layer_state_dict(0)["mlp.down_proj.weight"]
@@ -87,22 +87,6 @@ def random_blocks(kind, rows):
     for place in K_QUANTS.get(kind, (0,)):
         blocks[:, place : place + 2] = np.full(rows, 0.01, np.float16).view(np.uint8).reshape(-1, 2)
     return blocks
-
-
-def _rewritten(source, target, tensors):
-    """Copy a file with some tensors replaced."""
-    reader = gguf.GGUFReader(source)
-    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
-    for name, entry in reader.fields.items():
-        if not name.startswith(("GGUF.", "general.architecture")):
-            writer.add_key_value(name, entry.contents(), entry.types[0])
-    for tensor in reader.tensors:
-        data, type_ = tensors.get(tensor.name, (tensor.data, tensor.tensor_type))
-        writer.add_tensor(tensor.name, data, raw_dtype=type_)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 @pytest.mark.parametrize("bits", [4, 8])

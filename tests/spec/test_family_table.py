@@ -47,6 +47,17 @@ CASES = {
     "glm4_moe norms": ("glm4_moe", {"use_qk_norm": True, "attention_bias": True}),
     "gpt2 inner": ("gpt2", {"n_inner": 40, "tie_word_embeddings": False}),
     "gpt_bigcode heads": ("gpt_bigcode", {"multi_query": False}),
+    "granite dense": ("granitemoehybrid", {"num_local_experts": 0, "mamba_proj_bias": True}),
+    "nemotron latent": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["mlp", "linear_attention", "moe", "full_attention"],
+            "moe_latent_size": 16,
+            "mlp_bias": True,
+            "use_bias": True,
+            "use_conv_bias": False,
+        },
+    ),
     "lfm2 biased": ("lfm2", {"conv_bias": True, "block_auto_adjust_ff_dim": False}),
     "llama4 interleaved": ("llama4_text", {"interleave_moe_layer_step": 2}),
     "mistral wide": ("mistral", {"head_dim": 16, "sliding_window": None}),

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from ctypes import byref
 from dataclasses import dataclass
 from types import CodeType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -123,13 +124,13 @@ _ROUTER_NAMES = frozenset(
         *("modality_router", "correction_coefs", "prediction_coefs"),  # AltUp of Gemma 3n
     }
 )
-_EXPERT_WEIGHTS = frozenset({"gate_up_proj", "down_proj"})
+_EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
+_UNGATED_WEIGHTS = ("up_proj", "down_proj")
 # Flags that transformers' decorator of expert modules sets, and their values for a plain layout.
 _PLAIN_EXPERTS = {
     "is_transposed": False,
     "is_concatenated": True,
     "has_bias": False,
-    "has_gate": True,
     "has_post_expert_norm": False,
 }
 
@@ -286,7 +287,9 @@ def _is_single(experts: nn.Module) -> bool:
 
 def expert_keys(experts: nn.Module) -> tuple[str, ...]:
     """Return the names of the parameters that stack the matrices of experts."""
-    return ("weight",) if _is_single(experts) else ("gate_up_proj", "down_proj")
+    if _is_single(experts):
+        return ("weight",)
+    return _EXPERT_WEIGHTS if getattr(experts, "has_gate", True) else _UNGATED_WEIGHTS
 
 
 def experts_of(
@@ -300,8 +303,8 @@ def experts_of(
     """
     if "weight" in linears:
         return QuantStack(linears["weight"])
-    gate_up, down = linears["gate_up_proj"], linears["down_proj"]
-    return QuantExperts(gate_up, down, gate_of(module))
+    first, down = (linears[key] for key in expert_keys(module))
+    return QuantExperts(first, down, gate_of(module))
 
 
 def expert_views(experts: nn.Module, key: str) -> list[nn.Linear]:
@@ -345,7 +348,7 @@ def _check_experts(name: str, experts: nn.Module) -> None:
     if not has_plain_experts(experts):
         raise SpecError(
             f"{name} ({type(experts).__name__}): found parameters {sorted(held)} and {odd}, "
-            f"expected experts with exactly {sorted(_EXPERT_WEIGHTS)}"
+            f"expected experts with exactly {sorted(expert_keys(experts))}"
         )
 
 
@@ -359,7 +362,7 @@ def has_plain_experts(module: nn.Module) -> bool:
     if _is_single(module):
         return True
     held, odd = _expert_layout(module)
-    return held == _EXPERT_WEIGHTS and not odd
+    return held == set(expert_keys(module)) and not odd
 
 
 def _expert_layout(experts: nn.Module) -> tuple[set[str], list[str]]:
@@ -558,7 +561,7 @@ class GatedActivation(nn.Module):
         act_fn: applied to the first half.
     """
 
-    def __init__(self, act_fn: nn.Module) -> None:
+    def __init__(self, act_fn: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.act_fn = act_fn
 
@@ -569,10 +572,11 @@ class GatedActivation(nn.Module):
         return activated.mul_(up)
 
 
-def gate_of(experts: nn.Module) -> nn.Module:
+def gate_of(experts: Any) -> Callable[[Tensor], Tensor]:
     """Return what a stack of experts applies between its two matrices."""
-    act_fn = experts.get_submodule("act_fn")
-    return act_fn if isinstance(act_fn, ClampedGate) else GatedActivation(act_fn)
+    act_fn: Callable[[Tensor], Tensor] = experts.act_fn
+    is_whole = isinstance(act_fn, ClampedGate) or not getattr(experts, "has_gate", True)
+    return act_fn if is_whole else GatedActivation(act_fn)
 
 
 class QuantStack(nn.Module):
@@ -592,9 +596,9 @@ class QuantStack(nn.Module):
 class QuantExperts(nn.Module):
     """The experts of a mixture, two matrices each.
 
-    Replaces transformers' fused modules, which hold ``gate_up_proj`` ``[E, 2F, H]`` and
-    ``down_proj`` ``[E, H, F]``. Experts run one after the other, each on the tokens routed to it,
-    on a CPU ``ROW_BLOCK`` of them at a time.
+    Replaces transformers' fused modules, which hold ``gate_up_proj`` ``[E, 2F, H]``, or ``up_proj``
+    ``[E, F, H]`` where there is no gate, and ``down_proj`` ``[E, H, F]``. Experts run one after the
+    other, each on the tokens routed to it, on a CPU ``ROW_BLOCK`` of them at a time.
     """
 
     def __init__(
@@ -606,9 +610,9 @@ class QuantExperts(nn.Module):
         """Build from the linear operators of every expert in order, quantized or not.
 
         Args:
-            gate_up: from H to 2F features each.
+            gate_up: from H to 2F features each, F without a gate.
             down: from F to H features each.
-            gate: makes F features of 2F; from ``gate_of``.
+            gate: makes F features of theirs; from ``gate_of``.
         """
         super().__init__()
         assert len(gate_up) == len(down)

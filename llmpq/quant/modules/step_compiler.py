@@ -371,8 +371,8 @@ _LIMITS = {torch.float32: 1e-5, torch.bfloat16: 0.01, torch.float16: 0.00125}
 """Largest difference of a norm's output, relative to its size."""
 
 
-def activation_like(module: nn.Module) -> str:
-    """Return the name of the activation that computes what ``module`` does.
+def activation_like(module: Callable[[Tensor], Tensor]) -> str:
+    """Return the name of the activation that computes what a module or function does.
 
     Raises:
         UnsupportedStepError: there is none.

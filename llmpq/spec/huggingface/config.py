@@ -23,6 +23,7 @@ MAX_LAYERS = 10_000
 # Families differ in the names of these fields.
 HIDDEN = ("hidden_size", "n_embed", "n_embd", "d_model")
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
+LAYER_KINDS = "layers_block_type"
 HEADS = ("num_attention_heads", "n_head", "n_heads")
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -114,8 +115,12 @@ class Config(Fields):
         return Config(value, self.where, self.name_of(field))
 
     def layers(self) -> int:
-        """Return the number of decoder layers."""
-        count = self.size(*LAYERS)
+        """Return the number of decoder layers; Nemotron-H states the kind of each alone."""
+        kinds = self._left.get(LAYER_KINDS)
+        if isinstance(kinds, list) and not any(self.has(name) for name in LAYERS):
+            count = len(kinds)
+        else:
+            count = self.size(*LAYERS)
         if count > MAX_LAYERS:
             raise self.error(LAYERS[0], count, f"at most {MAX_LAYERS} layers")
         return count

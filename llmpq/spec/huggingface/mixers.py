@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from llmpq.spec.huggingface.attention import AttentionSizes, SelfAttention
 from llmpq.spec.huggingface.config import HIDDEN, Config
-from llmpq.spec.huggingface.feed_forward import FeedForward, Gated, has_bias, linear
-from llmpq.spec.huggingface.windows import FULL, LINEAR
+from llmpq.spec.huggingface.feed_forward import has_bias, linear
+from llmpq.spec.huggingface.windows import ATTENTION, LINEAR
 from llmpq.spec.model import LinearSpec
 
 Mixer = Callable[[Config], AttentionSizes]
@@ -30,8 +30,10 @@ class Hybrid:
 
     def __call__(self, fields: Config) -> Sequence[AttentionSizes]:
         """Return the attention or mixer of every layer."""
-        names = fields.words("layer_types", fields.layers(), (FULL, *LINEAR))
-        chosen = self.is_attention(fields) if names is None else [name == FULL for name in names]
+        names = fields.words("layer_types", fields.layers(), (*ATTENTION, *LINEAR))
+        chosen = (
+            self.is_attention(fields) if names is None else [name in ATTENTION for name in names]
+        )
         attention, mixer = self.attention.one(fields), self.mixer(fields)
         return [attention if is_attention else mixer for is_attention in chosen]
 
@@ -47,6 +49,53 @@ def by_list(fields: Config) -> Sequence[bool]:
     count = fields.layers()
     chosen = fields.indices("full_attn_idxs") if fields.has("full_attn_idxs") else range(count)
     return [index in chosen for index in range(count)]
+
+
+def nowhere(fields: Config) -> Sequence[bool]:
+    """Return no attention at all (Granite 4)."""
+    return [False] * fields.layers()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2:
+    """A selective state space (Dao and Gu, "Transformers are SSMs", 2024).
+
+    Attributes:
+        prefix: path of the mixer.
+        heads, head_dim, groups, state_dim, kernel: fields of its sizes. A head that is ``"auto"``
+            or absent is an equal share of ``mamba_expand`` times the hidden size.
+        bias, conv_bias: fields of the biases of its projections and of its convolution.
+    """
+
+    prefix: str = "mamba"
+    heads: str = "mamba_n_heads"
+    head_dim: str = "mamba_d_head"
+    groups: str = "mamba_n_groups"
+    state_dim: str = "mamba_d_state"
+    kernel: str = "mamba_d_conv"
+    bias: str = "mamba_proj_bias"
+    conv_bias: str = "mamba_conv_bias"
+
+    def __call__(self, fields: Config) -> AttentionSizes:
+        """Return the mixer of one layer."""
+        hidden, heads = fields.size(*HIDDEN), fields.size(self.heads)
+        if fields.has(self.head_dim) and fields.take(self.head_dim) != "auto":
+            width = heads * fields.size(self.head_dim)
+        else:
+            width = fields.size("mamba_expand") * hidden
+            if width % heads:
+                raise fields.error(self.heads, heads, f"a divisor of {width} inner features")
+        state_dim, kernel = fields.size(self.state_dim), fields.size(self.kernel)
+        convolved = width + 2 * fields.size(self.groups) * state_dim
+        bias = has_bias(fields, self.bias)
+        return _mixer(
+            (
+                linear(f"{self.prefix}.in_proj", width + convolved + heads, hidden, bias),
+                linear(f"{self.prefix}.out_proj", hidden, width, bias),
+            ),
+            others=convolved * (kernel + has_bias(fields, self.conv_bias)) + 3 * heads + width,
+            state_values=convolved * kernel + width * state_dim,
+        )
 
 
 def gated_delta_net(inputs: Callable[[int, int, int], dict[str, int]]) -> Mixer:
@@ -109,16 +158,8 @@ def short_convolution(fields: Config) -> AttentionSizes:
     )
 
 
-def adjusted_feed_forward(fields: Config) -> Sequence[FeedForward]:
-    """Return the feed-forward of LFM2, whose width is two thirds of the stated one, rounded up."""
-    width = fields.size("block_ff_dim", "intermediate_size")
-    if fields.flag_or("block_auto_adjust_ff_dim", default=True):
-        stated = fields.has("block_ffn_dim_multiplier")
-        factor = fields.number("block_ffn_dim_multiplier") if stated else 1.0
-        multiple = fields.size("block_multiple_of")
-        width = -(-int(factor * int(2 * width / 3)) // multiple) * multiple
-    block = Gated(prefix="feed_forward", names=("w1", "w3", "w2"))
-    return [block.of_width(fields, width)] * fields.layers()
+NOTHING = AttentionSizes(linears=(), num_heads=0, num_kv_heads=0, head_dim=0)
+"""Of a layer that has a feed-forward alone."""
 
 
 def _mixer(linears: tuple[LinearSpec, ...], others: int, state_values: int) -> AttentionSizes:

@@ -10,9 +10,13 @@ Windows = Callable[[Config], Sequence[int | None]]
 """Reads the sliding window of every layer, ``None`` for all tokens."""
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+ATTENTION = (FULL, "attention")
+"""Names of layers that attend to all tokens: today's, and that of older files."""
 LINEAR = ("linear_attention", "mamba", "conv")
-"""Names of layers that have no keys and values."""
-_WINDOW_KINDS = (FULL, SLIDING, CHUNKED, *LINEAR)
+"""Names of layers that have a state in place of keys and values."""
+FEED_FORWARD = ("mlp", "moe")
+"""Names of layers that have neither (Nemotron-H)."""
+_WINDOW_KINDS = (*ATTENTION, SLIDING, CHUNKED, *LINEAR)
 
 
 def everywhere(fields: Config) -> Sequence[int | None]:

@@ -78,7 +78,7 @@ def model_fields(model_dir: Path | str) -> dict[str, Any]:
     if folder.is_file():
         raise SpecError(f"{folder}: found a file, expected a model directory or a GGUF file")
     # Classes of transformers write limits such as [0.0, Infinity].
-    config = read_json(file, allows_constants=True)
+    config = _untagged(read_json(file, allows_constants=True))
     if not isinstance(config, dict):
         raise bad_field(str(file), "(top level)", config, "a JSON object")
     language = language_fields(config)
@@ -266,6 +266,17 @@ def gguf_config(model: Path | str) -> dict[str, Any] | None:
     return None if path is None else config_of(read_gguf_header(path))
 
 
+def _untagged(value: Any) -> Any:
+    """Return JSON with numbers in place of transformers' ``{"__float__": "Infinity"}``."""
+    if isinstance(value, list):
+        return [_untagged(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+        return float(value["__float__"])
+    return {name: _untagged(one) for name, one in value.items()}
+
+
 def config_bytes(model: Path | str) -> bytes:
     """Return a model's ``config.json`` for a digest, as stored or as made from a GGUF file.
 
@@ -312,11 +323,13 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
             fields = _common(metadata, own.keys()) | {"model_type": name} | own
             metadata.check_all_read()
             return {key: value for key, value in fields.items() if value is not ...}
+    known = {name for form in forms.values()
+             for name in (form.architecture, *form.other_architectures)}  # fmt: skip
     raise bad_field(
         str(header.path),
         "general.architecture",
         metadata.architecture,
-        f"one of {', '.join(sorted({form.architecture for form in forms.values()}))}",
+        f"one of {', '.join(sorted(known))}",
     )
 
 

@@ -62,19 +62,32 @@ _MEANINGLESS = frozenset((
     "feed_forward_length", "interleave_moe_layer_step",
 ))  # fmt: skip
 """Keys that repeat what tensors say, belong to other inputs than text, or are checked elsewhere."""
+MAMBA_NAMES = (
+    ("ssm_a", "A_log"),
+    ("ssm_d", "D"),
+    ("ssm_dt.bias", "dt_bias"),
+    *(
+        (f"ssm_{name}.{kind}", f"{module}.{kind}")
+        for name, module in (("in", "in_proj"), ("conv1d", "conv1d"), ("out", "out_proj"))
+        for kind in ("weight", "bias")
+    ),
+    ("ssm_norm.weight", "norm.weight"),
+)
+"""Tensors of a layer of Mamba 2, by their name in its module."""
 GELU = {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh"}
 
 
 Change = Literal[
     "interleaved_queries", "interleaved_keys", "one_added", "negative_exp", "single_row",
-    "single_channels", "tiled_values", "tiled_values_last", "tiled_columns",
+    "single_channels", "flat", "tiled_values", "tiled_values_last", "tiled_columns",
 ]  # fmt: skip
 """What the converter does to a tensor: halves of every head interleaved; one added to a norm; -exp
-of its numbers; a dimension of size one left out; value heads of linear attention in another order
-(of all rows, of the rows behind those of the keys, of the columns)."""
-Joining = Literal["key_heads", "alternating", "latent"]
+of its numbers; a dimension of size one left out; a vector made a matrix; value heads of linear
+attention in another order (of all rows, of the rows behind those of the keys, of the columns)."""
+Joining = Literal["key_heads", "alternating", "latent", "in_turn"]
 """How a tensor of transformers is made from several of a file: rows of one key head after those of
-another, rows in turn, the keys and values of latent attention by head."""
+another, single rows in turn, the keys and values of latent attention by head, all rows of one after
+those of another."""
 INTERLEAVED_HEADS: tuple[tuple[str, tuple[Change, ...]], ...] = (
     ("self_attn.q_proj.weight", ("interleaved_queries",)),
     ("self_attn.q_proj.bias", ("interleaved_queries",)),
@@ -82,6 +95,16 @@ INTERLEAVED_HEADS: tuple[tuple[str, tuple[Change, ...]], ...] = (
     ("self_attn.k_proj.bias", ("interleaved_keys",)),
 )
 SHIFTED_NORMS: tuple[tuple[str, tuple[Change, ...]], ...] = (("norm.weight", ("one_added",)),)
+
+
+def mamba_changes(module: str) -> tuple[tuple[str, tuple[Change, ...]], ...]:
+    """Return what the converter does to the tensors of Mamba 2 in a module of a layer."""
+    return (
+        (f"{module}.A_log", ("negative_exp", "flat")),
+        (f"{module}.D", ("flat",)),
+        (f"{module}.norm.weight", ("flat",)),
+        (f"{module}.conv1d.weight", ("single_channels",)),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +184,7 @@ class GgufForm:
         architecture: its name.
         fields: reads the fields of ``config.json`` that are not those of every family; ``...``
             leaves out one of those.
+        other_architectures: names of others that it writes for the same family.
         is_meant: whether a file of the architecture is of this family.
         names: tensors of a layer that are stored under names that mean others elsewhere.
         other_names: the same for tensors outside the layers.
@@ -173,6 +197,7 @@ class GgufForm:
 
     architecture: str
     fields: Callable[[GgufMetadata], dict[str, Any]]
+    other_architectures: tuple[str, ...] = ()
     is_meant: Callable[[GgufMetadata], bool] = lambda _: True
     names: tuple[tuple[str, str], ...] = ()
     other_names: tuple[tuple[str, str], ...] = ()
@@ -195,7 +220,8 @@ class GgufForm:
 
     def means(self, metadata: GgufMetadata) -> bool:
         """Return whether a file is of this family."""
-        return metadata.architecture == self.architecture and self.is_meant(metadata)
+        names = (self.architecture, *self.other_architectures)
+        return metadata.architecture in names and self.is_meant(metadata)
 
 
 def has_experts(metadata: GgufMetadata) -> bool:
@@ -383,6 +409,33 @@ def routed_experts(metadata: GgufMetadata, count: str) -> dict[str, Any]:
         "num_experts_per_tok": metadata.whole("expert_used_count"),
         "moe_intermediate_size": metadata.whole("expert_feed_forward_length"),
     }
+
+
+def attention_layers(metadata: GgufMetadata) -> tuple[list[bool], int]:
+    """Return which layers have keys and values, and of how many heads."""
+    heads = metadata.each("attention.head_count_kv", layer_count(metadata))
+    counts = {count for count in heads if count}
+    if len(counts) != 1:
+        raise metadata.error("attention.head_count_kv", tuple(heads), "one number, or 0")
+    return [bool(count) for count in heads], counts.pop()
+
+
+def state_space(metadata: GgufMetadata, names: tuple[str, str, str, str, str]) -> dict[str, Any]:
+    """Return the fields of Mamba 2.
+
+    Args:
+        metadata: of the file.
+        names: of the fields of heads, features of a head, features of a state, groups and the width
+            of the convolution.
+    """
+    heads, inner = metadata.whole("ssm.time_step_rank"), metadata.whole("ssm.inner_size")
+    if heads < 1 or inner % heads:
+        raise metadata.error("ssm.inner_size", inner, f"a multiple of {heads} heads")
+    sizes = (
+        heads, inner // heads, metadata.whole("ssm.state_size"), metadata.whole("ssm.group_count"),
+        metadata.whole("ssm.conv_kernel"),
+    )  # fmt: skip
+    return dict(zip(names, sizes, strict=True))
 
 
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3

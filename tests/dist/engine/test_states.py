@@ -27,12 +27,15 @@ from llmpq.models.states import COMPILED, SequenceStates, mixer_of
 from llmpq.options.engine import EngineOptions
 from llmpq.options.limits import engine_limits
 from llmpq.quant.loading.loader import load_stage
-from llmpq.quant.modules.gated_delta import compile_deltas_
+from llmpq.quant.modules.mixers import compile_mixers_
 from llmpq.spec.huggingface.families import load_model_dir
 
 torch.set_num_threads(1)
 
-FAMILIES = ("lfm2", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+FAMILIES = (
+    "granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text",
+    "qwen3_next",
+)  # fmt: skip
 CUTS = {1: (0, 3), 2: (0, 1, 3), 3: (0, 1, 2, 3)}
 PREFIX = [(7 * number) % 90 + 3 for number in range(35)]
 PROMPTS = [PREFIX, [3, 4], [*PREFIX[:33], 5, 6], [50] * 18, [61], [*PREFIX[:20], 9]]
@@ -125,6 +128,30 @@ def test_prompts_go_on_from_saved_states(models, family, num_stages, token_budge
     assert cached == [0, 32, 0, 32]
 
 
+@pytest.mark.parametrize("family", ["granitemoehybrid", "qwen3_5_text"])
+def test_a_conversation_goes_on_from_its_state(models, family):
+    """A plan of one sequence: each turn begins with all that was said before."""
+    model_dir, _ = models(family)
+    plan = make_plan(CUTS[2], batch=1, prompt_tokens=96, new_tokens=16, prefill=1)
+    reference = load_reference(model_dir)
+    reference.generation_config.eos_token_id = None
+    said, turns, expected = list(PREFIX), [], []
+    for turn in range(3):
+        turns.append(list(said))
+        answer = generate_alone(reference, said, NEW)[0][len(said) :]
+        expected.append(answer)
+        said = [*said, *answer, 5 + turn, 9]
+    script = Script()
+    for turn, prompt in enumerate(turns):
+        item = GenerationRequest(id=str(turn), prompt_token_ids=tuple(prompt), sampling=FREE)
+        script.add(1 + 200 * turn, item)
+    serve_script(replace(plan, kv_bits=32), model_dir, script, EngineOptions(token_budget=24))
+    assert [script.tokens(str(turn)) for turn in range(3)] == expected
+    cached = [script.outputs[str(turn)][0].num_cached_tokens for turn in range(3)]
+    assert cached[0] == 0
+    assert all(0 < count <= len(turns[turn]) for turn, count in enumerate(cached) if turn)
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("stages", CUTS)
 def test_policies_change_no_token(models, name, stages):
@@ -170,15 +197,14 @@ def test_states_have_the_bytes_that_the_plan_counts(models, family):
 @pytest.mark.skipif(library() is None, reason="needs the compiled kernels")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("bits", [None, 4])
-def test_gated_delta_net_is_compiled_where_it_is_proven(models, family, bits):
+def test_mixers_are_compiled_where_they_are_proven(models, family, bits):
     model_dir, _ = models(family)
     widths = None if bits is None else [bits] * 3
     cpu = torch.device("cpu")
     stage = load_stage(model_dir, 0, 3, widths, dtype=torch.bfloat16, device=cpu)
     mixers = [part for part in stage.modules() if hasattr(part, COMPILED)]
     assert mixers
-    expected = family != "lfm2"  # which has short convolutions
-    assert {getattr(mixer, COMPILED) is not None for mixer in mixers} == {expected}
+    assert all(getattr(mixer, COMPILED) is not None for mixer in mixers)
 
 
 def test_another_recurrence_keeps_the_code_of_transformers(models, caplog):
@@ -188,9 +214,9 @@ def test_another_recurrence_keeps_the_code_of_transformers(models, caplog):
     (mixer, *_) = (part for part in stage.modules() if getattr(part, COMPILED, None))
     setattr(mixer, COMPILED, None)
     mixer.activation = "gelu"  # of the convolution
-    compile_deltas_(mixer, torch.float32)
+    compile_mixers_(mixer, torch.float32)
     assert getattr(mixer, COMPILED) is None
-    assert "found another recurrence than that of Gated DeltaNet" in caplog.text
+    assert "found another function than its parts say" in caplog.text
 
 
 def test_what_needs_earlier_states_is_refused():
@@ -204,7 +230,8 @@ def test_what_needs_earlier_states_is_refused():
     limits = engine_limits(plan, EngineOptions(max_sequences=64), has_states=True)
     assert (limits.max_sequences, limits.num_state_slots, limits.prefix_caching) == (4, 4, True)
     alone = engine_limits(make_plan((0, 3), batch=1), EngineOptions(), has_states=True)
-    assert not alone.prefix_caching  # no slot beside the running sequence's
+    # One beside the running sequence's.
+    assert (alone.max_sequences, alone.num_state_slots, alone.prefix_caching) == (1, 2, True)
 
 
 def test_slots_are_checked():
@@ -217,6 +244,18 @@ def test_slots_are_checked():
             states.check(PackedBatch(**batch, slots=slots))
     with pytest.raises(CapacityError, match="found 0 slots"):
         SequenceStates(shapes, 2, num_slots=0)
+
+
+def test_copies_of_states_are_of_all_layers_at_once():
+    states = SequenceStates([{"conv": (2, 3)}, {"conv": (2,), "recurrent": (4,)}], 5, num_slots=3)
+    stored = [one for layer in (5, 6) for one in states.of_layer(layer).values()]
+    for one in stored:
+        one.copy_(torch.arange(3.0).view(3, *[1] * (one.dim() - 1)).expand_as(one))
+    states.copy([(0, 1), (1, 2)])  # what slot 1 had before
+    for one in stored:
+        assert one.flatten(1).unique(dim=1).flatten().tolist() == [0.0, 0.0, 1.0]
+    with pytest.raises(StageError, match=r"found slot 3 to copy, expected one of \[0, 3\)"):
+        states.copy([(0, 3)])
 
 
 def test_a_layer_has_one_module_that_keeps_a_state(models):
