@@ -243,9 +243,10 @@ MASTER_BYTES = 2_000_000
 """What embedding, projection and sampling keep on the master."""
 MAX_KERNEL = 16
 """More numbers of a state than so many a channel are those of a recurrence."""
-RECURRENCE_BYTES, CONVOLUTION_BYTES = 64, 9
-"""What the mixer of a layer with a recurrent state makes of a token, by channel: with a recurrence,
-and with a convolution alone, which keeps the format of the run."""
+RECURRENCE_BYTES, CONVOLUTION_BYTES = 160, 9
+"""What transformers' mixer of a layer with a recurrent state makes of a token, by channel: with a
+recurrence (Mamba 2: chunks of 256 tokens), and with a convolution alone, which keeps the format of
+the run."""
 SCORE_BYTES = 4
 """Bytes of a score that is written out, in float32."""
 INDEX_BYTES = 48
@@ -389,9 +390,11 @@ def compiled_bytes(step: ForwardShape) -> int:
     """Return the bytes of the buffers of compiled steps (``llmpq.kernels.cpu.step``).
 
     A layer has buffers of every tensor between its operators, and of these at 8 bits, for up to
-    ``STEP_ROWS`` tokens; layers share those of one name and shape.
+    ``STEP_ROWS`` tokens; layers share those of one name and shape. Layers with a state share few
+    with layers of attention.
     """
-    return max(_buffer_bytes(step, layer) for layer in step.model.layer_types)
+    parts = [_buffer_bytes(step, layer) for layer in step.model.layer_types]
+    return sum(parts) if step.model.has_states else max(parts)
 
 
 def read_buffer_bytes(steps: Sequence[ForwardShape]) -> int:
@@ -434,9 +437,13 @@ def _layer_bytes(step: ForwardShape, layer: LayerSpec, *, on_cpu: bool) -> int:
     in_place = on_cpu and fits_kernel(layer)
     has_bias = in_place and family_of(step.model.family).alibi is not None
     bias = 4 * layer.num_heads * step.context if has_bias else 0
+    if layer.state_values:
+        mixed = _recurrence(step, layer, on_cpu=on_cpu)
+    else:
+        mixed = _attention(step, layer, in_place=in_place)
     worst = max(
         step.of(2 * step.model.hidden_size, 4),  # a norm in float32
-        _attention(step, layer, in_place=in_place) + others,
+        mixed + others,
         _feed_forward(step, layer, on_cpu=on_cpu),
         *(_operator_rows(step, op, on_cpu=on_cpu) for op in quantizable),
     )
@@ -447,7 +454,7 @@ def _attention(step: ForwardShape, layer: LayerSpec, *, in_place: bool) -> int:
     if layer.value_dim is not None:
         return _latents(step, layer, layer.value_dim)
     if not layer.num_heads:
-        return _recurrence(step, layer)
+        return 0
     value_bytes, family = DTYPE_BYTES[step.dtype], family_of(step.model.family)
     query, key = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
     values = step.of(4 * query + 2 * key)
@@ -470,17 +477,22 @@ def _attention(step: ForwardShape, layer: LayerSpec, *, in_place: bool) -> int:
     return total
 
 
-def _recurrence(step: ForwardShape, layer: LayerSpec) -> int:
-    """What a mixer makes for the tokens of one prompt, or one token of each row, and their states.
+def _recurrence(step: ForwardShape, layer: LayerSpec, *, on_cpu: bool) -> int:
+    """What a mixer makes.
 
-    Transformers computes the chunked recurrence in float32: measured with its Gated DeltaNets and
-    short convolutions.
+    On a CPU it is compiled (``llmpq.kernels.cpu.mixers``): projections of all rows, and their parts
+    once more, what is convolved and what comes out in float32. Elsewhere transformers' code runs
+    for the tokens of one prompt, or one token of each row: its chunked recurrence is in float32,
+    with copies of the states.
     """
     value_bytes = DTYPE_BYTES[step.dtype]
     mixed = [op for op in layer.linears if is_attention(op)]
     inputs = sum(op.out_features for op in mixed[:-1])
     width = mixed[-1].in_features
     has_recurrence = layer.state_values > MAX_KERNEL * width
+    if on_cpu:
+        floats = max(op.out_features for op in mixed[:-1]) + width if has_recurrence else 0
+        return step.of(2 * inputs + width) + step.of(floats, 4) + step.hidden
     channel_bytes = RECURRENCE_BYTES if has_recurrence else CONVOLUTION_BYTES + 2 * value_bytes
     calls = step.tokens if step.tokens > 1 else step.batch
     sequences = 1 if step.tokens > 1 else step.batch
@@ -542,6 +554,12 @@ def _buffer_bytes(step: ForwardShape, layer: LayerSpec) -> int:
     # Codes of 8-bit products are 16 bits wide without VNNI; those of fewer bits have scales, sums.
     codes = 2 * sum(count * features for count, features in coded)
     choices = sum(4 * (op.count + 2 * op.active) for op in experts[:1])
+    if layer.state_values:
+        # What is convolved and what comes out, in float32, and the latter once more.
+        mixed = [op for op in layer.linears if is_attention(op)]
+        channels, values = max(op.out_features for op in mixed[:-1]), mixed[-1].in_features
+        width += values
+        choices += DTYPE_BYTES["float32"] * (channels + values)
     return rows * (width * DTYPE_BYTES[step.dtype] + codes + choices)
 
 

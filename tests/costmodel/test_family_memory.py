@@ -22,6 +22,7 @@ from llmpq.costmodel.memory import (
 from llmpq.dist.kv.cache import KVCache
 from llmpq.models import DecoderStage, PackedBatch, build_layer, kv_shapes, load_config
 from llmpq.quant.modules.layer import fuse_norms_, quantize_layer_
+from llmpq.quant.modules.mixers import compile_mixers_
 from llmpq.spec.cluster import cluster_of_types
 from llmpq.spec.huggingface.families import model_from_config, model_types
 from llmpq.spec.plan import MicroBatching
@@ -76,6 +77,7 @@ def test_tensors_of_every_family_are_within_the_bound(tmp_path, model_type, dtyp
     quantize_layer_(layer, 16, dtype)
     fuse_norms_(layer)
     stage = DecoderStage(config, [layer], 0)
+    compile_mixers_(stage, dtype)
     blocks = ROWS * TOKENS // 16
     states = stage.new_states(ROWS)
     cache = KVCache(kv_shapes(config, 0, 1), 0, num_blocks=blocks, dtype=dtype, states=states)

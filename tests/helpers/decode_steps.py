@@ -19,16 +19,23 @@ HAS_STEPS = library() is not None and has_steps(instruction_set())
 def cache_of(
     stage: DecoderStage, kv_bits: int | None = None, dtype: torch.dtype = torch.float32
 ) -> KVCache:
-    """A cache of 24 blocks."""
-    shapes = kv_shapes(stage.config, stage.first_layer, stage.end_layer)
-    return KVCache(shapes, stage.first_layer, num_blocks=24, dtype=dtype, kv_bits=kv_bits)
+    """A cache of 24 blocks, and the states of 4 sequences."""
+    return KVCache(
+        kv_shapes(stage.config, stage.first_layer, stage.end_layer),
+        stage.first_layer,
+        num_blocks=24,
+        dtype=dtype,
+        kv_bits=kv_bits,
+        states=stage.new_states(4),
+    )
 
 
 def batch_of(lengths: Sequence[int], counts: Sequence[int]) -> PackedBatch:
     """The last tokens of rows of at most 48 tokens, each in blocks of its own."""
     tables = [[23 - 4 * i, 22 - 4 * i, 21 - 4 * i] for i in range(len(lengths))]
     starts = [length - count for length, count in zip(lengths, counts, strict=True)]
-    return PackedBatch(block_tables=tables, starts=starts, counts=counts)
+    slots = range(len(lengths))
+    return PackedBatch(block_tables=tables, starts=starts, counts=counts, slots=slots)
 
 
 def compiled(stage: DecoderStage, cache: KVCache) -> CompiledSteps:

@@ -110,7 +110,7 @@ def _state_keys(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_ssm_group_count(config["linear_num_key_heads"])
     writer.add_ssm_time_step_rank(values)
     writer.add_ssm_inner_size(config["linear_value_head_dim"] * values)
-    writer.add_full_attention_interval(2)
+    writer.add_full_attention_interval(config["layer_types"].index("full_attention") + 1)
     share = config["rope_parameters"]["partial_rotary_factor"]
     writer.add_rope_dimension_count(int(config["head_dim"] * share))
     writer.add_rope_dimension_sections([11, 11, 10, 0])

@@ -109,6 +109,7 @@ def test_activation_with_and_without_what_it_multiplies(activation, dtype):
         "gelu_tanh": torch.nn.GELU(approximate="tanh"),
         "relu": torch.nn.ReLU(),
         "relu2": lambda x: functional.relu(x).square(),
+        "sigmoid": torch.nn.Sigmoid(),
     }
     assert activation_like(modules[activation]) == activation
     program = StepProgram(dtype)

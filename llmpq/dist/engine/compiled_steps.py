@@ -29,6 +29,7 @@ from llmpq.kernels.cpu.step import StepProgram, StepScores, UnsupportedStepError
 from llmpq.logging import get_logger
 from llmpq.models import DecoderStage, PackedBatch, kv_shapes
 from llmpq.models.attention import Attention, LayerAttention, ScoreOptions
+from llmpq.models.states import COMPILED
 from llmpq.quant.modules.layer import QuantExperts
 from llmpq.quant.modules.step_compiler import (
     LayerParts,
@@ -50,8 +51,8 @@ _FAR = 1 << 20
 """A position at which layers that scale by positions show it."""
 _PLAIN = (bool, int, float, str, torch.dtype, Precision, NoneType)
 """Types of attributes that are compared by value."""
-_NUMBERS = ("layer_idx", "_layer")
-"""Attributes with the number of a layer."""
+_NUMBERS = ("layer_idx", "_layer", COMPILED)
+"""Attributes with the number of a layer, and with what its weights were compiled to."""
 _TRIED_SIZE = 0.05
 """Size of the random input: that of embeddings, so that rounding hides no part of a layer."""
 _TRIED_CONTEXT = (17, 3)
@@ -85,11 +86,11 @@ def step_runner_of(layers: DecoderStage, cache: KVCache) -> StepRunner | None:
         layers: of the stage.
         cache: of their keys and values.
     """
-    if cache.states is not None:
+    if cache.device.type != "cpu":
+        if cache.states is None:
+            return graphs_of(layers, cache)
         logger.info("steps run operator by operator: layers have a recurrent state")
         return None
-    if cache.device.type != "cpu":
-        return graphs_of(layers, cache)
     try:
         trial = _Trial(layers, cache)
         return CompiledSteps(layers, cache, trial.choices(), trial.longest)
@@ -148,12 +149,14 @@ class CompiledSteps:
             self._biased_tokens = max(_FEWEST_BIASED, 2 * batch.longest)
             self._program.set_bias(self._layers.score_bias(self._biased_tokens, self._hidden))
         tokens = PagedTokens(batch.block_tables, batch.starts, batch.counts, batch.window_tables)
+        sequences = None if self._cache.states is None else batch.sequence_rows
         output = torch.empty_like(hidden)
         for first in range(0, len(tokens), self._program.most_rows):
             end = min(first + self._program.most_rows, len(tokens))
             self._hidden[: end - first] = hidden[0, first:end]
             self._rotary.fill(batch.positions[0, first:end], batch.longest)
-            self._program.run(tokens.part(first, end))
+            part = None if sequences is None else _part_of(sequences, first, end)
+            self._program.run(tokens.part(first, end), part)
             output[0, first:end] = self._hidden[: end - first]
         return output
 
@@ -172,20 +175,33 @@ class CompiledSteps:
             return False
         if self._longest is not None and batch.longest > self._longest:
             return False
+        if self._cache.states is not None and batch.sequence_rows is None:
+            return False
         return self._rotary.is_alone(batch) and hidden.dtype == self._cache.dtype
 
     def _append(self, index: int, choice: LayerChoice) -> None:
         number, (form, scores) = self._layers.first_layer + index, choice
         if form.rotation is not None and not self._rotary.buffers:
             raise UnsupportedStepError("no rotary embedding")
+        parts, states = _parts_of(self._layers, index, form), self._cache.states
         step = LayerStep(
             hidden=self._hidden,
             rotary=None if form.rotation is None else self._rotary.buffers[number],
-            heads=self._cache.heads_of(number),
+            heads=None if parts.mixer is not None else self._cache.heads_of(number),
             scores=scores,
-            parts=_parts_of(self._layers, index, form),
+            parts=parts,
+            states={} if states is None else states.of_layer(number),
         )
         append_layer(self._program, self._layers.layers[index], step)
+
+
+def _part_of(sequences: Tensor, first: int, end: int) -> Tensor:
+    """Return the rows of sequences (``PackedBatch.sequence_rows``) among tokens of a step."""
+    begin, count = sequences[:, 0], sequences[:, 1]
+    start, last = begin.clamp(min=first), (begin + count).clamp(max=end)
+    is_new = sequences[:, 3] * (begin >= first)
+    part = torch.stack((start - first, last - start, sequences[:, 2], is_new), dim=1)
+    return part[last > start].contiguous()
 
 
 def checked_layers(layers: DecoderStage) -> list[int]:
@@ -271,8 +287,11 @@ class _Trial:
 
         has_experts = any(isinstance(part, QuantExperts) for part in layers.modules())
         drafts = _TRIED_DRAFTS if has_experts else 1
+        contexts: tuple[int, ...] = _TRIED_CONTEXT
+        if cache.states is not None:  # no row follows another of its sequence
+            drafts, contexts = 0, contexts + _TRIED_CONTEXT[1:] * (drafts - 1)
         tables, next_block = [], 0
-        for context in _TRIED_CONTEXT:
+        for context in contexts:
             blocks = (context + drafts) // cache.block_size + 1
             tables.append(range(next_block, next_block + blocks))
             next_block += blocks
@@ -284,19 +303,24 @@ class _Trial:
             dtype=cache.dtype,
             block_size=cache.block_size,
             kv_bits=cache.kv_bits,
+            states=layers.new_states(len(contexts)),
         )
         starts: Sequence[int] = [0] * len(tables)
+        slots = range(len(contexts))
         layers(
-            random_rows(sum(_TRIED_CONTEXT)),
-            PackedBatch(block_tables=tables, starts=starts, counts=_TRIED_CONTEXT),
+            random_rows(sum(contexts)),
+            PackedBatch(block_tables=tables, starts=starts, counts=contexts, slots=slots),
             self._cache,
             checked_layers(layers),
         )
         # The last rows are the next tokens of the first sequence, as where drafts are verified.
-        first = _TRIED_CONTEXT[0]
+        first = contexts[0]
         tables = [*tables, *[tables[0]] * drafts]
-        starts = [*_TRIED_CONTEXT, *range(first + 1, first + 1 + drafts)]
-        self._batch = PackedBatch(block_tables=tables, starts=starts, counts=[1] * len(tables))
+        starts = [*contexts, *range(first + 1, first + 1 + drafts)]
+        counts = [1] * len(tables)
+        self._batch = PackedBatch(
+            block_tables=tables, starts=starts, counts=counts, slots=[*slots, *[0] * drafts]
+        )
         self._hidden = random_rows(self._batch.rows)
         self._arguments = layers.step_arguments(self._hidden, self._batch, self._cache)
 
@@ -332,9 +356,16 @@ class _Trial:
         Raises:
             UnsupportedStepError: the layer has no compiled step, or computes something else.
         """
-        expected, scores = self._expected(index, _parts_of(self._layers, index, form))
-        steps = CompiledSteps(self._layers, self._cache, {index: (form, scores)})
-        found = steps.run(self._hidden, self._batch)
+        parts = _parts_of(self._layers, index, form)
+        steps: CompiledSteps
+        if parts.mixer is None:
+            expected, scores = self._expected(index, parts)
+            steps = CompiledSteps(self._layers, self._cache, {index: (form, scores)})
+            found = steps.run(self._hidden, self._batch)
+        else:
+            scores = StepScores(scaling=1.0)
+            steps = CompiledSteps(self._layers, self._cache, {index: (form, scores)})
+            expected, found = self._both_mixed(index, steps)
         # Where two experts are as good but for rounding, the layer may choose another one.
         is_clear = ~(steps.margins(self._batch.rows) < LIMITS[self._cache.dtype])
         if not is_clear.any():
@@ -345,6 +376,26 @@ class _Trial:
                 f"computes something else (relative difference {difference:.2g})"
             )
         return scores
+
+    def _both_mixed(self, index: int, steps: CompiledSteps) -> tuple[Tensor, Tensor]:
+        """Return what a layer with a state computes, and what steps do, from the same state.
+
+        Raises:
+            UnsupportedStepError: their states differ after it.
+        """
+        assert self._cache.states is not None
+        states = self._cache.states.of_layer(self._layers.first_layer + index)
+        before = {kind: state.clone() for kind, state in states.items()}
+        expected = self._layers.run_layer(index, self._hidden, self._arguments[index])
+        after = {kind: state.clone() for kind, state in states.items()}
+        for kind, state in before.items():
+            states[kind].copy_(state)
+        found = steps.run(self._hidden, self._batch)
+        for kind, state in after.items():
+            added = (state - before[kind]).norm()
+            if not (states[kind] - state).norm() <= LIMITS[self._cache.dtype] * added:
+                raise UnsupportedStepError(f"another state ({kind})")
+        return expected, found
 
     def _expected(self, index: int, parts: LayerParts) -> tuple[Tensor, StepScores]:
         """Return what a layer computes, and the scores of its attention."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from llmpq.kernels.cpu.native import TYPES, library
+from llmpq.kernels.cpu.step import Kind, StepProgram
 
 MULTIPLE = 16
 """Of channels, and of the features of a state."""
@@ -25,6 +26,8 @@ MAX_WIDTH = 8
 """Longest convolution, ``MAX_KERNEL`` in ``csrc/mixer.h``."""
 MAX_KEY_DIM = 256
 """Most features of a key head, as in ``csrc/delta.c``."""
+_DELTA_FACTORS, _MAMBA_FACTORS = 3, 2
+"""Of a head and token, as there."""
 HEAD_MULTIPLE = 4
 """Of the features of a head of Mamba 2, ``ROWS`` in ``csrc/mamba.c``."""
 
@@ -65,6 +68,33 @@ class _Mamba(Structure):
         *((name, c_float) for name in ("epsilon", "least", "most")),
         *((name, c_int32) for name in ("type", "threads")),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Scratch:
+    """What a mixer writes.
+
+    Attributes:
+        convolved: float32 ``[N, C]``.
+        factors: of each head, float32 ``[N, ...]``.
+        raw: output before the norm, float32 ``[N, values]``.
+        out: output, ``[N, values]``.
+    """
+
+    convolved: Tensor
+    factors: Tensor
+    raw: Tensor
+    out: Tensor
+
+    @classmethod
+    def of(cls, program: StepProgram, channels: int, factors: int, values: int) -> _Scratch:
+        """Return the buffers of a step."""
+        return cls(
+            convolved=program.buffer("convolved", channels, torch.float32),
+            factors=program.buffer("factors", factors, torch.float32),
+            raw=program.buffer("raw", values, torch.float32),
+            out=program.buffer("mixed", values),
+        )
 
 
 class ShortConvolution:
@@ -114,10 +144,24 @@ class ShortConvolution:
         kernels.kernels_convolution(byref(call))
         return out
 
+    def append(self, program: StepProgram, joined: Tensor, states: Tensor) -> Tensor:
+        """Append the gated convolution to a step; return the buffer of its output ``[R, C]``.
+
+        Args:
+            program: the step, whose rows have their states in slots.
+            joined: buffer, as in :meth:`__call__`.
+            states: as there; they live as long as the program.
+        """
+        out = program.buffer("mixed", self.channels)
+        factor, gate, values = joined.chunk(3, dim=-1)
+        program.append(Kind.CONVOLVE, self.call(values, None, states, out, factor, gate))
+        program.hold(self, states)
+        return out
+
     def call(
         self,
         values: Tensor,
-        rows: Tensor,
+        rows: Tensor | None,
         states: Tensor,
         out: Tensor,
         factor: Tensor | None = None,
@@ -128,14 +172,14 @@ class ShortConvolution:
         Args:
             values: ``[N, C]``, numbers of a token side by side; factor and gate are parts of the
                 same tensor.
-            rows: as :meth:`__call__`.
+            rows: as :meth:`__call__`; ``None`` for those of a step.
             states: as there.
             out: ``[N, C]``.
             factor: what multiplies the inputs, if anything.
             gate: what multiplies the outputs, if anything.
         """
         assert values.stride(1) == 1
-        assert all(one.is_contiguous() for one in (rows, states, out))
+        assert all(one is None or one.is_contiguous() for one in (rows, states, out))
         return _Convolution(
             values.data_ptr(),
             None if factor is None else factor.data_ptr(),
@@ -144,8 +188,8 @@ class ShortConvolution:
             None if self._bias is None else self._bias.data_ptr(),
             states.data_ptr(),
             out.data_ptr(),
-            rows.data_ptr(),
-            len(rows),
+            None if rows is None else rows.data_ptr(),
+            0 if rows is None else len(rows),
             self.channels,
             self._weight.shape[0],
             values.stride(0),
@@ -229,29 +273,67 @@ class GatedDelta:
         """
         kernels = library()
         assert kernels is not None  # fits
-        (count, channels), dtype = found.mixed.shape, found.mixed.dtype
-        heads, value_dim = len(self._rate), len(self._norm)
-        parts = [one.contiguous() for one in (found.gate, found.beta, found.decay)]
-        mixed, convolved = found.mixed.contiguous(), torch.empty(count, channels)
-        factors = torch.empty(count, heads, 3)
-        raw = torch.empty(count, heads * value_dim)
-        out = torch.empty(count, heads * value_dim, dtype=dtype)
-        tensors = (*parts, self._rate, self._bias, self._norm, states, factors, raw, out)
+        count, channels = found.mixed.shape
+        values = len(self._rate) * len(self._norm)
+        scratch = _Scratch(
+            convolved=torch.empty(count, channels),
+            factors=torch.empty(count, len(self._rate) * _DELTA_FACTORS),
+            raw=torch.empty(count, values),
+            out=torch.empty(count, values, dtype=found.mixed.dtype),
+        )
+        parts = (found.mixed, found.gate, found.beta, found.decay)
+        mixed, gate, beta, decay = (one.contiguous() for one in parts)
+        whole = DeltaInputs(mixed=mixed, gate=gate, beta=beta, decay=decay)
+        call = self._call(whole, rows, conv_states, states, scratch)
+        kernels.kernels_delta(byref(call))
+        return scratch.out
+
+    def append(
+        self, program: StepProgram, found: DeltaInputs, conv_states: Tensor, states: Tensor
+    ) -> Tensor:
+        """Append the layer to a step; return the buffer of its output ``[R, h e]``.
+
+        Args:
+            program: the step, whose rows have their states in slots.
+            found: buffers, as in :meth:`__call__`.
+            conv_states: as there; they live as long as the program.
+            states: likewise.
+        """
+        heads, values = len(self._rate), len(self._rate) * len(self._norm)
+        scratch = _Scratch.of(program, found.mixed.shape[1], heads * _DELTA_FACTORS, values)
+        call = self._call(found, None, conv_states, states, scratch)
+        program.append(Kind.CONVOLVE, call.convolution)
+        program.append(Kind.DELTA_FACTORS, call)
+        program.append(Kind.DELTA, call)
+        program.append(Kind.DELTA_GATE, call)
+        program.hold(self, conv_states, states)
+        return scratch.out
+
+    def _call(
+        self,
+        found: DeltaInputs,
+        rows: Tensor | None,
+        conv_states: Tensor,
+        states: Tensor,
+        scratch: _Scratch,
+    ) -> _Delta:
+        tensors = (
+            found.gate, found.beta, found.decay, self._rate, self._bias, self._norm, states,
+            scratch.factors, scratch.raw, scratch.out,
+        )  # fmt: skip
         assert all(one.is_contiguous() for one in tensors)
-        call = _Delta(
-            self._convolution.call(mixed, rows, conv_states, convolved),
+        return _Delta(
+            self._convolution.call(found.mixed, rows, conv_states, scratch.convolved),
             *(one.data_ptr() for one in tensors),
-            count,
+            len(found.mixed),
             self._key_heads,
-            heads,
+            len(self._rate),
             self._key_dim,
-            value_dim,
+            len(self._norm),
             self._epsilon,
-            TYPES[dtype],
+            TYPES[found.mixed.dtype],
             torch.get_num_threads(),
         )
-        kernels.kernels_delta(byref(call))
-        return out
 
 
 class Mamba2:
@@ -317,18 +399,59 @@ class Mamba2:
         """
         kernels = library()
         assert kernels is not None  # fits
-        joined = joined.contiguous()
         count, heads, width = len(joined), len(self._rate), len(self._norm)
+        scratch = _Scratch(
+            convolved=torch.empty(count, self._convolution.channels),
+            factors=torch.empty(count, heads * _MAMBA_FACTORS),
+            raw=torch.empty(count, width),
+            out=torch.empty(count, width, dtype=joined.dtype),
+        )
+        joined = joined.contiguous()
+        call = self._call(joined, rows, conv_states, states, scratch)
+        kernels.kernels_mamba(byref(call))
+        return scratch.out
+
+    def append(
+        self, program: StepProgram, joined: Tensor, conv_states: Tensor, states: Tensor
+    ) -> Tensor:
+        """Append the layer to a step; return the buffer of its output ``[R, h p]``.
+
+        Args:
+            program: the step, whose rows have their states in slots.
+            joined: buffer, as in :meth:`__call__`.
+            conv_states: as there; they live as long as the program.
+            states: likewise.
+        """
+        factors = len(self._rate) * _MAMBA_FACTORS
+        scratch = _Scratch.of(program, self._convolution.channels, factors, len(self._norm))
+        call = self._call(joined, None, conv_states, states, scratch)
+        program.append(Kind.CONVOLVE, call.convolution)
+        program.append(Kind.MAMBA_FACTORS, call)
+        program.append(Kind.MAMBA, call)
+        program.append(Kind.MAMBA_NORM, call)
+        program.hold(self, conv_states, states)
+        return scratch.out
+
+    def _call(
+        self,
+        joined: Tensor,
+        rows: Tensor | None,
+        conv_states: Tensor,
+        states: Tensor,
+        scratch: _Scratch,
+    ) -> _Mamba:
+        heads, width = len(self._rate), len(self._norm)
         channels = self._convolution.channels
         gate, mixed, dt = torch.split(joined, [width, channels, heads], dim=-1)
-        convolved, factors = torch.empty(count, channels), torch.empty(count, heads, 2)
-        raw, out = torch.empty(count, width), torch.empty(count, width, dtype=joined.dtype)
-        own = (self._rate, self._bias, self._skip, self._norm, states, factors, raw, out)
+        own = (
+            self._rate, self._bias, self._skip, self._norm, states, scratch.factors, scratch.raw,
+            scratch.out,
+        )  # fmt: skip
         assert all(one.is_contiguous() for one in own)
-        call = _Mamba(
-            self._convolution.call(mixed, rows, conv_states, convolved),
+        return _Mamba(
+            self._convolution.call(mixed, rows, conv_states, scratch.convolved),
             *(one.data_ptr() for one in (gate, dt, *own)),
-            count,
+            len(joined),
             self._groups,
             heads,
             width // heads,
@@ -339,5 +462,3 @@ class Mamba2:
             TYPES[joined.dtype],
             torch.get_num_threads(),
         )
-        kernels.kernels_mamba(byref(call))
-        return out

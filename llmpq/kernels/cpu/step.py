@@ -39,7 +39,7 @@ from llmpq.kernels.cpu.torch_kernels import OUTLIER_THRESHOLD
 from llmpq.spec.huggingface.feed_forward import Score
 from llmpq.spec.runtime_constants import STEP_ROWS, STEP_SLOTS
 
-MOST_PRODUCTS = 3
+MOST_PRODUCTS = 4
 """Most products of one operator."""
 
 
@@ -54,11 +54,18 @@ class Kind(IntEnum):
     STORE = auto()
     ROUTE = auto()
     COMBINE = auto()
+    DELTA_FACTORS = auto()
+    DELTA_GATE = auto()
+    MAMBA_FACTORS = auto()
+    MAMBA_NORM = auto()
     PRODUCTS = auto()
     ATTEND = auto()
     GATHER = auto()
     ACTIVATE = auto()
     EXPERTS = auto()
+    CONVOLVE = auto()
+    DELTA = auto()
+    MAMBA = auto()
 
 
 class Heads(Structure):
@@ -103,7 +110,7 @@ class GateRows(Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("gate", "up", "y")),
-        *((name, c_int64) for name in ("gate_row", "up_row", "columns")),
+        *((name, c_int64) for name in ("gate_row", "up_row", "y_row", "columns")),
         *((name, c_float) for name in ("alpha", "limit")),
         ("activation", c_int32),
     )
@@ -200,13 +207,15 @@ class Step(Structure):
         *((name, c_void_p) for name in ("tables", "starts", "lengths", "chosen", "runs")),
         ("window_tables", c_void_p),
         *((name, c_int64) for name in ("chosen_count", "run_count")),
+        ("sequences", c_void_p),
+        ("sequence_count", c_int64),
         *((name, c_int32) for name in ("type", "threads")),
     )
 
 
 FEW_ROWS = 64
 """Rows up to which plain weights are multiplied as fast as by torch."""
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid")
 """In the order of ``csrc/rows.c``."""
 _DENSE_BF16, _PLAIN, _PACKED_BF16, _PACKED_FLOAT, _LLM_INT8, _PACKED_INT8 = range(6)
 _BLOCK = 128  # columns of a sum: kernels.h
@@ -382,7 +391,7 @@ class StepProgram:
         Args:
             gate: rows by any stride.
             up: likewise; ``None`` for ones.
-            y: rows.
+            y: likewise.
             activation: one of ``ACTIVATIONS``.
         """
         self.append(Kind.GATE, gate_rows(gate, up, y, activation))
@@ -394,7 +403,7 @@ class StepProgram:
 
         Args:
             x: rows.
-            outputs: up to three of y, weight and bias; a plain weight has the dtype of the rows,
+            outputs: up to four of y, weight and bias; a plain weight has the dtype of the rows,
                 and its y may be float32.
         """
         found = {self.kernel_of(weight) for _, weight, _ in outputs}
@@ -479,11 +488,12 @@ class StepProgram:
         if rows is not None:
             self.few_rows = min(rows, self.few_rows or rows)
 
-    def run(self, tokens: PagedTokens) -> None:
+    def run(self, tokens: PagedTokens, sequences: Tensor | None = None) -> None:
         """Run all operators for the first R rows of the buffers.
 
         Args:
             tokens: of the rows; no two of a sequence have the same position.
+            sequences: of the rows, as :attr:`llmpq.models.PackedBatch.sequence_rows`; for mixers.
         """
         assert len(tokens) <= self.most_rows
         if self._list is None:
@@ -498,6 +508,8 @@ class StepProgram:
             window_tables=tokens.window_blocks.ctypes.data,
             chosen_count=tokens.single_count,
             run_count=tokens.run_count,
+            sequences=None if sequences is None else sequences.data_ptr(),
+            sequence_count=0 if sequences is None else len(sequences),
             type=TYPES[self.dtype],
             threads=torch.get_num_threads(),
         )
@@ -514,6 +526,10 @@ class StepProgram:
         """Return the address of data, which then live as long as this program."""
         self._kept.append(data)
         return data.data_ptr() if isinstance(data, Tensor) else addressof(data)
+
+    def hold(self, *owners: object) -> None:
+        """Let owners of memory, whose addresses operators have, live as long as this program."""
+        self._kept += owners
 
     def kernel_of(self, weight: PreparedWeight | Tensor) -> StepKernel:
         """Return the kernel of a weight.
@@ -612,6 +628,7 @@ def gate_rows(gate: Tensor, up: Tensor | None, y: Tensor, activation: str) -> Ga
         y=y.data_ptr(),
         gate_row=gate.stride(0),
         up_row=0 if up is None else up.stride(0),
+        y_row=y.stride(0),
         columns=columns,
         activation=ACTIVATIONS.index(activation),
     )
@@ -797,6 +814,7 @@ def _gate(made: Tensor, y: Tensor, activation: str | ClampedActivation) -> GateR
         gate=made.data_ptr(),
         y=y.data_ptr(),
         gate_row=made.stride(0),
+        y_row=y.stride(0),
         columns=y.shape[1],
         alpha=activation.alpha,
         limit=activation.limit,

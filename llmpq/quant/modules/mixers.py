@@ -8,7 +8,8 @@ Shapes: N tokens of a step, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from llmpq.kernels.cpu.mixers import DeltaInputs, GatedDelta, Mamba2, ShortConvolution
+from llmpq.kernels.cpu.step import StepProgram
 from llmpq.logging import get_logger
 from llmpq.models.attention import PackedBatch
 from llmpq.models.states import COMPILED, CONVOLUTION, RECURRENCE, run_alone, state_shapes
@@ -30,9 +32,25 @@ _PROOF_TOKENS = (5, 1)
 """Of the steps of a proof."""
 _PROOF_ERROR = 0.05
 """Largest error of a proof over the size of the output: formats of 16 bits round on the way."""
-Between = Callable[[Tensor, Tensor, dict[str, Tensor]], Tensor]
-"""Returns what the last projection gets, for the hidden states ``[N, H]``, the rows and the
-states."""
+States = dict[str, Tensor]
+"""Of all slots, by kind."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixerForm:
+    """What a mixer computes between its projections.
+
+    Attributes:
+        run: returns what the last projection gets, for the hidden states ``[N, H]``, the rows and
+            the states.
+        projections: names of the first ones.
+        append: appends the same to a step, for buffers of what they make; ``None`` where steps do
+            not have it.
+    """
+
+    run: Callable[[Tensor, Tensor, States], Tensor]
+    projections: tuple[str, ...]
+    append: Callable[[StepProgram, Sequence[Tensor], States], Tensor] | None
 
 
 def compile_mixers_(stage: nn.Module, dtype: torch.dtype) -> None:
@@ -45,9 +63,9 @@ def compile_mixers_(stage: nn.Module, dtype: torch.dtype) -> None:
     for mixer in stage.modules():
         if not hasattr(mixer, COMPILED):
             continue
-        between = _between(mixer, dtype)
-        if between is not None:
-            found = CompiledMixer(mixer, between)
+        form = _form_of(mixer, dtype)
+        if form is not None:
+            found = CompiledMixer(mixer, form)
             if found.is_proven(dtype):
                 setattr(mixer, COMPILED, found)
 
@@ -55,14 +73,17 @@ def compile_mixers_(stage: nn.Module, dtype: torch.dtype) -> None:
 class CompiledMixer:
     """A layer with a recurrent state that runs in kernels between its projections.
 
+    Attributes:
+        form: what it computes between them.
+
     Args:
         mixer: of transformers, whose projections are called.
-        between: computes the rest.
+        form: likewise.
     """
 
-    def __init__(self, mixer: nn.Module, between: Between) -> None:
+    def __init__(self, mixer: nn.Module, form: MixerForm) -> None:
         self._mixer: Any = mixer
-        self._between = between
+        self.form = form
 
     def __call__(
         self, hidden: Tensor, batch: PackedBatch, states: dict[str, Tensor]
@@ -71,7 +92,7 @@ class CompiledMixer:
         rows = batch.sequence_rows
         if rows is None:
             return None
-        mixed = self._between(hidden[0], rows, states)
+        mixed = self.form.run(hidden[0], rows, states)
         out: Tensor = self._mixer.out_proj(mixed[None])
         return out
 
@@ -102,7 +123,7 @@ class CompiledMixer:
         return is_proven
 
 
-def _between(mixer: Any, dtype: torch.dtype) -> Between | None:
+def _form_of(mixer: Any, dtype: torch.dtype) -> MixerForm | None:
     if _has(mixer, _DELTA):
         return _gated_delta(mixer, dtype)
     if _has(mixer, _MAMBA2):
@@ -114,18 +135,24 @@ def _has(mixer: Any, names: tuple[str, ...]) -> bool:
     return all(hasattr(mixer, name) for name in names)
 
 
-def _convolution(mixer: Any, dtype: torch.dtype) -> Between | None:
+def _convolution(mixer: Any, dtype: torch.dtype) -> MixerForm | None:
     """Of LFM2."""
     convolution = ShortConvolution(mixer.conv.weight, mixer.conv.bias, is_activated=False)
     if not convolution.fits(dtype):
         return None
-    return lambda hidden, rows, states: convolution(
-        mixer.in_proj(hidden), rows, states[CONVOLUTION]
+    return MixerForm(
+        run=lambda hidden, rows, states: convolution(
+            mixer.in_proj(hidden), rows, states[CONVOLUTION]
+        ),
+        projections=("in_proj",),
+        append=lambda program, made, states: convolution.append(
+            program, made[0], states[CONVOLUTION]
+        ),
     )
 
 
-def _mamba2(mixer: Any, dtype: torch.dtype) -> Between | None:
-    """Of Granite 4, Nemotron-H, Bamba and others."""
+def _mamba2(mixer: Any, dtype: torch.dtype) -> MixerForm | None:
+    """Of Granite 4, Nemotron-H and others."""
     mamba = Mamba2(
         ShortConvolution(mixer.conv1d.weight, mixer.conv1d.bias, is_activated=True),
         mixer.A_log,
@@ -140,12 +167,18 @@ def _mamba2(mixer: Any, dtype: torch.dtype) -> Between | None:
     )
     if not mamba.fits(dtype):
         return None
-    return lambda hidden, rows, states: mamba(
-        mixer.in_proj(hidden), rows, states[CONVOLUTION], states[RECURRENCE]
+    return MixerForm(
+        run=lambda hidden, rows, states: mamba(
+            mixer.in_proj(hidden), rows, states[CONVOLUTION], states[RECURRENCE]
+        ),
+        projections=("in_proj",),
+        append=lambda program, made, states: mamba.append(
+            program, made[0], states[CONVOLUTION], states[RECURRENCE]
+        ),
     )
 
 
-def _gated_delta(mixer: Any, dtype: torch.dtype) -> Between | None:
+def _gated_delta(mixer: Any, dtype: torch.dtype) -> MixerForm | None:
     """Of Qwen3-Next and Qwen3.5."""
     delta = GatedDelta(
         ShortConvolution(mixer.conv1d.weight, mixer.conv1d.bias, is_activated=True),
@@ -165,8 +198,18 @@ def _gated_delta(mixer: Any, dtype: torch.dtype) -> Between | None:
         project = partial(_project_together, mixer)
     else:
         return None
-    return lambda hidden, rows, states: delta(
-        project(hidden), rows, states[CONVOLUTION], states[RECURRENCE]
+
+    def append(program: StepProgram, made: Sequence[Tensor], states: States) -> Tensor:
+        mixed, gate, beta, decay = made
+        found = DeltaInputs(mixed=mixed, gate=gate, beta=beta, decay=decay)
+        return delta.append(program, found, states[CONVOLUTION], states[RECURRENCE])
+
+    return MixerForm(
+        run=lambda hidden, rows, states: delta(
+            project(hidden), rows, states[CONVOLUTION], states[RECURRENCE]
+        ),
+        projections=_APART,
+        append=append if _has(mixer, _APART) else None,
     )
 
 

@@ -32,6 +32,7 @@ from llmpq.kernels.cpu.step import (
     RowExperts,
     RowNorm,
     RowRouter,
+    StepKernel,
     StepProgram,
     StepScores,
     UnsupportedStepError,
@@ -40,6 +41,7 @@ from llmpq.kernels.cpu.step import (
 from llmpq.models import DecoderStage, PackedBatch
 from llmpq.models.adapter import ClampedGate
 from llmpq.models.stage import RotaryTables
+from llmpq.models.states import COMPILED
 from llmpq.quant.modules.layer import (
     DenseLinear,
     FusedNorm,
@@ -47,6 +49,7 @@ from llmpq.quant.modules.layer import (
     QuantExperts,
     QuantLinear,
 )
+from llmpq.quant.modules.mixers import CompiledMixer
 from llmpq.spec.families import Family, LayerForm, family_of
 from llmpq.spec.huggingface.feed_forward import Experts, Gated, Score
 
@@ -115,6 +118,8 @@ class LayerParts:
         multiplier: factor of what attention and MLP add to their input.
         scalar: factor of the output.
         sinks: one more score of each head, ``[H]``.
+        is_gated: whether a query has a gate of its output beside it.
+        mixer: what keeps a state in place of attention; ``None`` for attention.
     """
 
     form: LayerForm
@@ -127,6 +132,8 @@ class LayerParts:
     multiplier: float
     scalar: float
     sinks: Tensor | None
+    is_gated: bool = False
+    mixer: CompiledMixer | None = None
 
 
 def parts_of(layer: nn.Module, family: Family, form: LayerForm, config: object) -> LayerParts:
@@ -141,6 +148,9 @@ def parts_of(layer: nn.Module, family: Family, form: LayerForm, config: object) 
     Raises:
         UnsupportedStepError: a module is missing, or one with weights is not known.
     """
+    mixer = _mixer_of(layer)
+    if mixer is not None:
+        return _with_mixer(layer, family, form, config, *mixer)
     names, start = family.attention, f"{family.attention.prefix}."
     projections = [f"{start}{name}" for name in names.projections]
     if len(projections) == 3 and not _is_module(layer, projections[2]):
@@ -157,10 +167,41 @@ def parts_of(layer: nn.Module, family: Family, form: LayerForm, config: object) 
         multiplier=float(getattr(layer, "residual_multiplier", 1.0)),
         scalar=float(layer.get_buffer(_SCALAR)) if _SCALAR in layer._buffers else 1.0,
         sinks=_attention_of(layer, family)._parameters.get(_SINKS),
+        is_gated=names.query_widths == 2,
     )
     _check_modules(layer, found)
     _check_weights(layer, found)
     _check_bounds(layer.get_submodule(names.prefix))
+    return found
+
+
+def _mixer_of(layer: nn.Module) -> tuple[str, nn.Module] | None:
+    """Return name and module of what keeps a state in a layer, ``None`` where nothing does."""
+    named = layer.named_modules()
+    return next((found for found in named if hasattr(found[1], COMPILED)), None)
+
+
+def _with_mixer(
+    layer: nn.Module, family: Family, form: LayerForm, config: object, name: str, module: nn.Module
+) -> LayerParts:
+    compiled = getattr(module, COMPILED)
+    if compiled is None or compiled.form.append is None:
+        raise UnsupportedStepError(f"the state of {type(module).__name__}")
+    found = LayerParts(
+        form=form,
+        norms=form.norms,
+        attention=name,
+        projections=tuple(f"{name}.{one}" for one in compiled.form.projections),
+        output=f"{name}.out_proj",
+        head_norms=(),
+        mlp=_feed_forward_of(layer, family.feed_forward, config),
+        multiplier=float(getattr(layer, "residual_multiplier", 1.0)),
+        scalar=1.0,
+        sinks=None,
+        mixer=compiled,
+    )
+    _check_modules(layer, found)
+    _check_weights(layer, found)
     return found
 
 
@@ -236,12 +277,15 @@ def _check_weights(layer: nn.Module, parts: LayerParts) -> None:
     """Raise an error for weights that have no place in the step."""
     known = {*parts.norms, *parts.projections, parts.output, *parts.head_norms}
     below: tuple[str, ...] = ()  # prefixes of modules that are known as a whole
+    if parts.mixer is not None:
+        known.add(parts.attention)
+        below = (f"{parts.attention}.",)
     placed = {_SCALAR, f"{parts.attention}.{_POSITIONS}", f"{parts.attention}.{_SINKS}"}
     mlp: MlpParts | None
     if isinstance(parts.mlp, MixtureParts):
         mlp, experts = parts.mlp.shared, parts.mlp.experts
         known |= {parts.mlp.router, parts.mlp.shared_gate}
-        below = (f"{parts.mlp.router}.", f"{experts}.gate_up.", f"{experts}.down.")
+        below += (f"{parts.mlp.router}.", f"{experts}.gate_up.", f"{experts}.down.")
         placed.add(f"{experts.removesuffix('.experts')}.{_CORRECTION}")
     else:
         mlp = parts.mlp
@@ -266,6 +310,8 @@ def _check_bounds(attention: nn.Module) -> None:
 def stored_positions(layers: DecoderStage) -> Tensor | None:
     """Return sines and cosines that layers have of their own, ``[P, rotated features]``."""
     family = family_of(layers.config.model_type)
+    if _mixer_of(layers.layers[0]) is not None:
+        return None
     return _attention_of(layers.layers[0], family)._buffers.get(_POSITIONS)
 
 
@@ -360,6 +406,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
     "relu": functional.relu,
     "relu2": lambda x: functional.relu(x).square(),
+    "sigmoid": torch.sigmoid,
 }
 _LARGE = (12.0, 50.0, 1000.0)
 """Where activations with a bound differ from those without."""
@@ -531,6 +578,8 @@ def _spread(logits: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
 
 
 _Linear = QuantLinear | DenseLinear | nn.Linear
+_SMALL_ROWS = 64
+"""Outputs up to which a plain weight of any format takes no time: a number for each head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -543,13 +592,15 @@ class LayerStep:
         heads: the layer's keys and values.
         scores: of its attention.
         parts: the modules of the layer.
+        states: of its mixer in all slots, by kind; empty without.
     """
 
     hidden: Tensor
     rotary: tuple[Tensor, Tensor] | None
-    heads: PagedHeads
+    heads: PagedHeads | None
     scores: StepScores
     parts: LayerParts
+    states: dict[str, Tensor]
 
 
 def append_layer(program: StepProgram, layer: nn.Module, step: LayerStep) -> None:
@@ -576,7 +627,8 @@ class _Layer:
         program, parts, hidden = self._program, self._parts, self._step.hidden
         before, after, second, last = parts.norms
         normed = self._normed(before, hidden)
-        attended = self._attention(normed)
+        mixes = parts.mixer is not None
+        attended = self._mixed(normed) if mixes else self._attention(normed)
         self._norm_in_place(after, attended)
         if self._form.is_parallel:
             made = self._mlp(normed if second is None else self._normed(second, hidden))
@@ -589,10 +641,23 @@ class _Layer:
         if parts.scalar != 1:
             program.scale(hidden, parts.scalar)
 
+    def _mixed(self, x: Tensor) -> Tensor:
+        """Append the mixer on ``x``; return the buffer of its output ``[R, C]``."""
+        mixer, names = self._parts.mixer, self._parts.projections
+        assert mixer is not None
+        assert mixer.form.append is not None
+        made = self._products(names, x, [f"mixer {place}" for place in range(len(names))])
+        mixed = mixer.form.append(self._program, made, self._step.states)
+        return self._product(self._parts.output, mixed, "attention")
+
     def _attention(self, x: Tensor) -> Tensor:
         """Append attention on ``x``; return the buffer of its output ``[R, C]``."""
         program, step = self._program, self._step
+        assert step.heads is not None
         query, key, value = self._projected(x)
+        gate = None
+        if self._parts.is_gated:
+            query, gate = query[:, ::2], query[:, 1::2]
         if len(self._parts.head_norms) > 2 and self._parts.head_norms[2] is not None:
             # Elsewhere, as the values may be the keys.
             place = program.buffer("value", value.shape[1] * value.shape[2])
@@ -608,10 +673,15 @@ class _Layer:
         attended = program.buffer("attended", query.shape[1] * query.shape[2])
         sinks = self._parts.sinks if step.scores.has_sinks else None
         program.attend((query, key, value), attended, step.heads, step.scores, sinks)
+        if gate is not None:
+            heads = attended.view(len(attended), *gate.shape[1:])
+            for head in range(gate.shape[1]):
+                program.gate(gate[:, head], heads[:, head], heads[:, head], "sigmoid")
         return self._product(self._parts.output, attended, "attention")
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Append the projections; return query ``[R, H, d]``, key and value ``[R, h, d]``."""
+        assert self._step.heads is not None
         names, (_, kv_heads, _, dim) = self._parts.projections, self._step.heads.keys.shape
         found = self._products(names, x, "qkv"[: len(names)] if len(names) > 1 else ("fused",))
         heads = self._linear(self._parts.output).in_features // dim
@@ -710,18 +780,21 @@ class _Layer:
 
     def _products(self, names: Sequence[str], x: Tensor, made: Sequence[str]) -> list[Tensor]:
         """Append products of ``x`` by linear operators; return the buffers of the results."""
-        outputs, parts = [], []
+        outputs: list[Tensor] = []
+        parts: dict[StepKernel, list[tuple[Tensor, PreparedWeight | Tensor, Tensor | None]]] = {}
         for name, buffer in zip(names, made, strict=True):
             linear = self._linear(name)
             weight = _weight(name, linear)
-            if isinstance(weight, Tensor) and weight.dtype != torch.float32:
-                raise UnsupportedStepError(f"a plain weight of {weight.dtype}")
-            if isinstance(weight, Tensor):
+            if isinstance(weight, Tensor) and len(weight) > _SMALL_ROWS:
+                if weight.dtype != torch.float32:
+                    raise UnsupportedStepError(f"a plain weight of {weight.dtype}")
                 self._program.limit(FEW_ROWS)
             y = self._program.buffer(buffer, linear.out_features)
             outputs.append(y)
-            parts.append((y, weight, linear.bias))
-        self._program.products(x, parts)
+            kernel = self._program.kernel_of(weight)
+            parts.setdefault(kernel, []).append((y, weight, linear.bias))
+        for own in parts.values():
+            self._program.products(x, own)
         return outputs
 
     def _linear(self, name: str) -> _Linear:

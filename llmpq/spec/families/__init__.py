@@ -17,6 +17,7 @@ from typing import Any, Literal
 from llmpq.errors import bad_field
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.feed_forward import Experts, Gated
+from llmpq.spec.huggingface.mixers import Hybrid
 from llmpq.spec.huggingface.sizes import Sizes
 from llmpq.spec.model_files.gguf_form import GgufForm, TextSplit
 from llmpq.spec.model_files.weight_headers import GgufHeader
@@ -130,6 +131,8 @@ class Family:
         gguf: how llama.cpp's converter stores the models; ``None`` if such files are not read.
         is_tested: whether tokens and logits are tested against transformers. A family without is
             run with a warning.
+        block: names of the operators behind attention where the sizes have a rule, as far as one
+            record names them.
         unsupported: why it cannot be run although its modules are of the usual shape.
     """
 
@@ -145,6 +148,7 @@ class Family:
     sends_more: bool = False
     gguf: GgufForm | None = None
     is_tested: bool = True
+    block: Gated | Experts | None = None
     unsupported: str | None = None
 
     def form_of(self, config: Any, layer: int) -> LayerForm:
@@ -160,13 +164,17 @@ class Family:
     def attention(self) -> SelfAttention:
         """Names of the operators of attention; those of Llama where the sizes have a rule."""
         found = None if self.sizes is None else self.sizes.attention
+        if isinstance(found, Hybrid):
+            return found.attention
         return found if isinstance(found, SelfAttention) else SelfAttention()
 
     @property
     def feed_forward(self) -> Gated | Experts:
         """Names of the operators behind attention; those of Llama where the sizes have a rule."""
         found = None if self.sizes is None else self.sizes.feed_forward
-        return found if isinstance(found, (Gated, Experts)) else Gated()
+        if isinstance(found, (Gated, Experts)):
+            return found
+        return Gated() if self.block is None else self.block
 
 
 @cache

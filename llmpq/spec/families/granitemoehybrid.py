@@ -26,6 +26,7 @@ from llmpq.spec.model_files.gguf_form import (
 _SHARED = Gated(
     prefix="shared_mlp",
     names=("input_linear", "output_linear"),
+    activation="activation",
     joined=True,
     widths=("shared_intermediate_size",),
 )
@@ -71,6 +72,7 @@ FAMILY = Family(
     name="granitemoehybrid",
     parts=granite.PARTS,
     form=LayerForm(rotation=None),
+    block=_SHARED,
     sizes=Sizes(
         attention=mixers.Hybrid(
             attention=SelfAttention(),

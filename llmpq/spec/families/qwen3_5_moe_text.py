@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from llmpq.spec.families import Family, qwen2_moe, qwen3_5_text, qwen3_next
+from llmpq.spec.huggingface.feed_forward import RouterKind
 from llmpq.spec.model_files.gguf_form import GgufForm, GgufMetadata
 
 
@@ -22,7 +23,7 @@ def _fields(metadata: GgufMetadata) -> dict[str, Any]:
 
 FAMILY = Family(
     name="qwen3_5_moe_text",
-    sizes=replace(qwen3_5_text.SIZES, feed_forward=qwen2_moe.MIXTURE),
+    sizes=replace(qwen3_5_text.SIZES, feed_forward=replace(qwen2_moe.MIXTURE, kind=RouterKind())),
     gguf=GgufForm(
         architecture="qwen35moe",
         fields=_fields,

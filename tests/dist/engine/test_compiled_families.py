@@ -45,6 +45,13 @@ LONGROPE = {
     "long_factor": [4.0 + i for i in range(16)],
     "original_max_position_embeddings": 20,
 }
+_HYBRID = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 16,
+    "mamba_n_heads": 16,
+    "shared_expert_intermediate_size": 96,
+    "shared_intermediate_size": 96,
+}
 CASES = {
     "phi3": ("phi3", {}),
     "phi3 longrope": (
@@ -106,6 +113,9 @@ CASES = {
     "hunyuan_v1_moe": ("hunyuan_v1_moe", {"head_dim": 32}),
     "mellum": ("mellum", {}),
     "solar_open": ("solar_open", {}),
+    "qwen3_5_text": ("qwen3_5_text", _HYBRID),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", _HYBRID),
+    "granitemoehybrid": ("granitemoehybrid", {**_HYBRID, "num_local_experts": 0}),
     "gpt_oss": (
         "gpt_oss",
         {"layer_types": ["sliding_attention", "full_attention"], "initializer_range": 0.1},
@@ -113,6 +123,10 @@ CASES = {
 }  # fmt: skip
 """Model type and fields of the configuration."""
 REFUSED = {
+    "inputs by key heads": ("qwen3_next", _HYBRID, "layer 0: the state of Qwen3NextGatedDeltaNet"),
+    "experts beside an MLP": (
+        "granitemoehybrid", _HYBRID, "layer 0: weights in 'block_sparse_moe.router'"
+    ),
     "groups of experts": (
         "glm4_moe", {"n_group": 2, "topk_group": 1}, "layer 1: the router Glm4MoeTopkRouter"
     ),

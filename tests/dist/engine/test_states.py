@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.decode_steps import HAS_STEPS, cache_of, compiled
 from helpers.ranks import make_plan, run_threads, serve_script
 from helpers.scripted_channel import Script
 from helpers.tiny_configs import tiny_config
@@ -34,8 +35,16 @@ torch.set_num_threads(1)
 
 FAMILIES = (
     "granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text",
-    "qwen3_next",
+    "qwen3_next", "granitemoehybrid wide", "qwen3_5_text wide",
 )  # fmt: skip
+_WIDE = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
+WIDE = {
+    "granitemoehybrid wide": {
+        **_WIDE, "mamba_n_heads": 16, "num_local_experts": 0, "shared_intermediate_size": 96
+    },
+    "qwen3_5_text wide": {**_WIDE, "linear_num_value_heads": 16},
+}  # fmt: skip
+"""Models whose steps are compiled."""
 CUTS = {1: (0, 3), 2: (0, 1, 3), 3: (0, 1, 2, 3)}
 PREFIX = [(7 * number) % 90 + 3 for number in range(35)]
 PROMPTS = [PREFIX, [3, 4], [*PREFIX[:33], 5, 6], [50] * 18, [61], [*PREFIX[:20], 9]]
@@ -52,7 +61,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     def model(family: str) -> tuple[Path, list[list[int]]]:
         if family not in made:
             script, folder = make_tiny_model_script(), tmp_path_factory.mktemp(family)
-            tiny = script.make_model(tiny_config(family), seed=1)
+            config = tiny_config(family.split()[0], **WIDE.get(family, {}))
+            tiny = script.make_model(config, seed=1)
             script.save_model(tiny, folder, dtype=torch.float32)
             reference = load_reference(folder)
             reference.generation_config.eos_token_id = None
@@ -192,6 +202,14 @@ def test_states_have_the_bytes_that_the_plan_counts(models, family):
     values = sum(layer.state_values for layer in load_model_dir(model_dir).layers)
     assert values
     assert states.nbytes == 5 * 4 * values
+
+
+@pytest.mark.skipif(not HAS_STEPS, reason="needs AVX2 and a C compiler")
+@pytest.mark.parametrize("family", WIDE)
+def test_steps_of_wide_models_are_compiled(models, family):
+    model_dir, _ = models(family)
+    stage = load_stage(model_dir, 0, 3, None, dtype=torch.float32, device=torch.device("cpu"))
+    assert compiled(stage, cache_of(stage))
 
 
 @pytest.mark.skipif(library() is None, reason="needs the compiled kernels")

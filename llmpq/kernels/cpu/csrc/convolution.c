@@ -4,7 +4,7 @@
 #include "mixer.h"
 
 /* Some channels of a row: their last inputs, then each token's. */
-static void convolve_part(void *data, int64_t item) {
+void convolve_part(void *data, int64_t item) {
     const Convolution *c = data;
     int64_t blocks = (c->channels + CHANNELS - 1) / CHANNELS;
     const int64_t *row = c->rows + 4 * (item / blocks);
@@ -39,10 +39,13 @@ static void convolve_part(void *data, int64_t item) {
     }
 }
 
+int64_t convolution_items(const Convolution *c) {
+    return c->count * ((c->channels + CHANNELS - 1) / CHANNELS);
+}
+
 /* Channels are a multiple of 16, the kernel no longer than MAX_KERNEL. */
 void convolve(const Convolution *c) {
-    int64_t blocks = (c->channels + CHANNELS - 1) / CHANNELS;
-    run_parts(convolve_part, (void *)c, c->count * blocks, c->threads);
+    run_parts(convolve_part, (void *)c, convolution_items(c), c->threads);
 }
 
 void kernels_convolution(const Convolution *c) {

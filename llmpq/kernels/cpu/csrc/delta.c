@@ -15,20 +15,6 @@ enum { ONCE_VECTORS = 8, VECTORS = 2 };
 enum { ONCE_VECTORS = 4, VECTORS = 2 };
 #endif
 
-typedef struct {
-    Convolution convolution; /* of queries, keys and values, [tokens, channels] float32 */
-    const void *gate, *beta, *decay; /* [tokens, values], [tokens, heads] twice */
-    const float *rate, *bias;        /* [heads] */
-    const float *norm;               /* [value_dim] */
-    float *states;                   /* [slots, heads, key_dim, value_dim] */
-    float *factors;                  /* [tokens, heads, 3]: d, b, k q; scratch */
-    float *raw;                      /* [tokens, values], scratch */
-    void *out;                       /* [tokens, values] */
-    int64_t tokens, key_heads, heads, key_dim, value_dim;
-    float epsilon;
-    int32_t type, threads;
-} Delta;
-
 INLINE void scale_head(float *head, int64_t dim, float factor) {
     vf sum = {0};
     for (int64_t i = 0; i < dim; i += LANES) {
@@ -43,7 +29,7 @@ INLINE void scale_head(float *head, int64_t dim, float factor) {
 }
 
 /* Of a token: queries and keys of length 1, and the factors of each head. */
-static void factors_part(void *data, int64_t t) {
+void delta_factors(void *data, int64_t t) {
     const Delta *d = data;
     float *query = (float *)d->convolution.out + t * d->convolution.channels;
     float *key = query + d->key_heads * d->key_dim;
@@ -111,7 +97,7 @@ INLINE void recur_columns(const Delta *d, const int64_t *row, int64_t head, int6
     }
 }
 
-static void recur_part(void *data, int64_t item) {
+void delta_part(void *data, int64_t item) {
     const Delta *d = data;
     const int64_t *row = d->convolution.rows + 4 * (item / d->heads);
     int64_t head = item % d->heads, column = 0, dim = d->value_dim;
@@ -127,7 +113,7 @@ static void recur_part(void *data, int64_t item) {
 }
 
 /* Of a token: the norm of each head, gated; the norm is rounded where transformers rounds it. */
-static void gate_part(void *data, int64_t t) {
+void delta_gate(void *data, int64_t t) {
     const Delta *d = data;
     int64_t dim = d->value_dim;
     for (int64_t h = 0; h < d->heads; h++) {
@@ -149,7 +135,7 @@ static void gate_part(void *data, int64_t t) {
 /* Dimensions of heads are multiples of 16, those of keys at most MAX_KEY_DIM. */
 void kernels_delta(const Delta *d) {
     convolve(&d->convolution);
-    run_parts(factors_part, (void *)d, d->tokens, d->threads);
-    run_parts(recur_part, (void *)d, d->convolution.count * d->heads, d->threads);
-    run_parts(gate_part, (void *)d, d->tokens, d->threads);
+    run_parts(delta_factors, (void *)d, d->tokens, d->threads);
+    run_parts(delta_part, (void *)d, d->convolution.count * d->heads, d->threads);
+    run_parts(delta_gate, (void *)d, d->tokens, d->threads);
 }

@@ -8,41 +8,24 @@
 
 enum { ROWS = 4, FACTORS = 2 }; /* rows of a state at once; dt and the decay of a token */
 
-typedef struct {
-    Convolution convolution; /* of x, B and C, [tokens, heads head_dim + 2 groups state_dim] float32 */
-    const void *gate;        /* [tokens, stride], its first heads head_dim */
-    const void *dt;          /* [tokens, stride], its first heads */
-    const float *rate, *bias, *skip; /* [heads]: A, of dt, D */
-    const float *norm;               /* [heads head_dim] */
-    float *states;                   /* [slots, heads, head_dim, state_dim] */
-    float *factors;                  /* [tokens, heads, 2], scratch */
-    float *raw;                      /* [tokens, heads head_dim], scratch */
-    void *out;                       /* [tokens, heads head_dim] */
-    int64_t tokens, groups, heads, head_dim, state_dim;
-    int64_t normed; /* features that are normed together */
-    float epsilon, least, most;
-    int32_t type, threads;
-} Mamba;
-
-/* Of the heads of a row. */
-static void factors_part(void *data, int64_t item) {
+/* Of a token, of which a row has limits unless it goes on with this one alone. */
+void mamba_factors(void *data, int64_t t) {
     const Mamba *m = data;
-    const int64_t *row = m->convolution.rows + 4 * item;
+    const int64_t *row = m->convolution.rows;
+    while (t >= row[0] + row[1]) row += 4;
     int has_limits = row[1] > 1 || row[3];
-    for (int64_t t = row[0]; t < row[0] + row[1]; t++)
-        for (int64_t h = 0; h < m->heads; h++) {
-            float dt = load_one(m->dt, t * m->convolution.stride + h, m->type) + m->bias[h];
-            dt = softplus(dt);
-            if (has_limits) dt = fminf(fmaxf(dt, m->least), m->most);
-            float *factors = m->factors + (t * m->heads + h) * FACTORS;
-            factors[0] = dt;
-            factors[1] = expf(m->rate[h] * dt);
-        }
+    for (int64_t h = 0; h < m->heads; h++) {
+        float dt = softplus(load_one(m->dt, t * m->convolution.stride + h, m->type) + m->bias[h]);
+        if (has_limits) dt = fminf(fmaxf(dt, m->least), m->most);
+        float *factors = m->factors + (t * m->heads + h) * FACTORS;
+        factors[0] = dt;
+        factors[1] = expf(m->rate[h] * dt);
+    }
 }
 
 /* Some rows of the state of a head, from the first to the last token of a row: they stay in the first
  * cache. */
-static void recur_part(void *data, int64_t item) {
+void mamba_part(void *data, int64_t item) {
     const Mamba *m = data;
     const int64_t *row = m->convolution.rows + 4 * (item / m->heads);
     int64_t head = item % m->heads, dim = m->state_dim, width = m->heads * m->head_dim;
@@ -73,7 +56,7 @@ static void recur_part(void *data, int64_t item) {
 }
 
 /* Of a token: gated, then normed in parts; the norm is rounded where transformers rounds it. */
-static void norm_part(void *data, int64_t t) {
+void mamba_norm(void *data, int64_t t) {
     const Mamba *m = data;
     int64_t width = m->heads * m->head_dim;
     for (int64_t begin = 0; begin < width; begin += m->normed) {
@@ -96,7 +79,7 @@ static void norm_part(void *data, int64_t t) {
 /* Dimensions of states and parts of a norm are multiples of 16, those of heads of ROWS. */
 void kernels_mamba(const Mamba *m) {
     convolve(&m->convolution);
-    run_parts(factors_part, (void *)m, m->convolution.count, m->threads);
-    run_parts(recur_part, (void *)m, m->convolution.count * m->heads, m->threads);
-    run_parts(norm_part, (void *)m, m->tokens, m->threads);
+    run_parts(mamba_factors, (void *)m, m->tokens, m->threads);
+    run_parts(mamba_part, (void *)m, m->convolution.count * m->heads, m->threads);
+    run_parts(mamba_norm, (void *)m, m->tokens, m->threads);
 }

@@ -45,6 +45,46 @@ INLINE float softplus(float x) {
     return x > 20 ? x : log1pf(expf(x)); /* torch's threshold */
 }
 
+typedef struct {
+    Convolution convolution; /* of queries, keys and values, [tokens, channels] float32 */
+    const void *gate, *beta, *decay; /* [tokens, values], [tokens, heads] twice */
+    const float *rate, *bias;        /* [heads] */
+    const float *norm;               /* [value_dim] */
+    float *states;                   /* [slots, heads, key_dim, value_dim] */
+    float *factors;                  /* [tokens, heads, 3]: d, b, k q; scratch */
+    float *raw;                      /* [tokens, values], scratch */
+    void *out;                       /* [tokens, values] */
+    int64_t tokens, key_heads, heads, key_dim, value_dim;
+    float epsilon;
+    int32_t type, threads;
+} Delta;
+
+typedef struct {
+    Convolution convolution; /* of x, B and C, [tokens, heads head_dim + 2 groups state_dim] float32 */
+    const void *gate;        /* [tokens, stride], its first heads head_dim */
+    const void *dt;          /* [tokens, stride], its first heads */
+    const float *rate, *bias, *skip; /* [heads]: A, of dt, D */
+    const float *norm;               /* [heads head_dim] */
+    float *states;                   /* [slots, heads, head_dim, state_dim] */
+    float *factors;                  /* [tokens, heads, 2], scratch */
+    float *raw;                      /* [tokens, heads head_dim], scratch */
+    void *out;                       /* [tokens, heads head_dim] */
+    int64_t tokens, groups, heads, head_dim, state_dim;
+    int64_t normed; /* features that are normed together */
+    float epsilon, least, most;
+    int32_t type, threads;
+} Mamba;
+
+/* Parts of either: of some channels of a row, of a token, of a head of a row, of a token. */
+int64_t convolution_items(const Convolution *c);
+void convolve_part(void *convolution, int64_t item);
+void delta_factors(void *delta, int64_t token);
+void delta_part(void *delta, int64_t item);
+void delta_gate(void *delta, int64_t token);
+void mamba_factors(void *mamba, int64_t token);
+void mamba_part(void *mamba, int64_t item);
+void mamba_norm(void *mamba, int64_t token);
+
 void convolve(const Convolution *c);
 
 #endif

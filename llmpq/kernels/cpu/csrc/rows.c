@@ -6,7 +6,7 @@
 #ifdef __AVX2__
 #include <math.h>
 
-enum { SILU, GELU, GELU_TANH, RELU, RELU2, CLAMPED };
+enum { SILU, GELU, GELU_TANH, RELU, RELU2, SIGMOID, CLAMPED };
 
 INLINE void put(void *to, int64_t at, vf v, const int type) {
     store_typed(to, at, LANES, typed_bits(v, type), type);
@@ -127,17 +127,17 @@ INLINE vf activated(vf x, const int activation) {
         for (int i = 0; i < LANES; i++) y[i] = 0.5f * x[i] * (1 + erff(x[i] * 0.70710678f));
         return y;
     }
-    /* Both are x / (1 + e^-u), u = x or twice what the hyperbolic tangent is taken of. */
-    vf u = activation == SILU ? x : x * (1 + 0.044715f * x * x) * 1.59576912f;
-    vf e = exponential(-magnitude(u));
-    return x * either(u < 0, e, e * 0 + 1) / (1 + e);
+    /* 1 / (1 + e^-u), or x times it; u = x or twice what the hyperbolic tangent is taken of. */
+    vf u = activation == GELU_TANH ? x * (1 + 0.044715f * x * x) * 1.59576912f : x;
+    vf e = exponential(-magnitude(u)), share = either(u < 0, e, e * 0 + 1);
+    return (activation == SIGMOID ? share : x * share) / (1 + e);
 }
 
 INLINE void gate_typed(const GateRows *o, int64_t m, const int type, const int activation) {
     for (int64_t k = 0; k < o->columns; k += LANES) {
         vf y = activated(load_lanes(o->gate, m * o->gate_row + k, type), activation);
         if (o->up) y = rounded(y, type) * load_lanes(o->up, m * o->up_row + k, type);
-        put(o->y, m * o->columns + k, y, type);
+        put(o->y, m * o->y_row + k, y, type);
     }
 }
 
@@ -153,7 +153,7 @@ INLINE void clamp_typed(const GateRows *o, int64_t m, const int type) {
         up = either(up > most, most, either(up < -most, -most, up));
         vf u = o->alpha * x, e = exponential(-magnitude(u));
         vf y = rounded(x * either(u < 0, e, e * 0 + 1) / (1 + e), type);
-        put(o->y, m * o->columns + k, rounded(up + 1, type) * y, type);
+        put(o->y, m * o->y_row + k, rounded(up + 1, type) * y, type);
     }
 }
 
@@ -165,7 +165,7 @@ void gate_row(const GateRows *o, int64_t m, int type) {
         else gate_typed(o, m, TYPE_BF16, KIND);                                                  \
         break;
     switch (o->activation) {
-        GATED(SILU) GATED(GELU) GATED(GELU_TANH) GATED(RELU) GATED(RELU2)
+        GATED(SILU) GATED(GELU) GATED(GELU_TANH) GATED(RELU) GATED(RELU2) GATED(SIGMOID)
     case CLAMPED:
         if (type == TYPE_F32) clamp_typed(o, m, TYPE_F32);
         else if (type == TYPE_F16) clamp_typed(o, m, TYPE_F16);

@@ -33,8 +33,8 @@ typedef struct {
 
 typedef struct {
     const void *gate, *up; /* up may be null */
-    void *y;               /* [rows, columns] */
-    int64_t gate_row, up_row, columns;
+    void *y;               /* [rows, columns] by a stride */
+    int64_t gate_row, up_row, y_row, columns;
     float alpha, limit; /* of CLAMPED, whose `gate` has gate and up in turn */
     int32_t activation;
 } GateRows;

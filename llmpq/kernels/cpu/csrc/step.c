@@ -10,6 +10,7 @@
 #include "attention.h"
 #include "experts.h"
 #include "lanes.h"
+#include "mixer.h"
 
 #ifdef __AVX2__
 #include <limits.h>
@@ -24,9 +25,10 @@
 #endif
 
 enum { NORM, ADD, ROTATE, GATE, PREPARE, STORE, ROUTE, COMBINE };
-enum { PRODUCTS = COMBINE + 1, ATTEND, GATHER, ACTIVATE, EXPERTS };
+enum { DELTA_FACTORS = COMBINE + 1, DELTA_GATE, MAMBA_FACTORS, MAMBA_NORM };
+enum { PRODUCTS = MAMBA_NORM + 1, ATTEND, GATHER, ACTIVATE, EXPERTS, CONVOLVE, DELTA, MAMBA };
 enum { DENSE_BF16, PLAIN, PACKED_BF16, PACKED_FLOAT, LLM_INT8, PACKED_INT8 };
-enum { MOST_PRODUCTS = 3, SPINS = 1000 };
+enum { MOST_PRODUCTS = 4, SPINS = 1000 };
 
 typedef struct {
     Product products[MOST_PRODUCTS];
@@ -47,6 +49,8 @@ typedef struct {
     const int64_t *starts, *lengths, *chosen, *runs;
     const int32_t *window_tables; /* of layers with windows */
     int64_t chosen_count, run_count;
+    const int64_t *sequences; /* [sequence_count, 4], as the rows of a convolution */
+    int64_t sequence_count;
     int32_t type, threads;
 } Step;
 
@@ -136,6 +140,24 @@ INLINE Attention of_rows(const Step *step, const Attention *what) {
     return a;
 }
 
+INLINE Convolution of_sequences(const Step *step, const Convolution *what) {
+    Convolution c = *what;
+    c.rows = step->sequences, c.count = step->sequence_count;
+    return c;
+}
+
+INLINE Delta delta_of(const Step *step, const Delta *what) {
+    Delta d = *what;
+    d.convolution = of_sequences(step, &what->convolution);
+    return d;
+}
+
+INLINE Mamba mamba_of(const Step *step, const Mamba *what) {
+    Mamba m = *what;
+    m.convolution = of_sequences(step, &what->convolution);
+    return m;
+}
+
 static void on_row(const Step *step, const Slots *slots, const Operator *operator, int64_t m) {
     const void *what = operator->what;
     switch (operator->kind) {
@@ -146,6 +168,14 @@ static void on_row(const Step *step, const Slots *slots, const Operator *operato
     case PREPARE: prepare(what, step->rows, m); break;
     case ROUTE: route_row(what, m); break;
     case COMBINE: combine_row(what, slots, m, step->type); break;
+    case DELTA_FACTORS: delta_factors((void *)what, m); break;
+    case DELTA_GATE: delta_gate((void *)what, m); break;
+    case MAMBA_NORM: mamba_norm((void *)what, m); break;
+    case MAMBA_FACTORS: {
+        Mamba own = mamba_of(step, what);
+        mamba_factors(&own, m);
+        break;
+    }
     case STORE: {
         Attention a = of_rows(step, what);
         a.chosen = 0;
@@ -292,6 +322,26 @@ static void attend(Run *run, const Attention *what) {
     }
 }
 
+/* ---- mixers ---------------------------------------------------------------------------------- */
+
+static void convolve_all(Run *run, const Convolution *what) {
+    Convolution c = of_sequences(run->step, what);
+    int64_t all = convolution_items(&c);
+    for (int64_t item; (item = take(run)) < all;) convolve_part(&c, item);
+}
+
+static void delta_all(Run *run, const Delta *what) {
+    Delta d = delta_of(run->step, what);
+    int64_t all = d.convolution.count * d.heads;
+    for (int64_t item; (item = take(run)) < all;) delta_part(&d, item);
+}
+
+static void mamba_all(Run *run, const Mamba *what) {
+    Mamba m = mamba_of(run->step, what);
+    int64_t all = m.convolution.count * m.heads;
+    for (int64_t item; (item = take(run)) < all;) mamba_part(&m, item);
+}
+
 static void forget_outliers(const PrepareRows *o) {
     if (o && o->prepared.used) *o->prepared.used = 0;
 }
@@ -332,6 +382,9 @@ static void take_part(Run *run, int me) {
         case GATHER: gather(run, at->what, &slots); break;
         case ACTIVATE: activate(run, at->what, &slots); break;
         case EXPERTS: multiply_experts(run, me, at->what, &slots); break;
+        case CONVOLVE: convolve_all(run, at->what); break;
+        case DELTA: delta_all(run, at->what); break;
+        case MAMBA: mamba_all(run, at->what); break;
         default:
             while (next < end && next->kind < PRODUCTS) next++;
             for (int64_t m; (m = take(run)) < step->rows;)
