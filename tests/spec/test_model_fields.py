@@ -285,3 +285,12 @@ def test_links_are_followed_out_of_the_directory(tmp_path):
     for name in ("config.json", "model.safetensors"):
         (folder / name).symlink_to(other / name)
     assert load_model_dir(folder).head_parameters == 80
+
+
+@pytest.mark.parametrize("stored", ["Infinity", '{"__float__": "Infinity"}'])
+def test_numbers_without_a_bound_are_read_as_both_kinds_of_files_write_them(stored, tmp_path):
+    text = (
+        f'{{"model_type": "nemotron_h", "dtype": "bfloat16", "time_step_limit": [0.0, {stored}]}}'
+    )
+    (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    assert model_fields(tmp_path)["time_step_limit"] == [0.0, float("inf")]

@@ -53,8 +53,8 @@ from llmpq.quant.modules.mixers import CompiledMixer
 from llmpq.spec.families import Family, LayerForm, family_of
 from llmpq.spec.huggingface.feed_forward import Experts, Gated, Score
 
-_CORRECTION = "e_score_correction_bias"
-"""Tensor of a router, or of the mixture, with a number for each expert."""
+_CORRECTIONS = ("e_score_correction_bias", "expert_bias")
+"""Names of the tensor of a router, or of the mixture, with a number for each expert."""
 _SCALAR = "layer_scalar"
 """Buffer of Gemma 4 that multiplies the output of a layer."""
 _SINKS = "sinks"
@@ -70,13 +70,15 @@ class MlpParts:
     Attributes:
         ups: gate and what it multiplies, or a single projection.
         has_gate: whether a single projection of ``ups`` makes gate and what it multiplies.
-        activation: of the gate or the projection.
+        activation: of the gate or the projection; ``None`` where it is no module.
+        function: the activation then.
         down: after it.
     """
 
     ups: tuple[str, ...]
     has_gate: bool
-    activation: str
+    activation: str | None
+    function: str | None
     down: str
 
 
@@ -222,8 +224,8 @@ def _feed_forward_of(
         return _mlp_of(block.dense)
     if not isinstance(layer.get_submodule(experts), QuantExperts):
         raise UnsupportedStepError(f"{type(layer.get_submodule(experts)).__name__} in '{experts}'")
-    shared = f"{block.prefix}.{block.shared}"
-    has_shared = block.shared is not None and _is_module(layer, shared)
+    shared = block.shared_block.prefix
+    has_shared = (block.shared is not None or block.shared_apart) and _is_module(layer, shared)
     return MixtureParts(
         router=f"{block.prefix}.{block.router.partition('.')[0]}",
         score=block.kind.score,
@@ -241,14 +243,15 @@ def _mlp_of(block: Gated) -> MlpParts:
     return MlpParts(
         ups=tuple(ups),
         has_gate=block.joined,
-        activation=f"{start}{block.activation}",
+        activation=f"{start}{block.activation}" if block.function is None else None,
+        function=block.function,
         down=down,
     )
 
 
 def _correction_of(mixture: nn.Module) -> Tensor | None:
     tensors = itertools.chain(mixture.named_parameters(), mixture.named_buffers())
-    found = (tensor for name, tensor in tensors if name.split(".")[-1] == _CORRECTION)
+    found = (tensor for name, tensor in tensors if name.split(".")[-1] in _CORRECTIONS)
     correction = next(found, None)
     return None if correction is None else correction.detach().float().flatten()
 
@@ -286,7 +289,7 @@ def _check_weights(layer: nn.Module, parts: LayerParts) -> None:
         mlp, experts = parts.mlp.shared, parts.mlp.experts
         known |= {parts.mlp.router, parts.mlp.shared_gate}
         below += (f"{parts.mlp.router}.", f"{experts}.gate_up.", f"{experts}.down.")
-        placed.add(f"{experts.removesuffix('.experts')}.{_CORRECTION}")
+        placed |= {f"{experts.removesuffix('.experts')}.{name}" for name in _CORRECTIONS}
     else:
         mlp = parts.mlp
     if mlp is not None:
@@ -713,8 +716,11 @@ class _Layer:
         elif parts.has_gate:
             gate, up = gate.chunk(2, dim=1)
             y = program.buffer("gated", gate.shape[1])
-        activation = self._layer.get_submodule(parts.activation)
-        program.gate(gate, up, y, activation_like(activation))
+        activation = parts.function
+        if activation is None:
+            assert parts.activation is not None
+            activation = activation_like(self._layer.get_submodule(parts.activation))
+        program.gate(gate, up, y, activation)
         return self._product(parts.down, y, made)
 
     def _mixture(self, parts: MixtureParts, x: Tensor) -> Tensor:

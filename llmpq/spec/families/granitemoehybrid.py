@@ -30,7 +30,13 @@ _SHARED = Gated(
     joined=True,
     widths=("shared_intermediate_size",),
 )
-_MIXTURE = Experts(prefix="block_sparse_moe", router="router", widths=("intermediate_size",))
+_MIXTURE = Experts(
+    prefix="block_sparse_moe",
+    router="router",
+    widths=("intermediate_size",),
+    shared_apart=True,
+    dense=_SHARED,
+)
 
 
 def _feed_forward(fields: Config) -> Sequence[FeedForward]:
@@ -72,7 +78,7 @@ FAMILY = Family(
     name="granitemoehybrid",
     parts=granite.PARTS,
     form=LayerForm(rotation=None),
-    block=_SHARED,
+    block=_MIXTURE,
     sizes=Sizes(
         attention=mixers.Hybrid(
             attention=SelfAttention(),

@@ -25,6 +25,7 @@ ATTENTION = mixers.Hybrid(
         names=("q_proj", "k_proj", "v_proj", "out_proj"),
         bias=False,
         norm="heads",
+        norm_names=("q_layernorm", "k_layernorm", "v_layernorm"),
         head_dim=Config.head_share,
     ),
     mixer=mixers.short_convolution,
@@ -32,7 +33,7 @@ ATTENTION = mixers.Hybrid(
 )
 
 
-BLOCK = Gated(prefix="feed_forward", names=("w1", "w3", "w2"))
+BLOCK = Gated(prefix="feed_forward", names=("w1", "w3", "w2"), function="silu")
 
 
 def _feed_forward(fields: Config) -> Sequence[FeedForward]:
@@ -95,6 +96,7 @@ FAMILY = Family(
     name="lfm2",
     parts=ModelParts(final_norm="embedding_norm"),
     form=LayerForm(norms=("operator_norm", None, "ffn_norm", None)),
+    block=BLOCK,
     sizes=Sizes(
         attention=ATTENTION,
         feed_forward=_feed_forward,

@@ -49,7 +49,8 @@ class Gated:
     Attributes:
         prefix: path of the block.
         names: of gate, up and down; two names if gate and up are one matrix, or there is no gate.
-        activation: name of the activation.
+        activation: name of the activation's module.
+        function: the activation where it is no module but a function.
         joined: gate and up are one matrix.
         bias: of all operators.
         widths: fields of the inner size; four times the hidden size if none is set.
@@ -60,6 +61,7 @@ class Gated:
     prefix: str = "mlp"
     names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     activation: str = "act_fn"
+    function: str | None = None
     joined: bool = False
     bias: Bias = False
     widths: tuple[str, ...] = ("intermediate_size",)
@@ -139,6 +141,7 @@ class Experts:
         shared_width: its inner size; by default the shared experts side by side.
         shared_joined: names of its two operators if gate and up are one matrix.
         shared_gate: whether a scalar gate weighs it (Qwen2-MoE).
+        shared_apart: whether it is the feed-forward ``dense`` beside the block (Granite 4).
         correction: parameters of each expert that the router keeps beside its matrix.
         layers: which layers are mixtures; by default all.
         dense: the feed-forward of the others.
@@ -155,6 +158,7 @@ class Experts:
     shared_width: Callable[[Config], int] | None = None
     shared_joined: tuple[str, ...] | None = None
     shared_gate: bool = False
+    shared_apart: bool = False
     correction: int = 0
     layers: Callable[[Config], Sequence[bool]] | None = None
     dense: Gated = Gated()
@@ -193,6 +197,8 @@ class Experts:
     @property
     def shared_block(self) -> Gated:
         """The shared expert."""
+        if self.shared_apart:
+            return self.dense
         prefix = f"{self.prefix}.{self.shared}"
         if self.shared_joined is None:
             return Gated(prefix=prefix, bias=self.dense.bias)

@@ -52,6 +52,7 @@ _HYBRID = {
     "shared_expert_intermediate_size": 96,
     "shared_intermediate_size": 96,
 }
+_CONVOLUTIONS = {"layer_types": ["conv", "full_attention"], "block_multiple_of": 64}
 CASES = {
     "phi3": ("phi3", {}),
     "phi3 longrope": (
@@ -113,9 +114,14 @@ CASES = {
     "hunyuan_v1_moe": ("hunyuan_v1_moe", {"head_dim": 32}),
     "mellum": ("mellum", {}),
     "solar_open": ("solar_open", {}),
+    "lfm2": ("lfm2", _CONVOLUTIONS),
+    "lfm2_moe": ("lfm2_moe", {**_CONVOLUTIONS, "num_dense_layers": 1}),
     "qwen3_5_text": ("qwen3_5_text", _HYBRID),
     "qwen3_5_moe_text": ("qwen3_5_moe_text", _HYBRID),
-    "granitemoehybrid": ("granitemoehybrid", {**_HYBRID, "num_local_experts": 0}),
+    "granitemoehybrid": ("granitemoehybrid", {**_HYBRID, "attention_multiplier": 0.3}),
+    "granitemoehybrid dense": (
+        "granitemoehybrid", {**_HYBRID, "attention_multiplier": 0.3, "num_local_experts": 0}
+    ),
     "gpt_oss": (
         "gpt_oss",
         {"layer_types": ["sliding_attention", "full_attention"], "initializer_range": 0.1},
@@ -124,9 +130,6 @@ CASES = {
 """Model type and fields of the configuration."""
 REFUSED = {
     "inputs by key heads": ("qwen3_next", _HYBRID, "layer 0: the state of Qwen3NextGatedDeltaNet"),
-    "experts beside an MLP": (
-        "granitemoehybrid", _HYBRID, "layer 0: weights in 'block_sparse_moe.router'"
-    ),
     "groups of experts": (
         "glm4_moe", {"n_group": 2, "topk_group": 1}, "layer 1: the router Glm4MoeTopkRouter"
     ),
