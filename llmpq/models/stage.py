@@ -15,7 +15,7 @@ Shapes: R rows, N tokens of the step, H hidden size.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import cache
 from operator import attrgetter
 from typing import cast
@@ -48,7 +48,14 @@ from llmpq.models.attention import (
     use_packed_attention,
 )
 from llmpq.models.master import SharedKV, TokenLayout, layout_of
-from llmpq.models.states import SequenceStates, mixer_of, state_shapes, use_row_states
+from llmpq.models.states import (
+    SequenceStates,
+    StateShapes,
+    mixer_kind,
+    mixer_of,
+    state_shapes,
+    use_row_states,
+)
 from llmpq.spec.families import Family, family_of
 from llmpq.spec.huggingface.config import SCALING, LengthScaling, read_length_scaling
 from llmpq.spec.huggingface.feed_forward import Gated
@@ -140,10 +147,17 @@ class DecoderStage(nn.Module):
             return None
         size = self.config.hidden_size
         like = next(part for part in self.parameters() if part.is_floating_point())
-        shapes = [
-            state_shapes(mixer_of(layer), size, like) if has_state else {}
-            for layer, has_state in zip(self.layers, self._has_state, strict=True)
-        ]
+        known: dict[Hashable, StateShapes] = {}  # transformers' code runs for each kind
+        shapes: list[StateShapes] = []
+        for layer, has_state in zip(self.layers, self._has_state, strict=True):
+            if not has_state:
+                shapes.append({})
+                continue
+            mixer = mixer_of(layer)
+            kind = mixer_kind(mixer)
+            if kind not in known:
+                known[kind] = state_shapes(mixer, size, like)
+            shapes.append(known[kind])
         return SequenceStates(shapes, self.first_layer, num_slots=num_slots, device=like.device)
 
     def span_of(self, index: int) -> tuple[int | None, int | None]:

@@ -17,7 +17,7 @@ Shapes: R rows, N tokens of the step, H hidden size, K inputs of the convolution
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from typing import Any
 
@@ -314,6 +314,12 @@ def is_mixer(kind: type[nn.Module]) -> bool:
         return False
     code = inspect.unwrap(forward).__code__
     return "update_conv_state" in code.co_names or "update_recurrent_state" in code.co_names
+
+
+def mixer_kind(mixer: nn.Module) -> Hashable:
+    """Return what mixers have in common that have states of the same shapes, and the same code."""
+    kind = getattr(mixer, _RUNS_ROWS, type(mixer))
+    return kind, tuple((name, one.shape) for name, one in mixer.named_parameters(recurse=False))
 
 
 def state_shapes(mixer: nn.Module, hidden_size: int, like: Tensor) -> StateShapes:

@@ -1,14 +1,15 @@
 """Layers of transformers with a recurrent state, compiled between their projections.
 
 The form of a mixer is known by the names of its parts, as the classes of transformers have them,
-and is proven once: one that does not compute what transformers' own code does keeps that code.
+and is proven once a kind: one that does not compute what transformers' own code does keeps that
+code.
 
 Shapes: N tokens of a step, H hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +21,14 @@ from llmpq.kernels.cpu.mixers import DeltaInputs, GatedDelta, Mamba2, ShortConvo
 from llmpq.kernels.cpu.step import StepProgram
 from llmpq.logging import get_logger
 from llmpq.models.attention import PackedBatch
-from llmpq.models.states import COMPILED, CONVOLUTION, RECURRENCE, run_alone, state_shapes
+from llmpq.models.states import (
+    COMPILED,
+    CONVOLUTION,
+    RECURRENCE,
+    mixer_kind,
+    run_alone,
+    state_shapes,
+)
 
 _logger = get_logger(__name__)
 _DELTA = ("conv1d", "A_log", "dt_bias", "norm", "out_proj", "num_k_heads")
@@ -60,13 +68,16 @@ def compile_mixers_(stage: nn.Module, dtype: torch.dtype) -> None:
         stage: loaded, and quantized.
         dtype: of hidden states.
     """
+    proven: dict[Hashable, bool] = {}
     for mixer in stage.modules():
         if not hasattr(mixer, COMPILED):
             continue
         form = _form_of(mixer, dtype)
         if form is not None:
-            found = CompiledMixer(mixer, form)
-            if found.is_proven(dtype):
+            found, kind = CompiledMixer(mixer, form), mixer_kind(mixer)
+            if kind not in proven:
+                proven[kind] = found.is_proven(dtype)
+            if proven[kind]:
                 setattr(mixer, COMPILED, found)
 
 

@@ -186,6 +186,16 @@ def test_tokens_are_those_of_generate(case, tmp_path, monkeypatch):
     _assert_few_bits_are_those_of_the_layers(path)
 
 
+@pytest.mark.parametrize("case", ["qwen3_5_text", "granitemoehybrid", "lfm2"])
+def test_states_go_on_from_one_part_of_a_prompt_to_the_next(case, tmp_path):
+    path = _save(tmp_path, *CASES[case])
+    stage, reference = _stage(path, 16), load_reference(path)
+    steps, prompts = compiled(stage, cache_of(stage)), random_prompts((12, 22))
+    steps._program.most_rows = 7  # within both sequences
+    rows = generate(path, steps, prompts, 5)
+    assert rows == [generate_alone(reference, prompt, 5)[0] for prompt in prompts]
+
+
 def test_positions_beyond_which_queries_are_scaled_run_operator_by_operator(tmp_path):
     rope = {
         "rope_type": "default", "rope_theta": 10000.0,
