@@ -110,7 +110,12 @@ def _state_keys(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_ssm_group_count(config["linear_num_key_heads"])
     writer.add_ssm_time_step_rank(values)
     writer.add_ssm_inner_size(config["linear_value_head_dim"] * values)
-    writer.add_full_attention_interval(config["layer_types"].index("full_attention") + 1)
+    if config["model_type"] == "qwen3_next":  # as older converters
+        writer.add_full_attention_interval(config["layer_types"].index("full_attention") + 1)
+    else:
+        is_linear = [kind == "linear_attention" for kind in config["layer_types"]]
+        writer.add_array(f"{writer.arch}.attention.recurrent_layers", is_linear)
+        writer.add_full_attention_interval(4)
     share = config["rope_parameters"]["partial_rotary_factor"]
     writer.add_rope_dimension_count(int(config["head_dim"] * share))
     writer.add_rope_dimension_sections([11, 11, 10, 0])
@@ -338,6 +343,7 @@ def _granite_hybrid_keys(writer: gguf.GGUFWriter, config: dict[str, Any]) -> Non
     writer.add_ssm_inner_size(config["mamba_expand"] * config["hidden_size"])
     writer.add_ssm_time_step_rank(config["mamba_n_heads"])
     writer.add_rope_scaling_finetuned(False)
+    _rotated(writer, config)
     writer.add_attention_scale(config["attention_multiplier"])
     writer.add_embedding_scale(config["embedding_multiplier"])
     writer.add_residual_scale(config["residual_multiplier"])
@@ -364,6 +370,8 @@ def _nemotron_h_keys(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     names = ("conv_kernel", "ssm_state_size", "n_groups")
     _state_space_keys(writer, *(config[name] for name in names))
     heads = config["mamba_num_heads"]
+    # As LlamaModel does, from which the converter of Granite pops the size of a head.
+    writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
     writer.add_ssm_inner_size(heads * config["mamba_head_dim"])
     writer.add_ssm_time_step_rank(heads)
     writer.add_rope_scaling_finetuned(False)
@@ -387,7 +395,7 @@ def _nemotron_h_fields(config: dict[str, Any]) -> dict[str, Any]:
         "num_hidden_layers": len(kinds),
         "num_key_value_heads": [2 if kind == "full_attention" else 0 for kind in kinds],
         "intermediate_size": [width if kind in behind else 0 for kind in kinds],
-        "rms_norm_eps": config["layer_norm_epsilon"],
+        "layer_norm_eps": config["layer_norm_epsilon"],
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         **({} if has_experts else {"num_experts_per_tok": None, "n_group": None}),
         "topk_group": None,
@@ -527,7 +535,12 @@ CONVERSIONS: dict[str, Conversion] = {
         architecture="granitehybrid",
         keys=_granite_hybrid_keys,
         tensors=_granite_hybrid,
-        config={"num_local_experts": 0, "mamba_n_groups": 2},
+        config={
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "mamba_n_groups": 2,
+            "shared_intermediate_size": 64,
+        },
         renamed=lambda _: {
             "head_dim": None,
             "num_key_value_heads": [0, 2, 0],
@@ -546,7 +559,11 @@ CONVERSIONS: dict[str, Conversion] = {
         },
     ),
     "nemotron_h": replace(
-        _NEMOTRON_H, config={"layers_block_type": ["linear_attention", "full_attention", "mlp"]}
+        _NEMOTRON_H,
+        config={
+            "layers_block_type": ["linear_attention", "full_attention", "mlp"],
+            "head_dim": 16,
+        },
     ),
     "nemotron_h experts": replace(
         _NEMOTRON_H, config={"routed_scaling_factor": 1.5, "moe_latent_size": 16}

@@ -24,6 +24,7 @@ from llmpq.spec.model_files.gguf_form import (
     GgufForm,
     GgufMetadata,
     attention_layers,
+    head_size,
     mamba_changes,
     routed_experts,
     state_space,
@@ -116,14 +117,17 @@ def _fields(metadata: GgufMetadata) -> dict[str, Any]:
     ]
     sizes = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel")
     tensors = metadata.header.tensors
+    metadata.whole("rope.dimension_count", 0)  # nothing is rotated
+    epsilon = metadata.number("attention.layer_norm_epsilon")
     found = {
         "architectures": ["NemotronHForCausalLM"],
         **state_space(metadata, sizes),
         LAYER_KINDS: kinds,
         "num_key_value_heads": kv_heads,
+        "head_dim": head_size(metadata),
         "intermediate_size": max(widths),
         "rms_norm_eps": ...,
-        "layer_norm_epsilon": metadata.number("attention.layer_norm_rms_epsilon"),
+        "layer_norm_epsilon": metadata.number("attention.layer_norm_rms_epsilon", epsilon),
         "use_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in tensors),
         "use_bias": any(name.endswith("ssm_in.bias") for name in tensors),
         "mlp_bias": any(name.endswith(("ffn_up.bias", "ffn_up_shexp.bias")) for name in tensors),

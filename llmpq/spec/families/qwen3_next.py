@@ -44,10 +44,15 @@ def state_fields(metadata: GgufMetadata) -> dict[str, Any]:
         raise metadata.error("full_attention_interval", every, "at least 1")
     if values < 1 or inner % values:
         raise metadata.error("ssm.inner_size", inner, f"a multiple of {values} value heads")
-    kinds = ("linear_attention", "full_attention")
+    count, key = layer_count(metadata), "attention.recurrent_layers"
+    if metadata.has(key):
+        is_linear = [bool(one) for one in metadata.each(key, count)]
+    else:
+        is_linear = [(index + 1) % every != 0 for index in range(count)]
+    kinds = ("full_attention", "linear_attention")
     return {
         **partly_rotated(metadata),
-        "layer_types": [kinds[(i + 1) % every == 0] for i in range(layer_count(metadata))],
+        "layer_types": [kinds[one] for one in is_linear],
         "linear_conv_kernel_dim": metadata.whole("ssm.conv_kernel"),
         "linear_key_head_dim": metadata.whole("ssm.state_size"),
         "linear_num_key_heads": metadata.whole("ssm.group_count"),
