@@ -154,6 +154,11 @@ def lanes() -> tuple[Lane, ...]:
             command=("scripts/gptqmodel_interop", "--venv", "FOLDER/gptqmodel"),
         ),
         Lane(
+            name="gguf",
+            checks="GGUF files of llama.cpp's own converter",
+            command=("PYTHON", "scripts/interop/gguf_files.py", "--folder", "FOLDER/llama.cpp"),
+        ),
+        Lane(
             name="faults",
             checks="ranks killed, stopped and drained; damaged files and frames",
             command=("scripts/fault_matrix",),

@@ -28,6 +28,7 @@ WITHOUT_OPTIONS = {
     "tools/boxes/wire.py",
     "scripts/config_defaults.py",
     "scripts/docs_site/cli_reference.py",
+    "scripts/interop/converter.py",
     "scripts/interop/ours.py",
     "scripts/processor.py",
 }
