@@ -343,11 +343,7 @@ def _granite_hybrid_keys(writer: gguf.GGUFWriter, config: dict[str, Any]) -> Non
     writer.add_ssm_inner_size(config["mamba_expand"] * config["hidden_size"])
     writer.add_ssm_time_step_rank(config["mamba_n_heads"])
     writer.add_rope_scaling_finetuned(False)
-    _rotated(writer, config)
-    writer.add_attention_scale(config["attention_multiplier"])
-    writer.add_embedding_scale(config["embedding_multiplier"])
-    writer.add_residual_scale(config["residual_multiplier"])
-    writer.add_logit_scale(config["logits_scaling"])
+    _granite_keys(writer, config)
     writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
 
 
