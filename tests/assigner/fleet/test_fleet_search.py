@@ -134,7 +134,7 @@ def check_against_brute_force(seed: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    "block", [pytest.param(b, marks=[] if b < 2 else pytest.mark.slow) for b in range(40)]
+    "block", [pytest.param(b, marks=[] if b < 1 else pytest.mark.slow) for b in range(40)]
 )
 def test_fleets_equal_brute_force_over_all_partitions(block):
     split = [check_against_brute_force(seed) for seed in range(5 * block, 5 * block + 5)]

@@ -105,6 +105,7 @@ def test_a_schedule_keeps_its_bound_with_the_safety_margin(problem, policy):
     assert rates[0] < rates[1]  # certainty has its price
 
 
+@pytest.mark.slow  # each policy alone is in the gate
 def test_the_best_policy_keeps_its_bound_with_the_safety_margin(problem):
     plan, costs = problem
     free_s = played_p99_s(best_of_policies(plan, costs, LAW), costs)

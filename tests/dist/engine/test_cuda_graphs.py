@@ -151,7 +151,7 @@ def test_graphs_compute_what_the_layers_do(tiny_model, family, kv_bits):
 
 
 @pytest.mark.parametrize("kv_bits", [None, 8])
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(data=st.data())
 def test_any_rows_in_any_blocks(tiny_model, kv_bits, data):
     stage = load_stage(tiny_model("llama", seed=1), 0, 3)
