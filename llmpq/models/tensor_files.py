@@ -5,8 +5,9 @@ Checkpoints are read and not mapped: a mapped file that shrinks ends the process
 
 Tensors that are stored in another form than the model's are decoded row by row. Rows become float32
 as they are read, a block at a time, so that no copy of a whole matrix is made besides the result.
-Codes with scales are FP8 and integer weights, packed or not, AWQ, and MXFP4. All follow ``weight =
-(code - zero) * scale``; they differ in how codes are packed and in how many weights share a scale.
+Codes with scales are FP8 and integer weights, packed or not, AWQ, MXFP4, NVFP4, and bitsandbytes'.
+All follow ``weight = (code - zero) * scale``, some with a table between code and number; they
+differ in how codes are packed and in how many weights share a scale.
 
 ``TensorFiles`` are single or sharded safetensors, with or without an index; pickled weights are
 never read. Headers are checked when the directory is opened, tensors are read on request. A file
@@ -519,7 +520,6 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Place of each of eight consecutive outputs in a word of AWQ's GEMM layout, in units of 4 bits."""
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_E8M0_BIAS = 127
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -534,6 +534,7 @@ class ScaledCodes(Encoded):
         columns: K.
         bits: of packed codes; ``None`` for codes that are not packed.
         block: rows and columns that share a scale; a size of 0 is a whole row or column.
+        levels: divides the scales, which are the largest numbers that codes stand for.
     """
 
     codes: TensorSource
@@ -543,6 +544,7 @@ class ScaledCodes(Encoded):
     bits: int | None = None
     zeros: TensorSource | None = None
     groups: TensorSource | None = None
+    levels: float = 1.0
 
     @property
     def name(self) -> str:
@@ -562,7 +564,7 @@ class ScaledCodes(Encoded):
 
     def open(self, read: Read) -> Decode:
         """Read scales and zeros; return a function that reads and scales rows of codes."""
-        scales = self._grid(read(self.scales).to(torch.float32))
+        scales = self._grid(read(self.scales).to(torch.float32) / self.levels)
         zeros = None if self.zeros is None else self._grid(self._zeros(read(self.zeros)))
         groups = None if self.groups is None else read(self.groups).long()
 
@@ -577,7 +579,9 @@ class ScaledCodes(Encoded):
         return decode
 
     def _grid(self, values: Tensor) -> Tensor:
-        return values.view(-1, values.shape[-1]) if values.dim() > 1 else values.view(-1, 1)
+        if values.dim() > 2:  # ModelOpt's, of blocks: [rows, 1, columns, 1]
+            values = values.squeeze(-1)
+        return values.reshape(-1, values.shape[-1]) if values.dim() > 1 else values.view(-1, 1)
 
     def _codes(self, stored: Tensor) -> Tensor:
         if self.bits is None:
@@ -652,42 +656,118 @@ class Awq(Encoded):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mxfp4Expert(Encoded):
-    """An expert of gpt_oss in MXFP4: 32 weights of 4 bits share a power of two.
+class Fp4Rows(Encoded):
+    """A matrix of 4-bit floating-point codes (E2M1): MXFP4, or NVFP4 with a scale of all scales.
 
     Attributes:
-        blocks: uint8 ``[N, K / 32, 16]``, the lower half of a byte first.
-        scales: uint8 ``[N, K / 32]``, exponents plus 127.
+        codes: uint8 ``[N, ...]``, ``K / 2`` a row, the lower half of a byte first.
+        scales: ``[N, G]``: exponents plus 127 in uint8, or numbers in FP8.
+        overall: one number that multiplies all scales; ``None`` without.
+        divides: whether it divides them instead.
     """
 
-    blocks: TensorSource
+    codes: TensorSource
     scales: TensorSource
+    overall: TensorSource | None = None
+    divides: bool = False
 
     @property
     def name(self) -> str:
-        """Name of the stored blocks."""
-        return self.blocks.name
+        """Name of the stored codes."""
+        return self.codes.name
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape once decoded."""
-        return (self.blocks.shape[0], self.blocks.shape[1] * 32)
+        return (self.codes.shape[0], 2 * math.prod(self.codes.shape[1:]))
 
     @property
     def ranges(self) -> tuple[ByteRange, ...]:
-        """Bytes of blocks and scales."""
-        return (*self.blocks.ranges, *self.scales.ranges)
+        """Bytes of codes and scales."""
+        parts = (self.codes, self.scales, self.overall)
+        return tuple(one for part in parts if part is not None for one in part.ranges)
 
     def open(self, read: Read) -> Decode:
-        """Read the exponents; return a function that reads and scales rows of blocks."""
+        """Read the scales; return a function that reads and scales rows of codes."""
         table = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
-        exponents = read(self.scales).to(torch.int32) - _E8M0_BIAS
+        scales = read(self.scales)
+        if scales.dtype == torch.uint8:
+            scales = scales.view(torch.float8_e8m0fnu)
+        scales = scales.to(torch.float32)
+        if self.overall is not None:
+            overall = read(self.overall).to(torch.float32).view(())
+            scales = scales / overall if self.divides else scales * overall
 
         def decode(first: int, end: int) -> Tensor:
-            blocks = read(self.blocks.block(first, end))  # [R, K / 32, 16]
-            values = torch.stack((table[(blocks & 15).long()], table[(blocks >> 4).long()]), -1)
-            values = torch.ldexp(values, exponents[first:end, :, None, None])  # [R, K/32, 16, 2]
+            codes = read(self.codes.block(first, end)).view(end - first, scales.shape[1], -1)
+            values = torch.stack((table[(codes & 15).long()], table[(codes >> 4).long()]), -1)
+            values *= scales[first:end, :, None, None]  # [R, G, K / 2G, 2]
             return values.view(end - first, -1)
+
+        return decode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bnb4Rows(Encoded):
+    """A matrix of bitsandbytes' 4-bit codes: places in a table, with a scale a block of weights.
+
+    Attributes:
+        codes: uint8 ``[N K / 2, 1]`` of all rows, the upper half of a byte first.
+        table: float32 ``[16]``, the number of every code (NF4 or FP4).
+        scales: of blocks of ``block`` weights, row by row: float32, or places in ``scale_table``.
+        dims: N and K.
+        block: weights that share a scale.
+        scale_table: float32 ``[256]``, the number of every stored scale; ``None`` with float32.
+        scale_scales: float32, of blocks of ``scale_block`` scales.
+        scale_block: scales that share one.
+        offset: added to the scales.
+    """
+
+    codes: TensorSource
+    table: TensorSource
+    scales: TensorSource
+    dims: tuple[int, int]
+    block: int
+    scale_table: TensorSource | None = None
+    scale_scales: TensorSource | None = None
+    scale_block: int = 1
+    offset: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """Name of the stored codes."""
+        return self.codes.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape once decoded."""
+        return self.dims
+
+    @property
+    def ranges(self) -> tuple[ByteRange, ...]:
+        """Bytes of codes, tables and scales."""
+        parts = (self.codes, self.table, self.scales, self.scale_table, self.scale_scales)
+        return tuple(one for part in parts if part is not None for one in part.ranges)
+
+    def open(self, read: Read) -> Decode:
+        """Read tables and scales; return a function that reads and scales rows of codes."""
+        table = read(self.table).to(torch.float32)
+        scales = read(self.scales).view(-1)
+        if self.scale_table is not None and self.scale_scales is not None:
+            of_scales = read(self.scale_scales).to(torch.float32).view(-1)
+            of_scales = of_scales.repeat_interleave(self.scale_block)[: len(scales)]
+            scales = read(self.scale_table).to(torch.float32)[scales.long()] * of_scales
+            scales += self.offset
+        scales = scales.to(torch.float32)
+        columns = self.dims[1]
+
+        def decode(first: int, end: int) -> Tensor:
+            begin, stop = first * columns, end * columns
+            codes = read(self.codes.block(begin // 2, -(-stop // 2))).view(-1)
+            found = torch.stack((codes >> 4, codes & 15), -1).view(-1)
+            values = table[found[begin % 2 :][: stop - begin].long()]
+            values *= scales[torch.arange(begin, stop) // self.block]
+            return values.view(end - first, columns)
 
         return decode
 

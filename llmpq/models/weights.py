@@ -6,9 +6,10 @@ reading. A checkpoint stores ``experts.7.gate_proj.weight``; in memory all exper
 one ``experts.gate_up_proj``. Two spellings are in use, Qwen's and Mixtral's.
 
 ``QuantizedFiles`` are safetensors of codes and scales under the names of the weights they stand
-for: FP8 with block, channel or tensor scales (DeepSeek's layout and compressed-tensors'), the
-integer formats of compressed-tensors, AWQ's GEMM layout and MXFP4 experts. Layouts are recognised
-by the names, dtypes and shapes of tensors; the configuration gives bits and block sizes.
+for: FP8 with block, channel or tensor scales (the layouts of DeepSeek, compressed-tensors and
+ModelOpt), the integer formats of compressed-tensors, AWQ's GEMM layout, MXFP4 and NVFP4, and
+bitsandbytes' 4 and 8 bits. Layouts are recognised by the names, dtypes and shapes of tensors; the
+configuration gives bits and block sizes.
 
 Shape legend: E experts, N output features, K input features, D features of a head.
 """
@@ -16,6 +17,9 @@ Shape legend: E experts, N output features, K input features, D features of a he
 from __future__ import annotations
 
 import hashlib
+import json
+import math
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -34,9 +38,10 @@ from llmpq.models.master import Master
 from llmpq.models.tensor_files import (
     FLOATING,
     Awq,
+    Bnb4Rows,
     DecodedSource,
     Encoded,
-    Mxfp4Expert,
+    Fp4Rows,
     ScaledCodes,
     TensorFiles,
     TensorSource,
@@ -49,9 +54,22 @@ from llmpq.spec.model_files.weight_headers import (
 )
 
 _CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
-_SCALES = ("weight_scale_inv", "weight_scale")
+_SCALES = ("weight_scale_inv", "weight_scale", "SCB")
+_OVERALL = {"weight_scale_2": False, "weight_global_scale": True}
+"""The scale of all scales of NVFP4, and whether it divides them."""
+_BNB_STATE = re.compile(r"\.quant_state\.bitsandbytes__(?:nf4|fp4)$")
+_BNB_LEVELS = 127.0
+"""Codes of bitsandbytes' 8 bits are of the row's largest number in 127 levels."""
 _PARTS = (
-    *(f".{scale}" for scale in _SCALES),
+    *(f".{scale}" for scale in (*_SCALES, *_OVERALL)),
+    ".absmax",
+    ".quant_map",
+    ".nested_absmax",
+    ".nested_quant_map",
+    ".quant_state.bitsandbytes__nf4",
+    ".quant_state.bitsandbytes__fp4",
+    ".weight_format",
+    ".input_global_scale",
     ".weight_packed",
     ".weight_shape",
     ".weight_zero_point",
@@ -125,7 +143,9 @@ class QuantizedFiles(TensorFiles):
             scaled = self._scaled(module, codes, columns=codes.shape[-1], bits=None)
             self._decoded[name] = ((scaled,), scaled.shape)
         elif part == "weight_packed":
-            self._recognise_packed(module, super().source(name))
+            codes = super().source(name)
+            is_fp4 = codes.dtype == torch.uint8
+            (self._recognise_fp4 if is_fp4 else self._recognise_packed)(module, codes)
         elif part == "qweight":
             codes, zeros, scales = (
                 super(QuantizedFiles, self).source(f"{module}.{one}")
@@ -136,6 +156,10 @@ class QuantizedFiles(TensorFiles):
             self._decoded[f"{module}.weight"] = ((awq,), awq.shape)
         elif name.endswith("_blocks"):
             self._recognise_mxfp4(name.removesuffix("_blocks"))
+        elif part == "weight" and f"{module}.weight_scale_2" in self._file_of:
+            self._recognise_fp4(module, super().source(name))
+        elif (state := _BNB_STATE.search(name)) is not None:
+            self._recognise_bnb4(name[: state.start()], super().source(name))
 
     def _recognise_packed(self, module: str, codes: TensorSource) -> None:
         bits = self._quantization.bits(module)
@@ -156,6 +180,73 @@ class QuantizedFiles(TensorFiles):
         scaled = self._scaled(module, codes, columns=columns, bits=bits)
         self._decoded[f"{module}.weight"] = ((scaled,), (rows, columns))
 
+    def _recognise_fp4(self, module: str, codes: TensorSource) -> None:
+        scales = self._optional(f"{module}.weight_scale")
+        is_matrix = codes.dtype == torch.uint8 and len(codes.shape) == 2
+        groups = 0 if scales is None or len(scales.shape) != 2 else scales.shape[1]
+        if (
+            not is_matrix
+            or scales is None
+            or not groups
+            or scales.shape[0] != codes.shape[0]
+            or codes.shape[1] % groups
+        ):
+            raise SpecError(
+                f"{super().where(codes.name)}: found {codes.dtype} {list(codes.shape)} with scales "
+                f"{None if scales is None else list(scales.shape)}, expected bytes of two codes "
+                "with a scale for every group of a row"
+            )
+        overall = next((name for name in _OVERALL if f"{module}.{name}" in self._file_of), None)
+        rows = Fp4Rows(
+            codes=codes,
+            scales=scales,
+            overall=None if overall is None else super().source(f"{module}.{overall}"),
+            divides=overall is not None and _OVERALL[overall],
+        )
+        self._decoded[f"{module}.weight"] = ((rows,), rows.shape)
+
+    def _recognise_bnb4(self, name: str, state: TensorSource) -> None:
+        """Recognise 4-bit codes of bitsandbytes; ``state`` is JSON, one byte an element."""
+        where = super().where(state.name)
+        try:
+            fields = json.loads(bytes(self.load(state).tolist()))
+            dims = tuple(int(size) for size in fields["shape"])
+            block, nested = int(fields["blocksize"]), int(fields.get("nested_blocksize") or 0)
+            offset = float(fields.get("nested_offset") or 0.0)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise SpecError(f"{where}: found no readable state of codes: {error!r}") from error
+        codes = super().source(name)
+        scales = super().source(f"{name}.absmax")
+        weights = math.prod(dims)
+        fits = (
+            len(dims) == 2
+            and min(dims) > 0
+            and block > 0
+            and (
+                codes.nbytes == -(-weights // 2)
+                and math.prod(scales.shape) == -(-weights // block)
+                and (scales.dtype == torch.uint8) == (nested > 0)
+            )
+        )
+        if not fits:
+            raise SpecError(
+                f"{super().where(name)}: found {codes.nbytes} bytes with scales "
+                f"{list(scales.shape)} of {scales.dtype}, expected two codes a byte of a matrix "
+                f"{list(dims)} in blocks of {block}"
+            )
+        rows = Bnb4Rows(
+            codes=replace(codes, dtype=torch.uint8, shape=(codes.nbytes, 1)),
+            table=super().source(f"{name}.quant_map"),
+            scales=scales,
+            dims=(dims[0], dims[1]),
+            block=block,
+            scale_table=super().source(f"{name}.nested_quant_map") if nested else None,
+            scale_scales=super().source(f"{name}.nested_absmax") if nested else None,
+            scale_block=nested or 1,
+            offset=offset,
+        )
+        self._decoded[name] = ((rows,), rows.shape)
+
     def _scaled(
         self, module: str, codes: TensorSource, *, columns: int, bits: int | None
     ) -> ScaledCodes:
@@ -165,8 +256,14 @@ class QuantizedFiles(TensorFiles):
         ]
         if len(codes.shape) != 2 or not found:
             raise SpecError(f"{where}: found codes without a scale, expected a matrix with one")
+        layout = self._optional(f"{module}.weight_format")
+        if layout is not None and int(self.load(layout)) != 0:
+            raise SpecError(f"{super().where(layout.name)}: expected 0, codes row by row")
         scales = super().source(f"{module}.{found[0]}")
-        grid = (*scales.shape, 1, 1)[:2]
+        sizes = scales.shape
+        if len(sizes) == 4 and sizes[1] == sizes[3] == 1:  # ModelOpt's, of blocks
+            sizes = sizes[::2]
+        grid = (*sizes, 1, 1)[:2]
         rows = codes.shape[0]
         block = _block(grid, (rows, columns), self._quantization.block)
         if block is None:
@@ -182,6 +279,7 @@ class QuantizedFiles(TensorFiles):
             bits=bits,
             zeros=self._optional(f"{module}.weight_zero_point"),
             groups=self._optional(f"{module}.weight_g_idx"),
+            levels=_BNB_LEVELS if found[0] == "SCB" else 1.0,
         )
 
     def _optional(self, name: str) -> TensorSource | None:
@@ -215,7 +313,7 @@ class QuantizedFiles(TensorFiles):
                 f"{list(scales.shape)}, expected blocks of 16 bytes with a scale each"
             )
         pairs = zip(blocks.rows(), scales.rows(), strict=True)
-        experts = tuple(Mxfp4Expert(blocks=block, scales=scale) for block, scale in pairs)
+        experts = tuple(Fp4Rows(codes=block, scales=scale) for block, scale in pairs)
         self._decoded[name] = (experts, (shape[0], shape[1], shape[2] * 32))
 
 

@@ -1,7 +1,6 @@
 """FP8, compressed-tensors, AWQ and MXFP4 weights are what their own libraries decode them to.
 
-``scripts/compressed_tensors_fixture.py``, ``scripts/autoawq_fixture.py`` and
-``scripts/mxfp4_fixture.py`` make the fixtures.
+``*_fixture.py`` in ``scripts/interop`` make the fixtures.
 """
 
 import itertools
@@ -239,17 +238,20 @@ def test_rotations_that_the_weights_already_have_are_read():
     assert config_of(GOOD | {"transform_config": {}}) == plain
 
 
-BAD = {"config_groups": {"a": {"weights": {"num_bits": 4}, "format": "nvfp4-pack-quantized"}}}
+BAD = {"config_groups": {"a": {"weights": {"num_bits": 4}, "format": "marlin-24"}}}
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"quant_method": "exl3"}, r"quant_method': found 'exl3', expected gptq, fp8"),
+        ({"quant_method": "exl3"}, r"quant_method': found 'exl3', expected gptq, auto-round, fp8"),
         ({"quant_method": "awq", "bits": 3}, "quantization_config.bits"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "two sizes"),
         ({"quant_method": "compressed-tensors"}, "config_groups"),
-        ({"quant_method": "compressed-tensors"} | BAD, r"config_groups.a.format': found 'nvfp4"),
+        (
+            {"quant_method": "compressed-tensors"} | BAD,
+            r"config_groups.a.format': found 'marlin-24",
+        ),
         (rotated("weight_output", "input"), r"transform_config.config_groups.R.*found 'input'"),
         (rotated("output"), "transform_config"),
         (GOOD | {"transform_config": {"config_groups": [1]}}, "an object of groups"),
@@ -270,7 +272,7 @@ def test_configuration_that_is_not_read(fields, message):
         ),
         (
             {
-                "m.weight_packed": torch.zeros(4, 1, dtype=torch.uint8),
+                "m.weight_packed": torch.zeros(4, 1, dtype=torch.int16),
                 "m.weight_scale": torch.ones(4, 1),
             },
             "expected int32 words",

@@ -19,9 +19,11 @@ PROGRAMS = sorted(
 )
 NEEDS_OTHERS = {
     "benchmarks/ray_serve.py",
-    "scripts/autoawq_fixture.py",
-    "scripts/compressed_tensors_fixture.py",
-    "scripts/mxfp4_fixture.py",
+    "scripts/interop/autoawq_fixture.py",
+    "scripts/interop/autoround_fixture.py",
+    "scripts/interop/compressed_tensors_fixture.py",
+    "scripts/interop/modelopt_fixture.py",
+    "scripts/interop/mxfp4_fixture.py",
 }
 """Programs that import libraries which ``.venv`` lacks."""
 WITHOUT_OPTIONS = {

@@ -1,11 +1,11 @@
-"""The ``quantization_config`` of a checkpoint: GPTQ, FP8, compressed-tensors, AWQ and MXFP4.
+"""The ``quantization_config`` of a checkpoint: GPTQ, and formats whose weights are decoded.
 
 Fields of GPTQ are those that gptqmodel writes and vLLM and transformers read. ``dynamic`` sets the
 precision of modules by regular expression (``+:``) or leaves them unquantized (``-:``); the first
 match counts. Only names of tensors are read, not their data.
 
-Weights of the other formats are codes with scales that are read as numbers; a plan's bits are
-chosen freely.
+Weights of the other formats (``METHODS``) are codes with scales that are read as numbers; a plan's
+bits are chosen freely. AutoRound stores its codes as GPTQ or AWQ does, under fields of its own.
 """
 
 from __future__ import annotations
@@ -22,14 +22,25 @@ from llmpq.spec.model_files.config import language_fields, model_fields
 from llmpq.spec.model_files.weight_headers import find_weights, read_headers
 from llmpq.spec.precision import Precision, heaviest, unquantized
 
-# Older checkpoints have it in a separate file.
+# Older checkpoints of GPTQ and of ModelOpt have it in a separate file.
 OLD_FILE = "quantize_config.json"
+MODELOPT_FILE = "hf_quant_config.json"
 ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}
 """Amount subtracted from stored zero points, by version of the format."""
 
 QUANTIZED_BITS = (3, 4, 8)
 
 _MAX_PATTERN = 4096
+_PACKINGS = {
+    "auto_round:auto_gptq": "gptq",
+    "auto_round:gptq": "gptq",
+    "auto_round:auto_awq": "awq",
+    "auto_round:awq": "awq",
+}
+"""Format of the codes of each ``packing_format`` of AutoRound."""
+_PLAIN_BITS = (16, 32)
+"""Bits of modules that AutoRound leaves as they are."""
+_REGEX = re.compile(r"[*+?^$|()\[\]{}\\]")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _CODES = ".qweight"
 
@@ -96,13 +107,57 @@ def find_config(model_dir: Path | str) -> dict[str, Any] | None:
     directory = Path(model_dir)
     config = model_fields(directory)
     found = config.get(FIELD, language_fields(config).get(FIELD))
+    where = str(directory / "config.json")
     if found is None and (directory / OLD_FILE).is_file():
         found = read_json(directory / OLD_FILE)
         if isinstance(found, dict):
             found.setdefault("quant_method", "gptq")
+    elif found is None and (directory / MODELOPT_FILE).is_file():
+        where, found = str(directory / MODELOPT_FILE), read_json(directory / MODELOPT_FILE)
+        found = found.get("quantization") if isinstance(found, dict) else found
+        if isinstance(found, dict):
+            found.setdefault("quant_method", "modelopt")
     if found is not None and not isinstance(found, dict):
-        raise bad_field(str(directory / "config.json"), FIELD, found, "an object")
+        raise bad_field(where, FIELD, found, "an object")
+    if found is not None and found.get("quant_method") in ("auto-round", "auto_round"):
+        return _of_auto_round(found, where)
     return found
+
+
+def _of_auto_round(fields: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return AutoRound's fields as those of the format that its codes have.
+
+    Raises:
+        SpecError: codes of another format, numbers that are no integers, or malformed exceptions.
+    """
+    packing = fields.get("packing_format", "auto_round:auto_gptq")
+    kind = _PACKINGS.get(str(packing))
+    if kind is None:
+        raise bad_field(where, f"{FIELD}.packing_format", packing, f"one of {', '.join(_PACKINGS)}")
+    _expect(fields, where, {"data_type": ("int",)})
+    exceptions = fields.get("extra_config") or {}
+    if not isinstance(exceptions, Mapping) or not all(
+        isinstance(one, Mapping) for one in exceptions.values()
+    ):
+        raise bad_field(where, f"{FIELD}.extra_config", exceptions, "an object of modules")
+    same: dict[str, Any] = {
+        name: fields[name] for name in ("bits", "group_size", "sym") if name in fields
+    }
+    said: dict[str, Any] = {"packing_format": packing, **same}
+    if kind == "awq":
+        return {"quant_method": "awq", **said}
+    rules: dict[str, Any] = {}
+    for module, of_module in exceptions.items():
+        # A name, or a regular expression that a name contains.
+        pattern = f".*(?:{module})" if _REGEX.search(module) else f"{re.escape(module)}$"
+        changed = {name: of_module[name] for name in same if name in of_module}
+        if changed.get("bits") in _PLAIN_BITS:
+            rules[f"-:{pattern}"] = None
+        elif changed:
+            rules[f"+:{pattern}"] = changed
+    head = exceptions.get("lm_head") or {}
+    has_head = head.get("bits", _PLAIN_BITS[0]) not in _PLAIN_BITS
+    return {"quant_method": "gptq", **said, "dynamic": rules, "lm_head": has_head}
 
 
 def is_gptq(model_dir: Path | str) -> bool:
@@ -237,7 +292,7 @@ def _rules(value: object, where: str) -> tuple[ModuleRule, ...]:
 
 
 FIELD = "quantization_config"
-METHODS = ("fp8", "compressed-tensors", "awq", "mxfp4")
+METHODS = ("fp8", "compressed-tensors", "awq", "mxfp4", "bitsandbytes", "modelopt")
 """Values of ``quant_method`` whose weights are decoded when they are read."""
 
 _FORMATS = (
@@ -246,8 +301,14 @@ _FORMATS = (
     "float-quantized",
     "naive-quantized",
     "mixed-precision",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
     "dense",
 )
+_MODELOPT_ALGORITHMS = (
+    "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "MIXED_PRECISION",
+)  # fmt: skip
+"""Of ModelOpt: those that leave activations as they are."""
 _LINEAR = "Linear"
 _OF_WEIGHTS = ("weight_input", "weight_output")
 """Places of a transform that the stored weights already have."""
@@ -283,9 +344,15 @@ def codes_config(fields: Mapping[str, Any] | None, where: str) -> CodesConfig | 
     if fields is None or method == "gptq":
         return None
     if method not in METHODS:
-        raise bad_field(where, f"{FIELD}.quant_method", method, f"gptq, {', '.join(METHODS)}")
+        others = ", ".join(("gptq", "auto-round", *METHODS))
+        raise bad_field(where, f"{FIELD}.quant_method", method, others)
     if method == "compressed-tensors":
         return _compressed_tensors(fields, where)
+    if method == "modelopt":
+        algorithm = str(fields.get("quant_algo")).upper()
+        if algorithm not in _MODELOPT_ALGORITHMS:
+            expected = f"one of {', '.join(_MODELOPT_ALGORITHMS)}"
+            raise bad_field(where, f"{FIELD}.quant_algo", fields.get("quant_algo"), expected)
     if method == "awq":
         _expect(fields, where, {"bits": (4,), "version": ("gemm", "GEMM"), "zero_point": (True,)})
     return CodesConfig(block=_block(fields.get("weight_block_size"), where))

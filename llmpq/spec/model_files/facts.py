@@ -183,7 +183,7 @@ class _Files:
         found = find_config(self.path)
         if found is None:
             return
-        value = str(found.get("quant_method"))
+        value = str(found.get("packing_format") or found.get("quant_method"))
         bits = found.get("bits", found.get("num_bits"))
         value += f", {bits} bits" if isinstance(bits, int) else ""
         yield Fact(name="quantization", value=value, source=self._place(FIELD))

@@ -39,7 +39,7 @@ FLOATING = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloa
 
 _SHARD = re.compile(r"(.+)-(\d+)-of-(\d+)")
 _ADAPTER = "adapter_model"
-_OF_CODES = ".scales"
+_OF_CODES = (".scales", ".absmax")
 _PICKLED = {".bin", ".pt", ".pth", ".ckpt"}
 
 

@@ -1,6 +1,6 @@
 """Write tests/models/fixtures/compressed-tensors: matrices compressed by the format's own library.
 
-Run with compressed-tensors 0.20 installed: python scripts/compressed_tensors_fixture.py
+Run with compressed-tensors 0.20 installed: python scripts/interop/compressed_tensors_fixture.py
 """
 
 import json
@@ -13,7 +13,7 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import save_file
 
 ROWS, COLUMNS = 16, 128
-OUTPUT = Path(__file__).parents[1] / "tests" / "models" / "fixtures" / "compressed-tensors"
+OUTPUT = Path(__file__).parents[2] / "tests" / "models" / "fixtures" / "compressed-tensors"
 GROUP32 = {"strategy": "group", "group_size": 32}
 CASES = {
     "pack4": ("pack-quantized", {"num_bits": 4, "symmetric": True, **GROUP32}),

@@ -1,7 +1,7 @@
 """Write tests/models/fixtures/mxfp4: experts in MXFP4 by triton_kernels, the library of gpt_oss.
 
 Run with a torch that has triton, on a CPU, where vLLM 0.33 is installed, which contains
-triton_kernels: python scripts/mxfp4_fixture.py
+triton_kernels: python scripts/interop/mxfp4_fixture.py
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ from vllm.third_party.triton_kernels.numerics_details.mxfp import (
 )
 
 EXPERTS, ROWS, COLUMNS = 2, 16, 96
-OUTPUT = Path(__file__).parents[1] / "tests" / "models" / "fixtures" / "mxfp4"
+OUTPUT = Path(__file__).parents[2] / "tests" / "models" / "fixtures" / "mxfp4"
 
 
 def main():

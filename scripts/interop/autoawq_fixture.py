@@ -1,7 +1,7 @@
 """Write tests/models/fixtures/autoawq: a tiny model quantized, saved and run by AutoAWQ.
 
 Run in an environment of its own, on a CPU: pip install autoawq==0.2.9 "transformers<4.52" datasets;
-python scripts/autoawq_fixture.py
+python scripts/interop/autoawq_fixture.py
 """
 
 import tempfile
@@ -14,7 +14,7 @@ from awq.utils.packing_utils import dequantize_gemm
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-OUTPUT = Path(__file__).parents[1] / "tests" / "models" / "fixtures" / "autoawq"
+OUTPUT = Path(__file__).parents[2] / "tests" / "models" / "fixtures" / "autoawq"
 CONFIG = LlamaConfig(
     hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=4,
     num_hidden_layers=2, vocab_size=128, max_position_embeddings=128, initializer_range=0.2,
