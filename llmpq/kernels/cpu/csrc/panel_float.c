@@ -26,8 +26,8 @@ enum { WIDE = 1, STRIP = 2, FEW_STRIP = 2, COLUMNS = 128 };
 #endif
 enum { PARTS = 16 / LANES }; /* registers that 16 rows of the weight fill */
 /* Rows of x that meet 16-bit weights without a panel, FEW_STRIP at a time; their numbers that are widened
- * at a time; and columns that are fetched ahead. */
-enum { FEW = 36, FEW_NUMBERS = 24 * 512, AHEAD = 128 };
+ * at a time. */
+enum { FEW = 36, FEW_NUMBERS = 24 * 512 };
 
 typedef struct {
     const Product *product;
@@ -246,38 +246,59 @@ typedef struct {
     int64_t stride;
 } Streamed;
 
-/* Adds these columns times `strip` rows of x. */
-INLINE void stream(const Streamed *s, float *total, const int strip, const int type) {
-    const uint8_t *ahead = s->ahead;
-    for (int64_t first = s->from; first < s->end; first += s->block) {
-        vf sum[FEW_STRIP * PARTS];
-        const float *x = s->x + first - s->from;
+/* Blocks of columns that are summed at once, for as many independent sums as the processor can add. */
+INLINE int across_of(int64_t strip) {
+    int64_t sums = strip * PARTS; /* registers of a block */
+    return sums == 1 ? 8 : sums == 2 ? 4 : sums <= 6 ? 2 : 1;
+}
+
+/* Adds `across` blocks of columns from column `first` on, times `strip` rows of x. The sums of a block
+ * are added one after the other: those of several at once keep the processor busy meanwhile. */
+INLINE void stream_blocks(const Streamed *s, int64_t first, const uint8_t *ahead, float *total,
+                          const int strip, const int across, const int type) {
+    vf sum[FEW_STRIP * PARTS];
+    const float *x = s->x + first - s->from;
+    const int64_t apart = s->block / 2 * s->ahead_step;
 #pragma GCC unroll 24
-        for (int i = 0; i < strip * PARTS; i++) sum[i] = (vf){0};
-        for (int64_t k = 0; k < s->block; k += 2, ahead += s->ahead_step) {
-            vf even[PARTS], odd[PARTS];
-            __builtin_prefetch(ahead, 0, ONCE);
+    for (int i = 0; i < across * strip * PARTS; i++) sum[i] = (vf){0};
+    for (int64_t k = 0; k < s->block; k += 2, ahead += s->ahead_step)
+#pragma GCC unroll 8
+        for (int b = 0; b < across; b++) {
+            const float *at = x + b * s->block + k;
+            vf even[PARTS], odd[PARTS], *into = sum + b * strip * PARTS;
+            __builtin_prefetch(ahead + b * apart, 0, ONCE);
 #pragma GCC unroll 4
             for (int part = 0; part < PARTS; part++)
-                widen_pair(s->weight, s->panel, first + k, part, even + part, odd + part, type);
+                widen_pair(s->weight, s->panel, first + b * s->block + k, part, even + part,
+                           odd + part, type);
 #pragma GCC unroll 12
             for (int m = 0; m < strip; m++)
 #pragma GCC unroll 4
                 for (int part = 0; part < PARTS; part++)
-                    sum[m * PARTS + part] += x[m * s->stride + k] * even[part];
+                    into[m * PARTS + part] += at[m * s->stride] * even[part];
 #pragma GCC unroll 12
             for (int m = 0; m < strip; m++)
 #pragma GCC unroll 4
                 for (int part = 0; part < PARTS; part++)
-                    sum[m * PARTS + part] += x[m * s->stride + k + 1] * odd[part];
+                    into[m * PARTS + part] += at[m * s->stride + 1] * odd[part];
         }
 #pragma GCC unroll 24
-        for (int i = 0; i < strip * PARTS; i++) {
-            float *to = total + i / PARTS * PANEL + LANES * (i % PARTS);
-            vf new = load(to) + sum[i];
-            memcpy(to, &new, sizeof new);
-        }
+    for (int i = 0; i < across * strip * PARTS; i++) {
+        float *to = total + i / PARTS % strip * PANEL + LANES * (i % PARTS);
+        vf new = load(to) + sum[i];
+        memcpy(to, &new, sizeof new);
     }
+}
+
+/* Adds these columns times `strip` rows of x. */
+INLINE void stream(const Streamed *s, float *total, const int strip, const int type) {
+    const int across = across_of(strip);
+    const uint8_t *ahead = s->ahead;
+    int64_t first = s->from, step = s->block / 2 * s->ahead_step;
+    for (; first + across * s->block <= s->end; first += across * s->block, ahead += across * step)
+        stream_blocks(s, first, ahead, total, strip, across, type);
+    for (; first < s->end; first += s->block, ahead += step)
+        stream_blocks(s, first, ahead, total, strip, 1, type);
 }
 
 #define STREAM(COUNT)                                                                             \
@@ -315,7 +336,7 @@ INLINE int is_few(const Product *p) {
 static void stream_strips(Streamed *s, int64_t count, const uint8_t *next, float *total) {
     int64_t strips = (count + FEW_STRIP - 1) / FEW_STRIP, line = s->weight->panel * 4;
     const float *x = s->x;
-    s->ahead = s->panel + (s->from + AHEAD) * (line / 2);
+    s->ahead = s->panel + (s->from + across_of(count) * s->block) * (line / 2);
     s->ahead_step = strips > 1 ? line / strips : line;
     for (int64_t i = 0; i < strips; i++) {
         int64_t m = i * count / strips, rows = (i + 1) * count / strips - m; /* even strips */
