@@ -69,7 +69,7 @@ SCALES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Skeleton:
-    """A model without weights, with one layer where the parts around the layers allow it.
+    """A model without weights, with one layer of a class where the parts around them allow it.
 
     Attributes:
         model: the whole model on the meta device.
@@ -108,17 +108,18 @@ class Skeleton:
         skeleton._reject_unknown_scales(config)
         return skeleton
 
-    @property
-    def layer_class(self) -> type[nn.Module]:
-        """The decoder layer class of transformers."""
+    def layer_class(self, config: PreTrainedConfig, index: int) -> type[nn.Module]:
+        """Return the class of transformers that decoder layer ``index`` has."""
         layers = self.decoder.get_submodule(self.layers_name)
         assert isinstance(layers, nn.ModuleList)
-        return type(layers[0])
+        if not self.family.has_layer_classes:
+            return type(layers[0])
+        return type(layers[_kinds(config).index(config.layer_types[index])])
 
     def build_layer(self, config: PreTrainedConfig, index: int) -> nn.Module:
         """Build decoder layer ``index`` of transformers on the meta device, constants for real."""
         with torch.device("meta"), _QuickConstruction():
-            layer = self.layer_class(config, index)
+            layer = self.layer_class(config, index)(config, index)
         _use_linear(layer)
         use_stacked_experts(layer, config)
         stored = layer.state_dict().keys()
@@ -210,6 +211,11 @@ class _QuickConstruction(TorchFunctionMode):
         return func(*args, **given)
 
 
+def _kinds(config: PreTrainedConfig) -> list[str]:
+    """Return the kinds of layers, in order."""
+    return list(dict.fromkeys(config.layer_types))
+
+
 def _small_model(config: PreTrainedConfig) -> PreTrainedModel:
     model_type = config.model_type
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -220,10 +226,13 @@ def _small_model(config: PreTrainedConfig) -> PreTrainedModel:
         # The tables of Gemma 3n and 4 have a part for every layer.
         has_own_embeddings = bool(getattr(small, "hidden_size_per_layer_input", None))
         if not has_own_embeddings:
-            small.num_hidden_layers = 1
-            if getattr(small, "layer_types", None):
+            kinds = list(getattr(small, "layer_types", None) or ())[:1]
+            if family_of(model_type).has_layer_classes:
+                kinds = _kinds(small)
+            small.num_hidden_layers = max(1, len(kinds))
+            if kinds:
                 with contextlib.suppress(AttributeError):  # computed from their number
-                    small.layer_types = list(small.layer_types)[:1]
+                    small.layer_types = kinds
             if getattr(small, "num_kv_shared_layers", None):
                 small.num_kv_shared_layers = 0
         quick = contextlib.nullcontext() if has_own_embeddings else _QuickConstruction()

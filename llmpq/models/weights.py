@@ -513,6 +513,7 @@ class Checkpoint:
     ) -> None:
         """Warn of stored tensors that the layer does not have, except known endings."""
         known = {prefix + key for key in keys}
+        known.update(part for key in list(known) for part in _convolutions(key))
         read_by_others = tuple(prefix + key.removesuffix("weight") for key in without)
         for name in self.tensors.names:
             if not name.startswith(prefix) or name in known or name.startswith(read_by_others):
@@ -611,7 +612,9 @@ def find_stored(tensors: TensorFiles, name: str) -> str | None:
 
 
 def fused_source(tensors: TensorFiles, name: str, shape: tuple[int, ...]) -> TensorSource:
-    """Return the source of the fused parameter ``name`` ``[E, parts * N, K]``.
+    """Return the source of the fused parameter ``name``.
+
+    Stacked experts ``[E, parts * N, K]``, or a convolution ``[C, 1, K]`` of three stored ones.
 
     Args:
         tensors: the checkpoint's files.
@@ -621,7 +624,7 @@ def fused_source(tensors: TensorFiles, name: str, shape: tuple[int, ...]) -> Ten
     Raises:
         SpecError: no spelling is found, or the shapes or dtypes of the parts differ.
     """
-    joined = _rows_source(tensors, name, shape)
+    joined = _rows_source(tensors, name, shape) or _convolution_source(tensors, name)
     if joined is not None:
         return joined
     parts = _find_parts(tensors, name)
@@ -692,6 +695,31 @@ def _rows_source(tensors: TensorFiles, name: str, shape: tuple[int, ...]) -> Ten
     ]
     ranges = tuple(part for block in blocks for part in block.ranges)
     return replace(found[0], shape=tuple(shape), ranges=ranges)
+
+
+def _convolutions(name: str) -> tuple[str, ...]:
+    """Return the names of the convolutions that one of all channels may be stored as."""
+    block, dot, last = name.rpartition("conv1d.weight")
+    return tuple(f"{block}{part}_{dot}" for part in "qkv") if dot and not last else ()
+
+
+def _convolution_source(tensors: TensorFiles, name: str) -> TensorSource | None:
+    """Return the source of a convolution ``[C, 1, K]`` that is stored as three (Kimi Linear)."""
+    names = _convolutions(name)
+    if not names or any(one not in tensors for one in names):
+        return None
+    found = [tensors.source(one) for one in names]
+    for source in found:
+        if source.shape[1:] != found[0].shape[1:] or source.dtype != found[0].dtype:
+            raise SpecError(
+                f"{tensors.where(source.name)}: found shape {list(source.shape)} of "
+                f"{source.dtype}, expected channels as those of {found[0].name}"
+            )
+    return replace(
+        found[0],
+        shape=(sum(source.shape[0] for source in found), *found[0].shape[1:]),
+        ranges=tuple(part for source in found for part in source.ranges),
+    )
 
 
 def _find_parts(tensors: TensorFiles, name: str) -> tuple[str, ...] | None:

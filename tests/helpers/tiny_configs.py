@@ -118,6 +118,13 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": _STATE,
     "qwen3_5_text": _STATE,
     "qwen3_next": _STATE,
+    "olmo_hybrid": _STATE,
+    "kimi_linear": {
+        **_LATENT,
+        "linear_num_heads": 2,
+        "linear_head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
     "youtu": _LATENT,
 }
 """Fields of single families; ``...`` leaves one out."""

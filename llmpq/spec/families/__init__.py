@@ -120,6 +120,7 @@ class Family:
             (``llmpq-profile describe``).
         parts: modules around the layers.
         form: of every layer, or a function of transformers' configuration and a layer's number.
+        has_layer_classes: whether transformers has a class for each kind of layer.
         alibi: bias of the scores, if any.
         writes_scores: whether attention writes out its scores, as they are capped or have sinks.
         own_modules: paths in a layer whose modules of transformers are replaced, and by what.
@@ -140,6 +141,7 @@ class Family:
     sizes: Sizes | None = None
     parts: ModelParts = ModelParts()
     form: LayerForm | Callable[[Any, int], LayerForm] = LayerForm()
+    has_layer_classes: bool = False
     alibi: Alibi | None = None
     writes_scores: bool = False
     own_modules: tuple[tuple[str, OwnModule], ...] = ()
@@ -165,7 +167,7 @@ class Family:
         """Names of the operators of attention; those of Llama where the sizes have a rule."""
         found = None if self.sizes is None else self.sizes.attention
         if isinstance(found, Hybrid):
-            return found.attention
+            found = found.attention
         return found if isinstance(found, SelfAttention) else SelfAttention()
 
     @property

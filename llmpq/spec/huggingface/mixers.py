@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from llmpq.spec.huggingface.attention import AttentionSizes, SelfAttention
-from llmpq.spec.huggingface.config import HIDDEN, Config
+from llmpq.spec.huggingface.attention import AttentionSizes, LatentAttention, SelfAttention
+from llmpq.spec.huggingface.config import HEADS, HIDDEN, Config
 from llmpq.spec.huggingface.feed_forward import has_bias, linear
 from llmpq.spec.huggingface.windows import ATTENTION, LINEAR
 from llmpq.spec.model import LinearSpec
@@ -24,7 +24,7 @@ class Hybrid:
         is_attention: whether each layer is attention if ``layer_types`` is absent.
     """
 
-    attention: SelfAttention
+    attention: SelfAttention | LatentAttention
     mixer: Mixer
     is_attention: Callable[[Config], Sequence[bool]]
 
@@ -34,7 +34,7 @@ class Hybrid:
         chosen = (
             self.is_attention(fields) if names is None else [name in ATTENTION for name in names]
         )
-        attention, mixer = self.attention.one(fields), self.mixer(fields)
+        attention, mixer = self.attention(fields)[0], self.mixer(fields)
         return [attention if is_attention else mixer for is_attention in chosen]
 
 
@@ -42,6 +42,15 @@ def by_interval(fields: Config) -> Sequence[bool]:
     """Return attention in every ``full_attention_interval``-th layer (Qwen3-Next)."""
     every = fields.size("full_attention_interval", default=4)
     return [(index + 1) % every == 0 for index in range(fields.layers())]
+
+
+def by_delta_list(fields: Config) -> Sequence[bool]:
+    """Return attention in ``full_attn_layers``, counted from 1, or in every fourth (Kimi)."""
+    given, count = fields.inner("linear_attn_config"), fields.layers()
+    if given.has("full_attn_layers"):
+        chosen = given.indices("full_attn_layers")
+        return [index + 1 in chosen for index in range(count)]
+    return [index > 0 and index % 4 == 0 for index in range(count)]
 
 
 def by_list(fields: Config) -> Sequence[bool]:
@@ -98,21 +107,26 @@ class Mamba2:
         )
 
 
-def gated_delta_net(inputs: Callable[[int, int, int], dict[str, int]]) -> Mixer:
+def gated_delta_net(
+    inputs: Callable[[int, int, int], dict[str, int]], output: str = "out_proj"
+) -> Mixer:
     """Return the linear attention of Qwen3-Next (Yang et al., "Gated Delta Networks", 2025).
+
+    Sizes that are absent are those of OLMo Hybrid: as many heads as attention has, keys of three
+    quarters of an equal share of the hidden size, values twice as wide.
 
     Args:
         inputs: the input operators and their outputs, from the widths of all keys and of all
             values and the number of value heads.
+        output: the output operator.
     """
 
     def mixer(fields: Config) -> AttentionSizes:
-        hidden = fields.size(*HIDDEN)
-        keys, values = fields.size("linear_num_key_heads"), fields.size("linear_num_value_heads")
-        key_dim, value_dim = (
-            fields.size("linear_key_head_dim"),
-            fields.size("linear_value_head_dim"),
-        )
+        hidden, heads = fields.size(*HIDDEN), fields.size(*HEADS)
+        keys = fields.size("linear_num_key_heads", default=heads)
+        values = fields.size("linear_num_value_heads", default=heads)
+        key_dim = fields.size("linear_key_head_dim", default=int(0.75 * hidden / keys))
+        value_dim = fields.size("linear_value_head_dim", default=2 * key_dim)
         key, value, kernel = (
             keys * key_dim,
             values * value_dim,
@@ -124,7 +138,7 @@ def gated_delta_net(inputs: Callable[[int, int, int], dict[str, int]]) -> Mixer:
             for name, width in inputs(key, value, values).items()
         ]
         return _mixer(
-            (*linears, linear("linear_attn.out_proj", hidden, value)),
+            (*linears, linear(f"linear_attn.{output}", hidden, value)),
             others=2 * values + convolved * kernel + value_dim,
             state_values=convolved * kernel + values * key_dim * value_dim,
         )
@@ -142,6 +156,38 @@ def separate_inputs(key: int, value: int, heads: int) -> dict[str, int]:
     return {
         "in_proj_qkv": 2 * key + value, "in_proj_z": value, "in_proj_b": heads, "in_proj_a": heads,
     }  # fmt: skip
+
+
+def single_inputs(key: int, value: int, heads: int) -> dict[str, int]:
+    """Return the six input operators of OLMo Hybrid."""
+    return {
+        "q_proj": key, "k_proj": key, "v_proj": value,
+        "a_proj": heads, "b_proj": heads, "g_proj": value,
+    }  # fmt: skip
+
+
+def delta_attention(fields: Config) -> AttentionSizes:
+    """Return the linear attention of Kimi Linear, whose keys decay by channel (Kimi Team, 2025)."""
+    given = fields.inner("linear_attn_config")
+
+    def size(name: str, other: str) -> int:
+        return given.size(name) if given.has(name) else fields.size(other)
+
+    hidden = fields.size(*HIDDEN)
+    heads, head_dim = size("num_heads", "linear_num_heads"), size("head_dim", "linear_head_dim")
+    kernel = size("short_conv_kernel_size", "linear_conv_kernel_dim")
+    width = heads * head_dim
+    named = {
+        "q_proj": (width, hidden), "k_proj": (width, hidden), "v_proj": (width, hidden),
+        "forget_gate.f_a_proj": (head_dim, hidden), "forget_gate.f_b_proj": (width, head_dim),
+        "b_proj": (heads, hidden), "g_a_proj": (head_dim, hidden), "g_b_proj": (width, head_dim),
+        "o_proj": (hidden, width),
+    }  # fmt: skip
+    return _mixer(
+        tuple(linear(f"self_attn.{name}", *shape) for name, shape in named.items()),
+        others=3 * width * kernel + heads + width + head_dim,
+        state_values=3 * width * kernel + width * head_dim,
+    )
 
 
 def short_convolution(fields: Config) -> AttentionSizes:

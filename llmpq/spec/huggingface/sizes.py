@@ -13,7 +13,8 @@ from llmpq.spec.huggingface.windows import Windows
 
 def positions_of(fields: Config) -> int | None:
     """Return the longest sequence that the file states, or YaRN's where that is longer."""
-    stated = next((fields.size(name) for name in POSITIONS if fields.has(name)), None)
+    names = [name for name in POSITIONS if fields.has(name)]
+    stated = fields.size(*names) if names else None
     scaled = scaled_positions({name: fields.take(name) for name in SCALING if fields.has(name)})
     return stated if stated is None or scaled is None else max(stated, scaled)
 

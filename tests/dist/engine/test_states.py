@@ -34,10 +34,12 @@ from llmpq.spec.huggingface.families import load_model_dir
 torch.set_num_threads(1)
 
 FAMILIES = (
-    "granitemoehybrid", "lfm2", "lfm2_moe", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text",
-    "qwen3_next", "granitemoehybrid wide", "qwen3_5_text wide",
+    "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "nemotron_h", "olmo_hybrid",
+    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "granitemoehybrid wide", "qwen3_5_text wide",
 )  # fmt: skip
 _WIDE = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
+WITHOUT_KERNELS = ("kimi_linear", "olmo_hybrid")
+"""Whose recurrences transformers' own code computes."""
 WIDE = {
     "granitemoehybrid wide": {
         **_WIDE, "mamba_n_heads": 16, "num_local_experts": 0, "shared_intermediate_size": 96
@@ -87,15 +89,21 @@ def served(model_dir: Path, num_stages: int, kv_bits: int = 32, **options) -> li
     return [script.tokens(str(number)) for number in range(len(PROMPTS))]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+LIMITS = (
+    (1, {"token_budget": 24}),
+    (2, {"token_budget": 1}),
+    (3, {"token_budget": 5, "max_sequences": 2}),
+    (2, {"num_blocks": 3}),
+    (3, {"scheduler": "spf", "token_budget": 7}),
+)
+
+
 @pytest.mark.parametrize(
-    ("num_stages", "options"),
+    ("family", "num_stages", "options"),
     [
-        (1, {"token_budget": 24}),
-        (2, {"token_budget": 1}),
-        (3, {"token_budget": 5, "max_sequences": 2}),
-        (2, {"num_blocks": 3}),
-        (3, {"scheduler": "spf", "token_budget": 7}),
+        pytest.param(family, *limits, marks=() if (row + column) % 3 == 0 else pytest.mark.slow)
+        for row, family in enumerate(FAMILIES)
+        for column, limits in enumerate(LIMITS)
     ],
 )
 def test_limits_change_no_token(models, family, num_stages, options):
@@ -213,7 +221,7 @@ def test_steps_of_wide_models_are_compiled(models, family):
 
 
 @pytest.mark.skipif(library() is None, reason="needs the compiled kernels")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [one for one in FAMILIES if one not in WITHOUT_KERNELS])
 @pytest.mark.parametrize("bits", [None, 4])
 def test_mixers_are_compiled_where_they_are_proven(models, family, bits):
     model_dir, _ = models(family)
