@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -503,8 +503,14 @@ def _latent(parts: list[_Part], config: Mapping[str, Any]) -> DecodedSource:
 def _in_turn(parts: list[_Part], config: Mapping[str, Any]) -> DecodedSource:
     """Return the rows of a tensor behind those of another."""
     del config
-    slices = tuple(RowSlice(stored=one.rows, first=0, end=one.shape[0]) for one in parts)
-    return DecodedSource.of(slices, (sum(one.shape[0] for one in parts), parts[0].shape[1]))
+    rows = tuple(one.rows for one in parts)
+    return DecodedSource.of(rows, (sum(one.shape[0] for one in rows), rows[0].shape[1]))
+
+
+def _channels(parts: list[_Part], config: Mapping[str, Any]) -> DecodedSource:
+    """Return the channels of a convolution ``[C, 1, K]`` behind those of another."""
+    joined = _in_turn(parts, config)
+    return replace(joined, shape=(joined.shape[0], 1, joined.shape[1]))
 
 
 _JOININGS: dict[Joining, Callable[[list[_Part], Mapping[str, Any]], DecodedSource]] = {
@@ -512,6 +518,7 @@ _JOININGS: dict[Joining, Callable[[list[_Part], Mapping[str, Any]], DecodedSourc
     "alternating": _alternating,
     "latent": _latent,
     "in_turn": _in_turn,
+    "channels": _channels,
 }
 
 
@@ -527,6 +534,8 @@ def _changed(
     for change in reversed(form.changes_of(name)):
         if change == "single_channels":
             shape = (shape[0], 1, *shape[1:]) if len(shape) == 2 else shape
+        elif change == "single_heads":
+            shape = (1, 1, rows.shape[0], 1)
         elif change == "flat":
             rows = FlatRows(stored=rows)
             shape = rows.shape

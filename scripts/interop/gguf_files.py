@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tarfile
@@ -27,6 +28,7 @@ import torch  # noqa: E402
 from helpers.gguf_families import CONVERSIONS  # noqa: E402
 from helpers.tiny_configs import tiny_config  # noqa: E402
 from helpers.tiny_models import make_tiny_model_script  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 from llmpq.errors import LlmpqError  # noqa: E402
 from llmpq.models import Checkpoint  # noqa: E402
@@ -75,6 +77,11 @@ def compare(sources: Path, name: str, folder: Path) -> str:
     model_type, script, file = name.split()[0], make_tiny_model_script(), folder / "model.gguf"
     config = tiny_config(model_type, **CONVERSIONS[name].config, **WIDTHS.get(model_type, {}))
     script.save_model(script.make_model(config, seed=1), folder, dtype=torch.float32)
+    if model_type == "kimi_linear":  # whose dense layers have another name than its experts
+        weights = folder / "model.safetensors"
+        tensors = load_file(weights)
+        dense = re.compile(r"block_sparse_moe\.(gate|up|down)_proj")
+        save_file({dense.sub(r"mlp.\1_proj", one): tensors[one] for one in tensors}, weights)
     path = folder / "config.json"
     stored = path.read_text()
     fields = as_published(model_type, json.loads(stored))
@@ -126,6 +133,20 @@ def as_published(model_type: str, fields: dict[str, Any]) -> dict[str, Any]:
         found |= {"hybrid_override_pattern": pattern, "num_hidden_layers": len(pattern)}
         if "E" not in pattern:
             found = {name: value for name, value in found.items() if name not in OF_EXPERTS}
+    if model_type == "kimi_linear":
+        layers = range(1, 1 + len(found["layer_types"]))
+        kinds = {
+            kind: [i for i in layers if found["layer_types"][i - 1] == kind] for kind in LETTERS
+        }
+        found["linear_attn_config"] = {
+            "full_attn_layers": kinds["full_attention"],
+            "kda_layers": kinds["linear_attention"],
+            "head_dim": found.pop("linear_head_dim"),
+            "num_heads": found.pop("linear_num_heads"),
+            "short_conv_kernel_size": found.pop("linear_conv_kernel_dim"),
+        }
+        found["first_k_dense_replace"] = found.pop("mlp_layer_types").count("dense")
+        found["moe_router_activation_func"] = "sigmoid"
     if model_type in ("deepseek_v3", "minimax_m2"):
         found["scoring_func"] = "sigmoid"
     if model_type == "minimax_m2":

@@ -216,6 +216,37 @@ def _deepseek(name: str, tensor: Tensor, config: dict[str, Any]) -> Named:
     yield name.replace("kv_b_proj", "v_b_proj"), value
 
 
+def _kimi_keys(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    rotated, rank = config["qk_rope_head_dim"], config["kv_lora_rank"]
+    heads = [int(kind == "full_attention") for kind in config["layer_types"]]
+    writer.add_head_count_kv(heads)
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_kda_head_dim(config["linear_head_dim"])
+    writer.add_kv_lora_rank(rank)
+    writer.add_rope_dimension_count(rotated)
+    writer.add_key_length(rank + rotated)
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + rotated)
+    writer.add_value_length_mla(config["v_head_dim"])
+    writer.add_expert_used_count(config["num_experts_per_token"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_count(config["num_shared_experts"])
+    writer.add_leading_dense_block_count(config["mlp_layer_types"].count("dense"))
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_context_length(config["model_max_length"])
+
+
+def _kimi(name: str, tensor: Tensor, config: dict[str, Any]) -> Named:
+    if "conv1d" in name:
+        yield name, tensor.reshape(1, tensor.shape[0], 1, -1)
+    elif name.endswith("A_log"):
+        yield name, -torch.exp(tensor)
+    elif name.endswith("dt_bias"):
+        yield name.replace("dt_bias", "dt_proj.bias"), tensor
+    else:
+        yield from _deepseek(name, tensor, config)
+
+
 def _granite_keys(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     _rotated(writer, config)
     writer.add_attention_scale(config["attention_multiplier"])
@@ -519,6 +550,17 @@ CONVERSIONS: dict[str, Conversion] = {
             "rope_parameters": _YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
         },
         renamed=lambda _: {"num_key_value_heads": 1, "head_dim": None},
+    ),
+    "kimi_linear": Conversion(
+        architecture="kimi-linear",
+        keys=_kimi_keys,
+        tensors=_kimi,
+        config={"linear_num_heads": 4, "q_lora_rank": None},
+        renamed=lambda _: {
+            "num_key_value_heads": None,
+            "head_dim": None,
+            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
     ),
     "granitemoehybrid": Conversion(
         architecture="granitehybrid",

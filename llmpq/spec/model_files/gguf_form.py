@@ -79,15 +79,15 @@ GELU = {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_ta
 
 Change = Literal[
     "interleaved_queries", "interleaved_keys", "one_added", "negative_exp", "single_row",
-    "single_channels", "flat", "tiled_values", "tiled_values_last", "tiled_columns",
+    "single_channels", "flat", "single_heads", "tiled_values", "tiled_values_last", "tiled_columns",
 ]  # fmt: skip
 """What the converter does to a tensor: halves of every head interleaved; one added to a norm; -exp
-of its numbers; a dimension of size one left out; a vector made a matrix; value heads of linear
+of its numbers; dimensions of size one left out; a vector made a matrix; value heads of linear
 attention in another order (of all rows, of the rows behind those of the keys, of the columns)."""
-Joining = Literal["key_heads", "alternating", "latent", "in_turn"]
+Joining = Literal["key_heads", "alternating", "latent", "in_turn", "channels"]
 """How a tensor of transformers is made from several of a file: rows of one key head after those of
 another, single rows in turn, the keys and values of latent attention by head, all rows of one after
-those of another."""
+those of another, or all channels of a convolution."""
 INTERLEAVED_HEADS: tuple[tuple[str, tuple[Change, ...]], ...] = (
     ("self_attn.q_proj.weight", ("interleaved_queries",)),
     ("self_attn.q_proj.bias", ("interleaved_queries",)),
