@@ -92,26 +92,24 @@ static void decode8(const uint8_t *tile, float *out, int64_t stride) {
         }
 }
 
-/* Two columns of LANES rows of 16-bit weights, from column k (even) and from row `LANES part` of 16 on. */
-INLINE void widen_pair(const Weight *w, const uint8_t *from, int64_t k, int part, vf *even, vf *odd,
-                       const int type) {
-    const uint8_t *at = from + k * w->panel * 2;
+/* Two columns of LANES rows of 16-bit weights, from row `LANES part` of 16 on. */
+INLINE void widen_pair(const uint8_t *from, int64_t panel, int part, vf *even, vf *odd, const int type) {
     if (type == TYPE_F16) {
-        *even = load_lanes(at, LANES * part, TYPE_F16);
-        *odd = load_lanes(at + w->panel * 2, LANES * part, TYPE_F16);
+        *even = load_lanes(from, LANES * part, TYPE_F16);
+        *odd = load_lanes(from + panel * 2, LANES * part, TYPE_F16);
         return;
     }
-    vu words = load_codes(at, 0, part);
+    vu words = load_codes(from, 0, part);
     *even = (vf)(words << 16), *odd = (vf)(words & 0xFFFF0000u);
 }
 
 INLINE void decode16(const Weight *w, int64_t row, int64_t column, int64_t columns, float *out,
                      int64_t stride, const int type) {
-    const uint8_t *from = panel_at(w, row);
-    for (int64_t k = 0; k < columns; k += 2)
+    const uint8_t *from = panel_at(w, row) + column * w->panel * 2;
+    for (int64_t k = 0; k < columns; k += 2, from += 4 * w->panel)
         for (int part = 0; part < PARTS; part++) {
             vf even, odd;
-            widen_pair(w, from, column + k, part, &even, &odd, type);
+            widen_pair(from, w->panel, part, &even, &odd, type);
             memcpy(out + k * stride + LANES * part, &even, sizeof even);
             memcpy(out + (k + 1) * stride + LANES * part, &odd, sizeof odd);
         }
@@ -253,24 +251,25 @@ INLINE int across_of(int64_t strip) {
 }
 
 /* Adds `across` blocks of columns from column `first` on, times `strip` rows of x. The sums of a block
- * are added one after the other: those of several at once keep the processor busy meanwhile. */
+ * are added one after the other: those of several at once keep the processor busy meanwhile. `block`,
+ * `panel` and `step` are those of s, as constants where they are the usual ones. */
 INLINE void stream_blocks(const Streamed *s, int64_t first, const uint8_t *ahead, float *total,
-                          const int strip, const int across, const int type) {
+                          const int strip, const int across, const int type, const int64_t block,
+                          const int64_t panel, const int64_t step) {
     vf sum[FEW_STRIP * PARTS];
     const float *x = s->x + first - s->from;
-    const int64_t apart = s->block / 2 * s->ahead_step;
+    const uint8_t *from = s->panel + first * panel * 2;
 #pragma GCC unroll 24
     for (int i = 0; i < across * strip * PARTS; i++) sum[i] = (vf){0};
-    for (int64_t k = 0; k < s->block; k += 2, ahead += s->ahead_step)
+    for (int64_t k = 0; k < block; k += 2, x += 2, from += 4 * panel, ahead += step)
 #pragma GCC unroll 8
         for (int b = 0; b < across; b++) {
-            const float *at = x + b * s->block + k;
+            const float *at = x + b * block;
             vf even[PARTS], odd[PARTS], *into = sum + b * strip * PARTS;
-            __builtin_prefetch(ahead + b * apart, 0, ONCE);
+            __builtin_prefetch(ahead + b * (block / 2 * step), 0, ONCE);
 #pragma GCC unroll 4
             for (int part = 0; part < PARTS; part++)
-                widen_pair(s->weight, s->panel, first + b * s->block + k, part, even + part,
-                           odd + part, type);
+                widen_pair(from + b * block * panel * 2, panel, part, even + part, odd + part, type);
 #pragma GCC unroll 12
             for (int m = 0; m < strip; m++)
 #pragma GCC unroll 4
@@ -290,15 +289,23 @@ INLINE void stream_blocks(const Streamed *s, int64_t first, const uint8_t *ahead
     }
 }
 
-/* Adds these columns times `strip` rows of x. */
-INLINE void stream(const Streamed *s, float *total, const int strip, const int type) {
+INLINE void stream_columns(const Streamed *s, float *total, const int strip, const int type,
+                           const int64_t block, const int64_t panel, const int64_t step) {
     const int across = across_of(strip);
     const uint8_t *ahead = s->ahead;
-    int64_t first = s->from, step = s->block / 2 * s->ahead_step;
-    for (; first + across * s->block <= s->end; first += across * s->block, ahead += across * step)
-        stream_blocks(s, first, ahead, total, strip, across, type);
-    for (; first < s->end; first += s->block, ahead += step)
-        stream_blocks(s, first, ahead, total, strip, 1, type);
+    int64_t first = s->from;
+    for (; first + across * block <= s->end; first += across * block, ahead += across * block / 2 * step)
+        stream_blocks(s, first, ahead, total, strip, across, type, block, panel, step);
+    for (; first < s->end; first += block, ahead += block / 2 * step)
+        stream_blocks(s, first, ahead, total, strip, 1, type, block, panel, step);
+}
+
+/* Adds these columns times `strip` rows of x. */
+INLINE void stream(const Streamed *s, float *total, const int strip, const int type) {
+    int64_t panel = s->weight->panel;
+    if (s->block == COLUMNS && panel == 16 && s->ahead_step == 64)
+        stream_columns(s, total, strip, type, COLUMNS, 16, 64);
+    else stream_columns(s, total, strip, type, s->block, panel, s->ahead_step);
 }
 
 #define STREAM(COUNT)                                                                             \
