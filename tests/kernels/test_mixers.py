@@ -62,6 +62,7 @@ class DeltaCase:
         self.conv_states = torch.randn(SLOTS, channels, width)
         self.states = torch.randn(SLOTS, self.heads, key_dim, value_dim)
         self.rows = random_rows(counts)
+        self.summands = 0.0
 
     def run(self):
         """The output, and the states after it."""
@@ -87,7 +88,7 @@ class DeltaCase:
             query, key, value = convolved.split([self.keys, self.keys, self.values], dim=-1)
             decay = self.inputs.decay[span].double() + self.bias.double()
             # The function of transformers computes in float32: its text, in float64.
-            out, state = recurrent(
+            out, state, largest = recurrent(
                 query.unflatten(-1, (-1, self.key_dim)), key.unflatten(-1, (-1, self.key_dim)),
                 value.unflatten(-1, (-1, self.value_dim)),
                 -self.log_rate.double().exp() * functional.softplus(decay)[None],
@@ -96,24 +97,30 @@ class DeltaCase:
             )  # fmt: skip
             states[row[SLOT]] = state[0]
             gate = self.inputs.gate[span].double().unflatten(-1, (-1, self.value_dim))
-            normed = out[0] * torch.rsqrt(out[0].pow(2).mean(-1, keepdim=True) + EPSILON)
-            outputs.append((normed * self.norm.double() * functional.silu(gate)).flatten(1))
+            root = torch.rsqrt(out[0].pow(2).mean(-1, keepdim=True) + EPSILON)
+            after = root * self.norm.double() * functional.silu(gate)
+            outputs.append((out[0] * after).flatten(1))
+            self.summands = max(self.summands, float((largest[..., None] * after).abs().max()))
         return torch.cat(outputs), conv_states, states
 
 
 def recurrent(query, key, value, decay, beta, state):
-    """The gated delta rule, token by token: ``[1, T, heads, features]``."""
+    """The gated delta rule: its outputs ``[1, T, heads, features]`` and state.
+
+    Also the largest number of the state at every token ``[T, heads]``.
+    """
     share = value.shape[2] // key.shape[2]
     query, key = (reference.l2norm(x.repeat_interleave(share, dim=2)) for x in (query, key))
     query = query / query.shape[-1] ** 0.5
-    state, outputs = state.clone(), []
+    state, outputs, largest = state.clone(), [], []
     for t in range(value.shape[1]):
         state = state * decay[:, t].exp()[..., None, None]
         read = (state * key[:, t, :, :, None]).sum(-2)
         delta = (value[:, t] - read) * beta[:, t, :, None]
         state = state + key[:, t, :, :, None] * delta[:, :, None]
         outputs.append((state * query[:, t, :, :, None]).sum(-2))
-    return torch.stack(outputs, dim=1), state
+        largest.append(state[0].abs().amax((-2, -1)))
+    return torch.stack(outputs, dim=1), state, torch.stack(largest)
 
 
 def check(case, summed):
@@ -124,8 +131,10 @@ def check(case, summed):
     relative = 8 * 2.0**-24 * (summed + longest)
     for name, one, other in zip(("output", "conv", "state"), found, expected, strict=True):
         rounding = UNIT[case.dtype] if name == "output" else 0.0
-        error = (one.double() - other).abs().max()
-        assert error <= (relative + rounding) * other.abs().max(), name
+        error, size = (one.double() - other).abs().max(), float(other.abs().max())
+        # A small sum of large numbers has the errors of these; a norm makes all sums as large.
+        summands = max(size, getattr(case, "summands", 0.0)) if name == "output" else size
+        assert error <= relative * summands + rounding * size, name
 
 
 def test_the_text_of_the_oracle_is_that_of_transformers():
@@ -137,7 +146,7 @@ def test_the_text_of_the_oracle_is_that_of_transformers():
         query, key, value, g=decay, beta=beta, initial_state=state, output_final_state=True,
         use_qk_l2norm_in_kernel=True,
     )  # fmt: skip
-    found = recurrent(query, key, value, decay, beta, state)
+    found = recurrent(query, key, value, decay, beta, state)[:2]
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
