@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llmpq.spec.devices.figures import DeviceKind
-from llmpq.spec.families import family_of
+from llmpq.spec.families import PIECE_TOKENS, family_of
 from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import BITS, DTYPE_BYTES, Dtype, needs_scratch, stored_bytes
@@ -483,13 +483,18 @@ def _recurrence(step: ForwardShape, layer: LayerSpec, *, on_cpu: bool) -> int:
     On a CPU it is compiled (``llmpq.kernels.cpu.mixers``): projections of all rows, and their parts
     once more, what is convolved and what comes out in float32. Elsewhere transformers' code runs
     for the tokens of one prompt, or one token of each row: its chunked recurrence is in float32,
-    with copies of the states.
+    with copies of the states. Where no kernel is, it does so on CPUs too, for a piece of a prompt.
     """
     value_bytes = DTYPE_BYTES[step.dtype]
     mixed = [op for op in layer.linears if is_attention(op)]
     inputs = sum(op.out_features for op in mixed[:-1])
     width = mixed[-1].in_features
     has_recurrence = layer.state_values > MAX_KERNEL * width
+    own_bytes = family_of(step.model.family).recurrence_bytes
+    if own_bytes is not None:
+        calls, sequences = (PIECE_TOKENS, 1) if step.tokens > 1 else (step.batch, step.batch)
+        states = 3 * sequences * layer.state_values * DTYPE_BYTES["float32"]
+        return calls * (inputs * value_bytes + width * own_bytes) + states + 2 * step.hidden
     if on_cpu:
         floats = max(op.out_features for op in mixed[:-1]) + width if has_recurrence else 0
         return step.of(2 * inputs + width) + step.of(floats, 4) + step.hidden

@@ -18,7 +18,7 @@ import inspect
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import cache
 from operator import attrgetter
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,12 +51,13 @@ from llmpq.models.master import SharedKV, TokenLayout, layout_of
 from llmpq.models.states import (
     SequenceStates,
     StateShapes,
+    is_mixer,
     mixer_kind,
     mixer_of,
     state_shapes,
     use_row_states,
 )
-from llmpq.spec.families import Family, family_of
+from llmpq.spec.families import PIECE_TOKENS, Family, family_of
 from llmpq.spec.huggingface.config import SCALING, LengthScaling, read_length_scaling
 from llmpq.spec.huggingface.feed_forward import Gated
 from llmpq.spec.runtime_constants import ACTIVATION_BLOCK_VALUES, KV_BLOCK_SIZE, ROW_BLOCK
@@ -336,7 +337,7 @@ def _install(layer: nn.Module, family: Family, config: PreTrainedConfig, index: 
         use_blockwise_activation(layer, f"{block.prefix}.{block.activation}")
     use_row_blocks(layer)
     if keeps_state(config, index):
-        use_row_states(layer)
+        use_row_states(layer, None if family.recurrence_bytes is None else PIECE_TOKENS)
     elif not keeps_nothing(config, index) and not use_own_attention(layer, family):
         use_packed_attention(layer)
 
@@ -382,8 +383,11 @@ def use_row_blocks(layer: nn.Module) -> None:
     This bounds its inner tensors, whatever the length of prompts. A feed-forward is a module of
     two linear operators or more whose call takes hidden states alone, or with a residual.
     """
-    for name, part in layer.named_modules():
-        if name and _is_feed_forward(part):
+    parts = dict(layer.named_modules())
+    kinds: dict[str, Any] = {name: type(part) for name, part in parts.items()}
+    mixers = tuple(f"{name}." for name, kind in kinds.items() if is_mixer(kind))
+    for name, part in parts.items():
+        if name and not name.startswith(mixers) and _is_feed_forward(part):
             part.__class__ = _in_row_blocks(part.__class__)  # as torch's parametrizations do
 
 

@@ -36,6 +36,8 @@ StateShapes = dict[str, tuple[int, ...]]
 """Shape of the states of one sequence in a layer by kind: ``conv`` ``[C, K]``, ``recurrent``
 ``[heads, ...]``; empty for a layer without."""
 
+_PIECE = "piece_tokens"
+"""Attribute of a mixer: tokens of a row that transformers' code computes at once."""
 COMPILED = "compiled_rows"
 """Attribute of a mixer that computes rows: a :data:`CompiledRows`, or ``None``."""
 CompiledRows = Callable[[Tensor, PackedBatch, dict[str, Tensor]], Tensor | None]
@@ -277,8 +279,12 @@ def _check_first(state_idx: int) -> None:
         raise SpecError(f"states: found state {state_idx} of a layer, expected one of each kind")
 
 
-def use_row_states(layer: nn.Module) -> None:
+def use_row_states(layer: nn.Module, piece: int | None = None) -> None:
     """Let the mixer of ``layer`` compute the rows of a step apart.
+
+    Args:
+        layer: with a mixer.
+        piece: tokens of a row that transformers' code computes at once; ``None`` for all.
 
     Raises:
         SpecError: as :func:`mixer_of`.
@@ -286,6 +292,7 @@ def use_row_states(layer: nn.Module) -> None:
     mixer = mixer_of(layer)
     kind: Any = type(mixer)
     mixer.__class__ = _in_rows(kind)  # as torch's parametrizations do
+    setattr(mixer, _PIECE, piece)
 
 
 def mixer_of(layer: nn.Module) -> nn.Module:
@@ -393,9 +400,16 @@ def _in_rows(kind: type[nn.Module]) -> type[nn.Module]:
             hidden_states,
             batch,
             states,
+            getattr(self, _PIECE),
         )
 
-    members = {"forward": forward, "__module__": kind.__module__, _RUNS_ROWS: kind, COMPILED: None}
+    members = {
+        "forward": forward,
+        "__module__": kind.__module__,
+        _RUNS_ROWS: kind,
+        COMPILED: None,
+        _PIECE: None,
+    }
     return type(kind.__name__, (kind,), members)
 
 
@@ -404,6 +418,7 @@ def run_rows(
     hidden: Tensor,
     batch: PackedBatch,
     states: SequenceStates | None,
+    piece: int | None = None,
 ) -> Tensor:
     """Return ``[1, N, H]`` of a mixer for the rows of a step.
 
@@ -412,6 +427,7 @@ def run_rows(
         hidden: ``[1, N, H]``.
         batch: rows of the step; several of one sequence follow each other in order.
         states: of all sequences; ``None`` for whole sequences, whose states are not kept.
+        piece: tokens of a row that one call computes; ``None`` for all.
     """
     output = torch.empty_like(hidden)
     spans = [
@@ -435,7 +451,11 @@ def run_rows(
     else:
         together = []
     for row in sorted(set(range(batch.rows)).difference(together)):
-        own = states.rows([batch.slots[row]], hidden.dtype, is_new=batch.starts[row] == 0)
-        output[:, spans[row]] = mixer(hidden[:, spans[row]], own)
-        own.end()
+        first, end = spans[row].start, spans[row].stop
+        for begin in range(first, end, piece or end - first):
+            part = slice(begin, min(end, begin + (piece or end - first)))
+            is_new = batch.starts[row] == 0 and begin == first
+            own = states.rows([batch.slots[row]], hidden.dtype, is_new=is_new)
+            output[:, part] = mixer(hidden[:, part], own)
+            own.end()
     return output

@@ -87,6 +87,10 @@ Norms = tuple[str | None, str | None, str | None, str | None]
 """Names of the norms before and after attention, before and after the MLP."""
 
 
+PIECE_TOKENS = 64
+"""Tokens of a chunk of transformers' recurrences: fewer take as much memory."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerForm:
     """How the modules of a layer are combined; compiled steps are verified against the layer.
@@ -121,6 +125,8 @@ class Family:
         parts: modules around the layers.
         form: of every layer, or a function of transformers' configuration and a layer's number.
         has_layer_classes: whether transformers has a class for each kind of layer.
+        recurrence_bytes: bytes that transformers' recurrence makes for a channel of a token, where
+            no kernel computes it: ``PIECE_TOKENS`` of a prompt at a time; ``None`` elsewhere.
         alibi: bias of the scores, if any.
         writes_scores: whether attention writes out its scores, as they are capped or have sinks.
         own_modules: paths in a layer whose modules of transformers are replaced, and by what.
@@ -142,6 +148,7 @@ class Family:
     parts: ModelParts = ModelParts()
     form: LayerForm | Callable[[Any, int], LayerForm] = LayerForm()
     has_layer_classes: bool = False
+    recurrence_bytes: int | None = None
     alibi: Alibi | None = None
     writes_scores: bool = False
     own_modules: tuple[tuple[str, OwnModule], ...] = ()

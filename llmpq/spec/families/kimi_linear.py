@@ -70,6 +70,7 @@ def _fields(metadata: GgufMetadata) -> dict[str, Any]:
 FAMILY = Family(
     name="kimi_linear",
     form=LayerForm(rotation=None),
+    recurrence_bytes=860,
     sizes=Sizes(
         attention=mixers.Hybrid(
             attention=LatentAttention(),

@@ -27,6 +27,7 @@ FAMILY = Family(
     name="olmo_hybrid",
     form=_form,
     has_layer_classes=True,
+    recurrence_bytes=160,
     sizes=Sizes(
         attention=mixers.Hybrid(
             attention=SelfAttention(norm="rows"),
