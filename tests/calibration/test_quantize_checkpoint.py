@@ -223,7 +223,7 @@ def test_layers_have_the_stored_weights(quantized):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"quant_method": "quip"}, "found 'quip', expected gptq, fp8"),
+        ({"quant_method": "quip"}, "found 'quip', expected gptq, auto-round, fp8"),
         ({"checkpoint_format": "marlin"}, "checkpoint_format"),
         ({"lm_head": True}, "lm_head"),
         ({"bits": 5}, "expected one of"),

@@ -48,12 +48,12 @@ MORE = {
     "mpt three heads": ("mpt", {"n_heads": 3, "d_model": 24}),
     "qwen2_moe dense": ("qwen2_moe", {"mlp_only_layers": [1]}),
 }  # fmt: skip
-UNLIKE = (
+DIFFERENT = (
     "bloom", "dbrx", "deepseek_v3", "falcon groups", "gemma4 experts", "gpt_oss",
     "granitemoehybrid", "jetmoe", "llama", "llama4_text", "mpt", "nemotron_h", "opt", "phi3",
     "qwen3_next",
 )  # fmt: skip
-"""Whose matrices are unlike: in rows or columns, merged, of experts, of layers with a state."""
+"""Whose matrices differ: in rows or columns, merged, of experts, of layers with a state."""
 CASES = {**{name: (name, {}) for name in sorted(TESTED)}, **MORE}
 
 
@@ -100,7 +100,7 @@ def _assert_generates(folder, cuts):
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=() if case in UNLIKE else pytest.mark.slow) for case in CASES],
+    [pytest.param(case, marks=() if case in DIFFERENT else pytest.mark.slow) for case in CASES],
 )
 def test_quantized_stages_equal_one_quantized_process(case, tmp_path):
     folder = _save(tmp_path, case)

@@ -137,4 +137,4 @@ def test_a_checkpoint_of_another_method_is_refused(tiny_model, tmp_path, capsys)
     config["quantization_config"] = {"quant_method": "quip"}
     (folder / "config.json").write_text(json.dumps(config))
     assert planned(tmp_path, folder) == 2
-    assert "found 'quip', expected gptq, fp8" in capsys.readouterr().err
+    assert "found 'quip', expected gptq, auto-round, fp8" in capsys.readouterr().err
