@@ -66,25 +66,41 @@ def shared_experts(metadata: GgufMetadata) -> dict[str, Any]:
 
 def latent_attention(metadata: GgufMetadata) -> dict[str, Any]:
     """Return the fields of attention with a latent; files have sizes for its two forms."""
-    ending = "_mla" if metadata.has("attention.key_length_mla") else ""
-    heads, rotated = metadata.whole("attention.head_count"), metadata.whole("rope.dimension_count")
-    size = metadata.whole(f"attention.key_length{ending}")
-    rank = metadata.whole("attention.kv_lora_rank")
-    if not 0 < rotated < size:
-        raise metadata.error("rope.dimension_count", rotated, f"fewer than {size}")
-    if ending:
-        metadata.expect("attention.key_length", rank + rotated)
-        metadata.expect("attention.value_length", rank)
-    metadata.expect("attention.head_count_kv", 1 if ending else heads)
+    heads = metadata.whole("attention.head_count")
+    is_joint = metadata.has("attention.key_length_mla")
+    if is_joint:
+        metadata.expect("attention.value_length", metadata.whole("attention.kv_lora_rank"))
+    metadata.expect("attention.head_count_kv", 1 if is_joint else heads)
     return {
         "num_key_value_heads": heads,
+        **latent_sizes(metadata, is_joint=is_joint),
+        "rope_parameters": rotation(metadata) | _logarithm(metadata),
+    }
+
+
+def latent_sizes(metadata: GgufMetadata, *, is_joint: bool) -> dict[str, Any]:
+    """Return the sizes of attention with a latent.
+
+    Args:
+        metadata: of the file.
+        is_joint: whether its usual sizes are those of one head for all, the latent.
+    """
+    ending, rank = "_mla" if is_joint else "", metadata.whole("attention.kv_lora_rank")
+    rotated, size = (
+        metadata.whole("rope.dimension_count"),
+        metadata.whole(f"attention.key_length{ending}"),
+    )
+    if not 0 < rotated < size:
+        raise metadata.error("rope.dimension_count", rotated, f"fewer than {size}")
+    if is_joint:
+        metadata.expect("attention.key_length", rank + rotated)
+    return {
         "head_dim": rotated,
         "kv_lora_rank": rank,
         "q_lora_rank": metadata.whole("attention.q_lora_rank", 0) or None,
         "qk_rope_head_dim": rotated,
         "qk_nope_head_dim": size - rotated,
         "v_head_dim": metadata.whole(f"attention.value_length{ending}"),
-        "rope_parameters": rotation(metadata) | _logarithm(metadata),
     }
 
 

@@ -35,24 +35,12 @@ _STATE_NAMES = (
 def _fields(metadata: GgufMetadata) -> dict[str, Any]:
     metadata.expect("expert_gating_func", SIGMOID)
     is_attention, _ = attention_layers(metadata)
-    heads, rotated = metadata.whole("attention.head_count"), metadata.whole("rope.dimension_count")
-    size, rank = (
-        metadata.whole("attention.key_length_mla"),
-        metadata.whole("attention.kv_lora_rank"),
-    )
-    if not 0 < rotated < size:
-        raise metadata.error("rope.dimension_count", rotated, f"fewer than {size}")
-    metadata.expect("attention.key_length", rank + rotated)
+    heads = metadata.whole("attention.head_count")
     metadata.whole("attention.value_length", 0)  # of no head: it is that of value_length_mla
     return {
         "architectures": ["KimiLinearForCausalLM"],
         "num_key_value_heads": heads,
-        "head_dim": rotated,
-        "kv_lora_rank": rank,
-        "q_lora_rank": metadata.whole("attention.q_lora_rank", 0) or None,
-        "qk_rope_head_dim": rotated,
-        "qk_nope_head_dim": size - rotated,
-        "v_head_dim": metadata.whole("attention.value_length_mla"),
+        **deepseek_v2.latent_sizes(metadata, is_joint=True),
         "linear_num_heads": heads,
         "linear_head_dim": metadata.whole("kda.head_dim"),
         "linear_conv_kernel_dim": metadata.whole("ssm.conv_kernel"),
