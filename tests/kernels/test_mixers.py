@@ -133,7 +133,7 @@ def check(case, summed):
         rounding = UNIT[case.dtype] if name == "output" else 0.0
         error, size = (one.double() - other).abs().max(), float(other.abs().max())
         # A small sum of large numbers has the errors of these; a norm makes all sums as large.
-        summands = max(size, getattr(case, "summands", 0.0)) if name == "output" else size
+        summands = max(size, case.summands) if name == "output" else size
         assert error <= relative * summands + rounding * size, name
 
 
@@ -226,6 +226,7 @@ class MambaCase:
         self.conv_states = torch.randn(SLOTS, channels, WIDTH)
         self.states = torch.randn(SLOTS, self.heads, head_dim, state_dim)
         self.rows = random_rows(counts)
+        self.summands = 0.0
 
     def run(self):
         """The output, and the states after it."""
@@ -260,28 +261,36 @@ class MambaCase:
             dt = functional.softplus(dt + self.bias.double())
             if row[TOKENS] > 1 or row[IS_NEW]:
                 dt = dt.clamp(*self.limits)
-            out, states[row[SLOT]] = select(
+            out, states[row[SLOT]], sizes = select(
                 x.unflatten(-1, (self.heads, -1)), dt, -self.log_rate.double().exp(),
                 b.unflatten(-1, (self.groups, -1)), c.unflatten(-1, (self.groups, -1)),
                 states[row[SLOT]] * (not row[IS_NEW]),
             )  # fmt: skip
-            out = out + self.skip.double()[:, None] * x.unflatten(-1, (self.heads, -1))
+            skipped = self.skip.double()[:, None] * x.unflatten(-1, (self.heads, -1))
+            out, sizes = out + skipped, sizes + skipped.abs()
             gated = (out.flatten(1) * functional.silu(gate)).unflatten(-1, (self.groups, -1))
             scale = torch.rsqrt(gated.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
             outputs.append((gated * scale).flatten(1) * self.norm.double())
+            sizes = (sizes.flatten(1) * functional.silu(gate)).unflatten(-1, (self.groups, -1))
+            after = (sizes * scale).flatten(1) * self.norm.double()
+            self.summands = max(self.summands, float(after.abs().max()))
         return torch.cat(outputs), conv_states, states
 
 
 def select(x, dt, rate, b, c, state):
-    """The selective state space, token by token: ``[T, heads, features]``."""
+    """The selective state space, token by token: ``[T, heads, features]``, and its state.
+
+    Also the sums of magnitudes ``[T, heads, features]``.
+    """
     share = x.shape[1] // b.shape[1]
     b, c = (one.repeat_interleave(share, dim=1) for one in (b, c))
-    outputs = []
+    outputs, sizes = [], []
     for t in range(len(x)):
         state = state * (rate * dt[t]).exp()[:, None, None]
         state = state + (dt[t][:, None] * x[t])[..., None] * b[t][:, None]
         outputs.append((state * c[t][:, None]).sum(-1))
-    return torch.stack(outputs), state
+        sizes.append((state * c[t][:, None]).abs().sum(-1))
+    return torch.stack(outputs), state, torch.stack(sizes)
 
 
 def test_the_text_of_the_selective_state_space_is_that_of_transformers():
@@ -293,7 +302,7 @@ def test_the_text_of_the_selective_state_space_is_that_of_transformers():
         x[None], dt[None], rate, b[None], c[None], 4, D=skip, initial_states=state[None],
         return_final_states=True,
     )  # fmt: skip
-    found, last = select(x, dt, rate, b, c, state)
+    found, last, _ = select(x, dt, rate, b, c, state)
     torch.testing.assert_close(found + skip[:, None] * x, out[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(last, expected[0], rtol=1e-4, atol=1e-4)
 
