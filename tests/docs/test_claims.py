@@ -666,8 +666,20 @@ def simulated_orders() -> str:
 
 
 def decode_without_bf16() -> str:
-    found = rows_of("decode", "avx2", "Decode")
-    return f"5 {between(row['llmpq / llama.cpp'] for row in found)}"
+    processors = {"avx2": "Intel", "avx512": "AMD"}
+
+    def ratios(cpu_isa: str, *, sequences: tuple[int, ...], bits: tuple[int, ...]) -> str:
+        return between(
+            row["llmpq / llama.cpp"]
+            for row in rows_of("decode", cpu_isa, "Decode", processors[cpu_isa])
+            if row["sequences"] in sequences and row["bits"] in bits
+        )
+
+    found = ratios("avx2", sequences=(1, 8), bits=(16, 8, 4, 3))
+    one = ratios("avx512", sequences=(1,), bits=(16,))
+    few_bits = ratios("avx512", sequences=(1,), bits=(8, 4, 3))
+    eight = ratios("avx512", sequences=(8,), bits=(16, 8, 4, 3))
+    return f"5 {found} {one} 16 {few_bits} {eight}"
 
 
 def step_between_machines() -> str:
