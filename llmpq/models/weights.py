@@ -217,16 +217,20 @@ class QuantizedFiles(TensorFiles):
             raise SpecError(f"{where}: found no readable state of codes: {error!r}") from error
         codes = super().source(name)
         scales = super().source(f"{name}.absmax")
-        weights = math.prod(dims)
+        table = super().source(f"{name}.quant_map")
+        scale_table = super().source(f"{name}.nested_quant_map") if nested else None
+        scale_scales = super().source(f"{name}.nested_absmax") if nested else None
+        weights, count = math.prod(dims), math.prod(scales.shape)
         fits = (
             len(dims) == 2
             and min(dims) > 0
             and block > 0
-            and (
-                codes.nbytes == -(-weights // 2)
-                and math.prod(scales.shape) == -(-weights // block)
-                and (scales.dtype == torch.uint8) == (nested > 0)
-            )
+            and codes.nbytes == -(-weights // 2)
+            and count == -(-weights // block)
+            and (scales.dtype == torch.uint8) == (nested > 0)
+            and table.shape == (16,)
+            and (scale_table is None or scale_table.shape == (256,))
+            and (scale_scales is None or math.prod(scale_scales.shape) == -(-count // nested))
         )
         if not fits:
             raise SpecError(
@@ -236,12 +240,12 @@ class QuantizedFiles(TensorFiles):
             )
         rows = Bnb4Rows(
             codes=replace(codes, dtype=torch.uint8, shape=(codes.nbytes, 1)),
-            table=super().source(f"{name}.quant_map"),
+            table=table,
             scales=scales,
             dims=(dims[0], dims[1]),
             block=block,
-            scale_table=super().source(f"{name}.nested_quant_map") if nested else None,
-            scale_scales=super().source(f"{name}.nested_absmax") if nested else None,
+            scale_table=scale_table,
+            scale_scales=scale_scales,
             scale_block=nested or 1,
             offset=offset,
         )

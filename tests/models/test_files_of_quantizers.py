@@ -195,6 +195,19 @@ def test_modelopt_says_its_format_in_a_file_of_its_own(tiny_model, tmp_path):
         is_gptq(tmp_path)
 
 
+def mixture(**algorithms):
+    modules = {name: {"quant_algo": one} for name, one in algorithms.items()}
+    return {**MODELOPT, "quant_algo": "MIXED_PRECISION", "quantized_layers": modules}
+
+
+def test_every_module_of_a_mixture_of_modelopt_is_checked():
+    assert codes_config(mixture(a="FP8", b="NVFP4"), "config.json") is not None
+    with pytest.raises(SpecError, match=r"quantized_layers': found 'W4A8_AWQ', expected one of"):
+        codes_config(mixture(a="FP8", b="W4A8_AWQ"), "config.json")
+    with pytest.raises(SpecError, match="expected an object of modules"):
+        codes_config({**MODELOPT, "quant_algo": "MIXED_PRECISION"}, "config.json")
+
+
 def test_nvfp4_weights_are_those_that_modelopt_decodes():
     folder = FIXTURES / "modelopt" / "nvfp4"
     files = QuantizedFiles(folder, codes_config(MODELOPT, "config.json"))
@@ -287,7 +300,7 @@ def test_fields_of_autoround_that_are_not_read(fields, message, tiny_model, tmp_
         find_config(folder_with(AUTO_ROUND | fields, tmp_path, tiny_model))
 
 
-@pytest.mark.parametrize("change", ["state", "codes", "scales", "layout"])
+@pytest.mark.parametrize("change", ["state", "codes", "scales", "table", "tables", "layout"])
 def test_damaged_tensors_of_bitsandbytes_are_one_error(change, tmp_path):
     codes, state = quantize_4bit(torch.randn(8, 64), quant_type="nf4", compress_statistics=True)
     parts = {f"m.weight.{name}": one for name, one in state.as_dict(packed=True).items()}
@@ -300,6 +313,10 @@ def test_damaged_tensors_of_bitsandbytes_are_one_error(change, tmp_path):
         tensors["m.weight"] = codes[:-1]
     elif change == "scales":
         tensors["m.weight.absmax"] = tensors["m.weight.absmax"][1:]
+    elif change == "table":
+        tensors["m.weight.quant_map"] = tensors["m.weight.quant_map"][1:]
+    elif change == "tables":
+        tensors["m.weight.nested_quant_map"] = tensors["m.weight.nested_quant_map"][1:]
     else:
         tensors = {"m.weight": torch.zeros(4, 4, dtype=torch.int8), "m.SCB": torch.ones(4)}
         tensors["m.weight_format"] = torch.tensor(2).byte()

@@ -306,9 +306,9 @@ _FORMATS = (
     "dense",
 )
 _MODELOPT_ALGORITHMS = (
-    "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "MIXED_PRECISION",
+    "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4",
 )  # fmt: skip
-"""Of ModelOpt: those that leave activations as they are."""
+"""Of ModelOpt: those whose weights mean the same without what is done to activations."""
 _LINEAR = "Linear"
 _OF_WEIGHTS = ("weight_input", "weight_output")
 """Places of a transform that the stored weights already have."""
@@ -349,13 +349,30 @@ def codes_config(fields: Mapping[str, Any] | None, where: str) -> CodesConfig | 
     if method == "compressed-tensors":
         return _compressed_tensors(fields, where)
     if method == "modelopt":
-        algorithm = str(fields.get("quant_algo")).upper()
-        if algorithm not in _MODELOPT_ALGORITHMS:
-            expected = f"one of {', '.join(_MODELOPT_ALGORITHMS)}"
-            raise bad_field(where, f"{FIELD}.quant_algo", fields.get("quant_algo"), expected)
+        _check_modelopt(fields, where)
     if method == "awq":
         _expect(fields, where, {"bits": (4,), "version": ("gemm", "GEMM"), "zero_point": (True,)})
     return CodesConfig(block=_block(fields.get("weight_block_size"), where))
+
+
+def _check_modelopt(fields: Mapping[str, Any], where: str) -> None:
+    """Check the algorithm, or those of all modules of a mixture.
+
+    Raises:
+        SpecError: one is not read.
+    """
+    name, found = f"{FIELD}.quant_algo", [fields.get("quant_algo")]
+    if found == ["MIXED_PRECISION"]:
+        name, modules = f"{FIELD}.quantized_layers", fields.get("quantized_layers")
+        if not isinstance(modules, Mapping) or not all(
+            isinstance(one, Mapping) for one in modules.values()
+        ):
+            raise bad_field(where, name, modules, "an object of modules")
+        found = [one.get("quant_algo") for one in modules.values()]
+    for algorithm in found:
+        if str(algorithm).upper() not in _MODELOPT_ALGORITHMS:
+            expected = f"one of {', '.join(_MODELOPT_ALGORITHMS)}"
+            raise bad_field(where, name, algorithm, expected)
 
 
 def _compressed_tensors(fields: Mapping[str, Any], where: str) -> CodesConfig:
