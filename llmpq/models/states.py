@@ -452,8 +452,9 @@ def run_rows(
         together = []
     for row in sorted(set(range(batch.rows)).difference(together)):
         first, end = spans[row].start, spans[row].stop
-        for begin in range(first, end, piece or end - first):
-            part = slice(begin, min(end, begin + (piece or end - first)))
+        step = piece or max(1, end - first)
+        for begin in range(first, end, step):
+            part = slice(begin, min(end, begin + step))
             is_new = batch.starts[row] == 0 and begin == first
             own = states.rows([batch.slots[row]], hidden.dtype, is_new=is_new)
             output[:, part] = mixer(hidden[:, part], own)

@@ -679,7 +679,7 @@ def decode_without_bf16() -> str:
     one = ratios("avx512", sequences=(1,), bits=(16,))
     few_bits = ratios("avx512", sequences=(1,), bits=(8, 4, 3))
     eight = ratios("avx512", sequences=(8,), bits=(16, 8, 4, 3))
-    return f"5 {found} {one} 16 {few_bits} {eight}"
+    return f"5 {found} 4 {one} 16 {few_bits} {eight}"
 
 
 def step_between_machines() -> str:
