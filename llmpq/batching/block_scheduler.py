@@ -63,14 +63,14 @@ SAVED_EVERY_BLOCKS = 64
 """A state is saved after so many blocks of a long prompt, besides the last one before its end."""
 RESERVED_SHARE = 8
 """One of so many sequences and blocks is not for further answers of a request that runs."""
-FURTHER_STARTS = 4
+FURTHER_STARTS = 2
 """Further answers of requests that start in a step, while there are other requests."""
 SCORED_SHARE = 32
 """One of so many tokens of a step may be of prompts with a score at every position, while there are
 other requests: each of these tokens passes the head and has its log-probabilities sorted."""
-REMEMBERED_STEPS = 16
-"""Steps after the last other request that keep to that share: the next one would wait for all large
-steps in flight."""
+REMEMBERED_STEPS = 64
+"""Steps after the last other request that keep to both: the next one would wait for all large steps
+in flight."""
 CopyBlocks = Callable[[Sequence[BlockCopy]], Collection[int]]
 """Copies blocks on all stages, in order; returns the places in the list that could not be read."""
 
@@ -129,7 +129,8 @@ class BlockScheduler:
         self._in_flight: dict[int, StepInFlight] = {}
         self._num_scored = 0  # unfinished requests with a score at every position of the prompt
         self._scored_left = 0  # tokens of their prompts that the next step may still take
-        self._shared_before = 0  # the first step that may be of such prompts alone
+        # The first steps that may be of such prompts alone, and of one request alone.
+        self._shared_before = self._mixed_before = 0
         self._further_left = 0  # further answers that may still start in it
         self.drafts = limits.new_drafts(propose)
         self._next_step = 0
@@ -267,15 +268,19 @@ class BlockScheduler:
         Args:
             now_s: time on the clock of the arrivals.
         """
-        if len(self._in_flight) == self._limits.steps_in_flight:
+        limits = self._limits
+        if len(self._in_flight) == limits.steps_in_flight:
             return None
         before = self.num_preemptions
         if len(self._sequences) > self._num_scored:
             self._shared_before = self._next_step + REMEMBERED_STEPS
         has_others = self._next_step < self._shared_before
-        budget = self._limits.token_budget
+        budget = limits.token_budget
         self._scored_left = max(1, budget // SCORED_SHARE) if has_others else budget
-        self._further_left = FURTHER_STARTS
+        if self._turns.num_requests > 1:
+            self._mixed_before = self._next_step + REMEMBERED_STEPS
+        is_mixed = self._next_step < self._mixed_before
+        self._further_left = FURTHER_STARTS if is_mixed else limits.max_sequences
         chunks, left = self._continue()
         if self.num_preemptions == before:
             chunks += self._admit(left, now_s)
@@ -511,9 +516,7 @@ class BlockScheduler:
     def _has_share(self, sequence: EngineSequence, left: int, *, is_further: bool) -> bool:
         """Return whether this step may still start a sequence of this kind."""
         if is_further and not self._further_left:
-            own = self._turns.num_unfinished(sequence.request.group)
-            if len(self._sequences) > own:
-                return False
+            return False
         return self._next_tokens(sequence, left) > 0
 
     def _start(self, sequence: EngineSequence, *, is_further: bool) -> bool:

@@ -233,6 +233,7 @@ class FairTurns:
         self._now = 0
         self._groups: dict[str, _Group] = {}
         self._num_several = 0
+        self._num_lone = 0
 
     @property
     def is_needed(self) -> bool:
@@ -246,6 +247,7 @@ class FairTurns:
             group: of the answers that take turns with the others; ``None`` for a lone answer.
         """
         if group is None:
+            self._num_lone += 1
             return self._now
         found = self._groups.get(group)
         if found is None:
@@ -269,6 +271,7 @@ class FairTurns:
     def remove(self, group: str | None) -> None:
         """Forget an answer, which does not run."""
         if group is None:
+            self._num_lone -= 1
             return
         found = self._groups[group]
         found.unfinished -= 1
@@ -276,9 +279,10 @@ class FairTurns:
         if not found.unfinished:
             del self._groups[group]
 
-    def num_unfinished(self, group: str | None) -> int:
-        """Return how many answers of the same request are unfinished."""
-        return 1 if group is None else self._groups[group].unfinished
+    @property
+    def num_requests(self) -> int:
+        """Requests with an unfinished answer."""
+        return self._num_lone + len(self._groups)
 
     def is_further(self, group: str | None) -> bool:
         """Return whether an answer of the same request runs."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import signal
 import socket
 import ssl
@@ -665,6 +666,9 @@ class Life:
         try:
             while not server.started and not serving.done():
                 await asyncio.sleep(POLL_S / 10)
+            # What lives until the end is not looked at again: all answers wait for a collection.
+            gc.collect()
+            gc.freeze()
             self._on_ready(self._address())
             await self._until_stopped(served)
             is_drained = await self._drain(served)

@@ -315,6 +315,11 @@ def test_few_further_answers_start_in_a_step_while_there_are_other_requests():
     beside.complete(0, dict.fromkeys([99, *range(30)], 1))
     step = beside.schedule(0.0)
     assert 100 in [chunk.request for chunk in step.chunks]  # it passes those that wait
+    for number in (99, 100):
+        beside.abort(number)
+    beside.complete(1, {chunk.request: 1 for chunk in step.chunks})
+    starts = [chunk for chunk in beside.schedule(0.0).chunks if chunk.first == 0]
+    assert len(starts) == FURTHER_STARTS  # others may come again
 
 
 def test_aborted_sequence_keeps_its_blocks_until_its_step_is_complete():
