@@ -19,6 +19,9 @@ With ``--draft_bits`` drafts come from the shipped model (10 M parameters, train
 prompt lookup. Texts then are ``prose``, of which it finds the tokens that it finds in any text;
 ``answer``, where a page is followed by its own answer at 16 bits, so that a draft at fewer bits is
 self-speculation; and ``random``.
+
+``--model DIR`` is another model of 32,000 tokens, such as that of ``recurrent_layers.py``: where
+layers have a recurrent state, a wrong draft token makes the next step repeat the accepted ones.
 """
 
 from __future__ import annotations
@@ -55,6 +58,7 @@ from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.kv.cache import KVCache
 from llmpq.models import kv_shapes
 from llmpq.quant.loading.loader import load_master, load_stage
+from llmpq.spec.huggingface.families import load_model_dir
 
 LENGTH = 192
 """Tokens of a prompt, and of an answer."""
@@ -67,6 +71,9 @@ DRAFT_COST = 0.2
 DTYPE = torch.bfloat16
 CPU = torch.device("cpu")
 BLOCKS = 16 * (2 * LENGTH // 16 + 4)
+SEQUENCES = 16
+STATES = 2 * SEQUENCES
+"""Each sequence has another state after its draft tokens."""
 
 
 def main() -> int:
@@ -74,9 +81,10 @@ def main() -> int:
     options = _parser().parse_args()
     restrict(options.cpu_isa)
     torch.set_num_threads(options.threads)
-    model = options.folder / "llama-125m"
+    model = options.model or options.folder / "llama-125m"
     options.folder.mkdir(parents=True, exist_ok=True)
     make_model(model)
+    options.num_states = STATES if load_model_dir(model).has_states else 0
     rows: list[list[str]] = []
     load = os.getloadavg()[0]
     with torch.inference_mode():
@@ -106,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--draft_bits", type=int, nargs="*", default=[], help="of the shipped model as draft model"
     )
+    parser.add_argument("--model", type=Path, help="directory (default: the random model)")
     add_isa_option(parser)
     parser.add_argument("--output", type=Path)
     return parser
@@ -114,7 +123,10 @@ def _parser() -> argparse.ArgumentParser:
 def _runner(model: Path, bits: int) -> StageRunner:
     layers = int(json.loads((model / "config.json").read_text())["num_hidden_layers"])
     stage = load_stage(model, 0, layers, [bits] * layers, dtype=DTYPE, device="cpu")
-    cache = KVCache(kv_shapes(stage.config, 0, layers), 0, num_blocks=BLOCKS, dtype=DTYPE)
+    cache = KVCache(
+        kv_shapes(stage.config, 0, layers), 0, num_blocks=BLOCKS, dtype=DTYPE,
+        states=stage.new_states(STATES),
+    )  # fmt: skip
     steps = step_runner_of(stage, cache)
     return StageRunner(
         layers=stage, cache=cache, device=CPU, is_last=True, steps=steps, dtype=DTYPE
@@ -145,7 +157,9 @@ def _measure(
         accepted = (0, 0)
         for number in range(options.rounds + 1):
             for drafts in (number % 2 == 0, number % 2 == 1):
-                seconds, found = _run(steps, texts, config if drafts else None, model)
+                seconds, found = _run(
+                    steps, texts, config if drafts else None, model, options.num_states
+                )
                 if number:  # the first round warms up
                     times[drafts].append(1e3 * seconds / (LENGTH - 1))
                 accepted = found if drafts else accepted
@@ -237,6 +251,7 @@ def _run(
     texts: Sequence[Sequence[int]],
     config: SpeculativeConfig | None,
     model: DraftModel | None,
+    num_states: int,
 ) -> tuple[float, tuple[int, int]]:
     """Return the seconds after the first tokens; draft tokens, and those accepted."""
     has_model = config is not None and model is not None
@@ -248,12 +263,13 @@ def _run(
         executor=steps,
         limits=EngineLimits(
             token_budget=16 * LENGTH,
-            max_sequences=16,
+            max_sequences=SEQUENCES,
             num_blocks=BLOCKS,
             block_size=16,
             prefix_caching=False,
             num_speculative_tokens=0 if config is None else config.num_speculative_tokens,
             draft=DraftLimits(num_blocks=BLOCKS, cost=DRAFT_COST) if has_model else None,
+            num_state_slots=num_states,
         ),
         order=queue_order("fcfs"),
         model=ModelLimits(max_model_len=2 * LENGTH, vocab_size=SMALL_LLAMA["vocab"]),
@@ -269,13 +285,15 @@ def _run(
 
 def _record(options: argparse.Namespace, rows: list[list[str]], load: float) -> dict[str, Any]:
     with_model = bool(options.draft_bits)
+    topic = "recurrent-drafts" if options.model else "speculation"
     return {
-        "topic": "draft-model" if with_model else "speculation",
+        "topic": "draft-model" if with_model else topic,
         "command": "python benchmarks/speculation.py --folder DIR --output FILE "
         f"--bits {' '.join(map(str, options.bits))} "
         f"--batches {' '.join(map(str, options.batches))} --rounds {options.rounds} "
         f"--threads {options.threads}"
         + "".join(f" {bits}" for bits in (["--draft_bits", *options.draft_bits] * with_model))
+        + (f" --model DIR/{options.model.name}" if options.model else "")
         + f" --cpu_isa {options.cpu_isa}",
         "date": time.strftime("%Y-%m-%d"),
         "load": round(load, 1),

@@ -23,7 +23,9 @@ what cannot be read from disk is computed.
 With speculative decoding, a sequence that decodes may have draft tokens after its next one. They
 take what is left of the budget after everything else, and free blocks only while no request waits.
 How many are worth their time depends on the seconds of the steps before, from the caller's clock.
-The blocks of rejected draft tokens stay with their sequence, for its next tokens.
+The blocks of rejected draft tokens stay with their sequence, for its next tokens. In layers with a
+recurrent state the drafts have a slot of their own: where all are accepted, the sequence goes on in
+it; else it goes back to the state before them, and the next step computes the accepted ones again.
 """
 
 from __future__ import annotations
@@ -151,6 +153,12 @@ class BlockScheduler:
     @property
     def _saves_states(self) -> bool:
         return self._limits.prefix_caching and self._limits.num_state_slots > 0
+
+    @property
+    def _most_known(self) -> int:
+        """Most known tokens of a sequence that decodes in a step: accepted ones may be repeated."""
+        has_states = self._limits.num_state_slots > 0
+        return 1 + (self._limits.num_speculative_tokens if has_states else 0)
 
     @property
     def num_waiting(self) -> int:
@@ -343,7 +351,7 @@ class BlockScheduler:
 
     def _measure(self, step: StepInFlight, now_s: float) -> None:
         """Take the times of a step; one with prompts says nothing of a row."""
-        is_decode = all(chunk.count == 1 + chunk.num_draft_tokens for chunk in step.chunks)
+        is_decode = all(map(self._decodes, step.chunks))
         tokens = sum(chunk.count for chunk in step.chunks)
         rows = tokens if is_decode else None
         seconds = self.drafts.measure_step(step.start_s, now_s, rows)
@@ -351,19 +359,35 @@ class BlockScheduler:
             self._prefill_s += max(0.0, seconds)
             self._prefill_tokens += tokens
 
+    def _decodes(self, chunk: ScheduledChunk) -> bool:
+        """Return whether a chunk is that of a sequence that decodes, and no part of a prompt."""
+        known = chunk.count - chunk.num_draft_tokens
+        if known == 1:
+            return chunk.makes_token
+        sequence = self._sequences[chunk.request]
+        has_answer = sequence.tokens > sequence.request.prompt_tokens
+        return chunk.makes_token and has_answer and known <= self._most_known
+
     def _verify(
         self, sequence: EngineSequence, chunk: ScheduledChunk, accepted: Sequence[int], rows: int
     ) -> None:
         """Keep the accepted draft tokens and forget the others."""
         proposed = chunk.num_draft_tokens
-        self.drafts.verify(chunk.request, sequence.credit, len(accepted), proposed, rows)
+        goes_back = chunk.draft_slot >= 0 and len(accepted) < proposed
+        self.drafts.verify(
+            chunk.request, sequence.credit, len(accepted), proposed, rows, is_repeated=goes_back
+        )
         if not proposed:
             return
-        known = sequence.computed - chunk.num_draft_tokens
+        known = sequence.computed - proposed
         sequence.tokens += len(accepted)
-        sequence.computed = known + len(accepted)
+        sequence.computed = known if goes_back else known + len(accepted)
         if sequence.ids is not None:
             sequence.ids += accepted
+        if chunk.draft_slot >= 0:
+            self._slots.free(chunk.draft_slot if goes_back else chunk.slot)
+            sequence.slot = chunk.slot if goes_back else chunk.draft_slot
+            sequence.draft_slot = -1
         self._cache_blocks(sequence, known, sequence.computed)
 
     def _append(self, sequence: EngineSequence, tokens: Mapping[int, int]) -> None:
@@ -394,9 +418,10 @@ class BlockScheduler:
 
     def _free(self, sequence: EngineSequence) -> None:
         self._allocator.free(sequence.blocks)
-        if sequence.slot >= 0:
-            self._slots.free(sequence.slot)
-            sequence.slot = sequence.from_slot = -1
+        for slot in (sequence.slot, sequence.draft_slot):
+            if slot >= 0:
+                self._slots.free(slot)
+        sequence.slot = sequence.from_slot = sequence.draft_slot = -1
         if self._windows is not None:
             self._windows.release(sequence)
 
@@ -632,7 +657,10 @@ class BlockScheduler:
         missing = sequence.tokens - sequence.computed
         if sequence.request.scores_prompt and missing > 1:
             left = min(left, self._scored_left)
-        if self._saves_states:  # a chunk ends where a state is saved
+        # A chunk ends where a state is saved, unless it repeats accepted draft tokens.
+        has_answer = sequence.tokens > sequence.request.prompt_tokens
+        is_repeated = has_answer and 1 < missing <= self._most_known
+        if self._saves_states and not is_repeated:
             size, done = self._limits.block_size, sequence.computed
             many = SAVED_EVERY_BLOCKS * size
             for end in ((sequence.tokens - 1) // size * size, (done // many + 1) * many):
@@ -667,7 +695,7 @@ class BlockScheduler:
         decoding = {
             place: self._sequences[chunk.request]
             for place, chunk in enumerate(chunks)
-            if chunk.count == 1 and chunk.makes_token
+            if self._decodes(chunk)
         }
         if left <= 0 or not decoding:
             return
@@ -687,6 +715,8 @@ class BlockScheduler:
             one = candidates[place]
             most = min(longest[one.request], one.left, left, free)
             most = min(most, limits.tokens_before_switch(sequence.tokens))
+            if limits.num_state_slots and not self._slots.num_free:
+                most = 0
             count = self.drafts.draft(one, most, cost)
             if count:
                 chunks[place] = self._with_drafts(sequence, chunks[place], count)
@@ -703,15 +733,15 @@ class BlockScheduler:
         if self._windows is not None:
             has_room = self._windows.advance(sequence, chunk.first, sequence.computed)
             assert has_room, "so many blocks were free"
-        return ScheduledChunk(
-            chunk.request,
-            chunk.first,
-            chunk.count + count,
-            sequence.table,
-            True,
-            count,
-            sequence.window_table,
-            slot=sequence.slot,
+        if self._limits.num_state_slots:
+            sequence.draft_slot = self._slots.allocate()
+        return replace(
+            chunk,
+            count=chunk.count + count,
+            blocks=sequence.table,
+            num_draft_tokens=count,
+            window_blocks=sequence.window_table,
+            draft_slot=sequence.draft_slot,
         )
 
     def _cache_filled_blocks(self, chunks: list[ScheduledChunk]) -> None:
@@ -728,7 +758,7 @@ class BlockScheduler:
         Every full block of an answer ends with a state; the newest one is kept.
         """
         sequence, size = self._sequences[chunk.request], self._limits.block_size
-        count, rest = divmod(chunk.first + chunk.count, size)
+        count, rest = divmod(chunk.first + chunk.count - chunk.num_draft_tokens, size)
         is_last = count in {sequence.tokens // size, (sequence.tokens - 1) // size}
         is_scored = sequence.request.scores_prompt
         if rest or is_scored or not (is_last or count % SAVED_EVERY_BLOCKS == 0):

@@ -271,6 +271,8 @@ class ScheduledChunk:
             different ones.
         from_slot: slot of the saved state that the sequence goes on from; -1 for its own.
         to_slot: slot that gets a copy of the state after the chunk; -1 for none.
+        draft_slot: slot of the state after the draft tokens, where ``slot`` keeps that before them;
+            -1 without.
     """
 
     request: int
@@ -284,6 +286,7 @@ class ScheduledChunk:
     slot: int = 0
     from_slot: int = -1
     to_slot: int = -1
+    draft_slot: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,10 +375,12 @@ class EngineSequence:
     """State of an unfinished request: its tokens, its blocks, the step that it is in.
 
     ``tokens`` counts prompt and answer so far; ``computed`` those with keys and values in
-    ``blocks``, the step in flight with its draft tokens included. ``window_blocks`` are those of
+    ``blocks``, the step in flight with its draft tokens included; where layers have a state, that
+    after these tokens is in ``slot``. ``window_blocks`` are those of
     layers with windows, of which it holds those from ``window_first`` on. ``slot`` numbers its
     states in layers with a recurrent state, -1 without one; it begins with the saved state in
-    ``from_slot``, if that is not -1. ``saved`` is the key of the newest state saved of the answer.
+    ``from_slot``, if that is not -1; ``draft_slot`` has those after the draft tokens of a step in
+    flight. ``saved`` is the key of the newest state saved of the answer.
     """
 
     request: EngineRequest
@@ -392,6 +397,7 @@ class EngineSequence:
     keys: list[BlockKey] = field(default_factory=list)
     slot: int = -1
     from_slot: int = -1
+    draft_slot: int = -1
     saved: BlockKey | None = None
     in_step: int | None = None
     last_step: int = -1
@@ -826,7 +832,14 @@ class StepDrafts:
         return seconds
 
     def verify(
-        self, request: int, credit: DraftCredit, accepted: int, proposed: int, rows: int
+        self,
+        request: int,
+        credit: DraftCredit,
+        accepted: int,
+        proposed: int,
+        rows: int,
+        *,
+        is_repeated: bool = False,
     ) -> None:
         """Take how many of the draft tokens of a sequence are right.
 
@@ -836,8 +849,11 @@ class StepDrafts:
             accepted: draft tokens that are right.
             proposed: draft tokens of the step.
             rows: sequences of the step.
+            is_repeated: whether the next step computes the accepted ones again.
         """
         credit.earn(accepted, proposed)
+        if is_repeated:
+            credit.spend(accepted, self._row_cost.of_draft_token(rows))
         self.num_accepted_tokens += accepted
         if self._model is not None:
             self._model.verify(request, accepted, rows)

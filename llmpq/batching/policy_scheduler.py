@@ -260,11 +260,17 @@ def slot_limits(num_slots: int, max_tokens: int, block_size: int = KV_BLOCK_SIZE
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _SlotRequest:
-    """An unfinished request; ``origin`` is the step that prefilled it."""
+    """An unfinished request.
+
+    Attributes:
+        origin: the step that prefilled it.
+        repeated: accepted draft tokens that the next step computes again, in layers with a state.
+    """
 
     request: EngineRequest
     credit: DraftCredit
     origin: int = 0
+    repeated: int = 0
     is_aborted: bool = False
 
 
@@ -319,6 +325,8 @@ class PolicyScheduler:
         self._steps: dict[int, tuple[float, EngineStep]] = {}  # with when they began
         self._parts: deque[EngineStep] = deque()  # of the prompts of a micro-batch, to be taken
         self._slots_of: dict[int, tuple[int, ...]] = {}  # of a sequence, by the first one
+        self._state_slots = list(range(limits.max_sequences))  # by the sequence's slot
+        self._draft_slots = list(range(limits.max_sequences, limits.num_state_slots))
         self._unfinished = 0  # sequences that hold a slot and whose answer is incomplete
         self._is_closed = False
         self.next_number = first_number
@@ -475,15 +483,26 @@ class PolicyScheduler:
                 right = accepted.get(before.request, ())
                 after = self._extended(before, chunk, tokens, right, before.request in finished)
                 if is_decode and self.drafts.is_on:
-                    self.drafts.verify(
-                        before.request, self._requests[before.request].credit, len(right),
-                        chunk.num_draft_tokens, len(step.chunks),
-                    )  # fmt: skip
+                    self._verify(before, chunk, len(right), len(step.chunks))
             if after.is_finished and not before.is_finished:
                 self._leave(after, before.slot)
             else:
                 self._ready[before.slot] = after
         self._release_batch()
+
+    def _verify(
+        self, sequence: ReadySequence, chunk: ScheduledChunk, accepted: int, rows: int
+    ) -> None:
+        """Take how many draft tokens are right; go back to the state before them unless all are."""
+        found, proposed = self._requests[sequence.request], chunk.num_draft_tokens
+        goes_back = chunk.draft_slot >= 0 and accepted < proposed
+        self.drafts.verify(
+            sequence.request, found.credit, accepted, proposed, rows, is_repeated=goes_back
+        )
+        found.repeated = accepted if goes_back else 0
+        if chunk.draft_slot >= 0:
+            self._draft_slots.append(chunk.draft_slot if goes_back else chunk.slot)
+            self._state_slots[sequence.slot] = chunk.slot if goes_back else chunk.draft_slot
 
     def _extended(
         self,
@@ -612,11 +631,17 @@ class PolicyScheduler:
 
         Where the rotary angles of all keys change with it, all are computed again.
         """
-        return 0 if self._switches(sequence) else sequence.context_tokens - 1
+        if self._switches(sequence):
+            return 0
+        found = self._requests.get(sequence.request)
+        return sequence.context_tokens - 1 - (0 if found is None else found.repeated)
 
     def _drafts(self, batch: InFlightBatch) -> dict[int, int]:
         """Return the draft tokens of the sequences of a decode micro-batch."""
         rows = len(batch.sequences)
+        known = [self._requests.get(sequence.request) for sequence in batch.sequences]
+        tokens = rows + sum(one.repeated for one in known if one is not None)
+        left_slots = len(self._draft_slots) if self._limits.num_state_slots else rows
         candidates = []
         for sequence in batch.sequences:
             if sequence.is_finished or self._switches(sequence):
@@ -628,12 +653,13 @@ class PolicyScheduler:
                 DraftCandidate(sequence.request, sequence.context_tokens, left, found.credit)
             )
         counts: dict[int, int] = {}
-        room = MAX_STEP_TOKENS - rows
-        longest, cost = self.drafts.longest(candidates, rows, rows)
+        room = MAX_STEP_TOKENS - tokens
+        longest, cost = self.drafts.longest(candidates, tokens, rows)
         for one in candidates:
-            most = min(longest[one.request], one.left, room)
+            most = min(longest[one.request], one.left, room) if left_slots else 0
             counts[one.request] = self.drafts.draft(one, most, cost)
             room -= counts[one.request]
+            left_slots -= counts[one.request] > 0
         return counts
 
     def _switches(self, sequence: ReadySequence) -> bool:
@@ -648,6 +674,7 @@ class PolicyScheduler:
         end = (context if end is None else end) + drafts
         num_blocks = self._limits.blocks_for(end)
         found = self._requests.get(sequence.request)
+        has_draft_slot = drafts > 0 and self._limits.num_state_slots > 0
         return ScheduledChunk(
             sequence.request,
             first,
@@ -657,7 +684,8 @@ class PolicyScheduler:
             drafts,
             self._blocks(sequence.slot, self._slot_window_blocks, num_blocks),
             0 if found is None else found.origin,
-            sequence.slot,
+            self._state_slots[sequence.slot],
+            draft_slot=self._draft_slots.pop() if has_draft_slot else -1,
         )
 
     def _blocks(self, slot: int, width: int, count: int) -> tuple[int, ...]:

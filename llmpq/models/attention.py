@@ -87,6 +87,9 @@ class PackedBatch:
         window_tables: blocks of each row in layers with windows, where these have blocks of their
             own: as many, of which those before the window may belong to others; else empty.
         slots: of the states of each row's sequence, in layers with a recurrent state.
+        parent_slots: for each row of draft tokens the slot that its sequence had before them: the
+            row before goes on there, and this one begins with its state; -1 for other rows, and
+            empty for -1 in all.
 
     Raises:
         SpecError: the rows have no tokens, or begin before position 0.
@@ -98,6 +101,7 @@ class PackedBatch:
     rope_lengths: Sequence[int] = ()
     window_tables: Sequence[Sequence[int]] = ()
     slots: Sequence[int] = ()
+    parent_slots: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if not len(self.block_tables) == len(self.starts) == len(self.counts) > 0:
@@ -160,22 +164,35 @@ class PackedBatch:
         return torch.from_numpy(np.cumsum(self.counts) - 1)
 
     @cached_property
-    def sequence_rows(self) -> Tensor | None:
-        """Tokens of each sequence: first one, count, slot, and 1 where it begins.
+    def parents(self) -> Sequence[int]:
+        """As ``parent_slots``, of every row."""
+        return self.parent_slots or [-1] * self.rows
 
-        ``[sequences, 4]`` int64 on the host; ``None`` where rows of a sequence lie apart. Several
-        rows of one sequence that follow each other are joined.
+    @cached_property
+    def sequence_rows(self) -> Tensor | None:
+        """Tokens of each sequence: ``MixerRow`` of ``kernels/cpu/csrc/mixer.h``.
+
+        That is first token, count, slot, 1 where it begins, tokens before its draft tokens, and the
+        slot of the state after them. ``[sequences, 6]`` int64 on the host; ``None`` where rows of a
+        sequence lie apart. Several rows of one sequence that follow each other are joined.
         """
         found: list[list[int]] = []
-        for first, count, start, slot in zip(
-            self.offsets, self.counts, self.starts, self.slots, strict=True
+        for first, count, start, slot, parent in zip(
+            self.offsets, self.counts, self.starts, self.slots, self.parents, strict=True
         ):
-            if found and found[-1][2] == slot:
+            own, last = (found[-1][2], found[-1][5]) if found else (-1, -1)
+            if parent < 0 and slot == last:
                 found[-1][1] += count
+                found[-1][4] += count * (own == last)
+            elif parent >= 0 and own == last == parent:
+                found[-1][1] += count
+                found[-1][5] = slot
+            elif parent >= 0:
+                found.append([first, count, parent, 0, 0, slot])
             else:
-                found.append([first, count, slot, int(start == 0)])
-        is_apart = len({slot for _, _, slot, _ in found}) == len(found)
-        return torch.tensor(found) if is_apart else None
+                found.append([first, count, slot, int(start == 0), count, slot])
+        slots = [slot for row in found for slot in {row[2], row[5]}]
+        return torch.tensor(found) if len({*slots}) == len(slots) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -88,8 +88,9 @@ class SequenceStates:
         Raises:
             StageError: a row has none, or one that does not exist.
         """
+        parents = (slot for slot in batch.parents if slot >= 0)
         if len(batch.slots) != batch.rows or not all(
-            0 <= slot < self.num_slots for slot in batch.slots
+            0 <= slot < self.num_slots for slot in (*batch.slots, *parents)
         ):
             raise StageError(
                 f"states: found slots {list(batch.slots)} of {batch.rows} rows, expected one of "
@@ -120,15 +121,23 @@ class SequenceStates:
                 found = stored.index_select(0, sources.to(stored.device))
                 stored.index_copy_(0, targets.to(stored.device), found)
 
-    def rows(self, slots: Sequence[int], dtype: torch.dtype, *, is_new: bool) -> RowStates:
+    def rows(
+        self,
+        slots: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        is_new: bool,
+        sources: Sequence[int] | None = None,
+    ) -> RowStates:
         """Return the states of some rows as transformers wants them.
 
         Args:
             slots: of the rows, each once.
             dtype: of the hidden states.
             is_new: whether the rows begin, so that they have no state yet.
+            sources: slots whose states are read, by default the same.
         """
-        return RowStates(self._layers, slots, dtype, is_new=is_new)
+        return RowStates(self._layers, slots, dtype, is_new=is_new, sources=sources)
 
 
 class RowStates:
@@ -139,6 +148,7 @@ class RowStates:
         slots: of the rows.
         dtype: of the hidden states.
         is_new: whether the rows have no state yet.
+        sources: slots whose states are read, by default those of the rows.
 
     Attributes:
         found: shapes of the states that were written, by layer.
@@ -151,9 +161,11 @@ class RowStates:
         dtype: torch.dtype,
         *,
         is_new: bool,
+        sources: Sequence[int] | None = None,
     ) -> None:
         self._layers = layers
         self._slots = torch.tensor(slots)
+        self._sources = self._slots if sources is None else torch.tensor(sources)
         self._dtype = dtype
         self._is_new = is_new
         self._lent: dict[str, tuple[int, Tensor]] = {}  # layer, what the mixer may write to
@@ -234,7 +246,7 @@ class RowStates:
         stored = self._layers.get(layer, {}).get(kind)
         if stored is None:
             return None
-        found = stored.index_select(0, self._slots.to(stored.device))
+        found = stored.index_select(0, self._sources.to(stored.device))
         return found if kind == RECURRENCE else found.to(self._dtype)
 
     def _write(self, layer: int, kind: str, values: Tensor) -> None:
@@ -439,7 +451,8 @@ def run_rows(
             output[:, span] = mixer(hidden[:, span], None)
         return output
     together: list[int] = []
-    if len(set(batch.slots)) == batch.rows:
+    has_drafts = max(batch.parents) >= 0
+    if len(set(batch.slots)) == batch.rows and not has_drafts:
         together = [
             row for row in range(batch.rows) if batch.counts[row] == 1 and batch.starts[row]
         ]
@@ -456,7 +469,9 @@ def run_rows(
         for begin in range(first, end, step):
             part = slice(begin, min(end, begin + step))
             is_new = batch.starts[row] == 0 and begin == first
-            own = states.rows([batch.slots[row]], hidden.dtype, is_new=is_new)
+            slot, parent = batch.slots[row], batch.parents[row]
+            source = parent if parent >= 0 and begin == first else slot
+            own = states.rows([slot], hidden.dtype, is_new=is_new, sources=[source])
             output[:, part] = mixer(hidden[:, part], own)
             own.end()
     return output

@@ -56,7 +56,7 @@ def engine_limits(
         scaling: of its rotary angles.
         has_states: whether layers have a recurrent state. There are ``state_slots`` of the plan's
             sequences: what running ones leave of them are saved states, with which prefixes are
-            reused.
+            reused, and states after draft tokens.
 
     Raises:
         SpecError: a limit is below 1, or a draft model's directory has no model.
@@ -95,10 +95,9 @@ def _check_states(plan: Plan, options: EngineOptions) -> None:
     """Refuse what would need states that are not kept.
 
     Raises:
-        SpecError: draft tokens, stages that only prefill, or kept prefixes.
+        SpecError: stages that only prefill, or offloaded prefixes.
     """
     wanted = {
-        "speculative_config: found draft tokens": options.speculative_config is not None,
         "policy: found waa": plan.is_split,
         "kv_offloading_size: found copies of blocks": options.kv_offloading_bytes > 0,
     }
@@ -194,9 +193,13 @@ def policy_limits(
         kv_offloading_bytes=0,
         kv_offloading_folder=None,
     )
-    return engine_limits(
+    limits = engine_limits(
         plan, options, window_tokens=window_tokens, scaling=scaling, has_states=has_states
     )
+    if has_states and limits.num_speculative_tokens:
+        # Running sequences leave none: each has another state, after its draft tokens.
+        return replace(limits, num_state_slots=max(2 * slots, limits.num_state_slots))
+    return limits
 
 
 def own_window(plan: Plan, largest: int | None) -> int | None:

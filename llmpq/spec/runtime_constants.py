@@ -51,9 +51,9 @@ POLL_S: Final = 0.1
 """Seconds between two readings of the statistics of replicas: ten a second, as in SAL's paper."""
 FIRST_BYTE_S: Final = 60.0
 """Seconds to the first byte of a streamed answer, after which another replica is tried."""
-MIN_STATE_SLOTS: Final = 2
+MIN_STATE_SLOTS: Final = 3
 """States of a plan at least, in layers that keep one: beside the state of a single running sequence
-a saved one, with which the next turn of a conversation goes on."""
+a saved one, with which the next turn of a conversation goes on, and one for draft tokens."""
 
 
 def state_slots(sequences: int) -> int:

@@ -15,21 +15,34 @@ from llmpq.kernels.cpu.native import library
 
 pytestmark = pytest.mark.skipif(library() is None, reason="needs the compiled kernels")
 
-WIDTH, SLOTS = 4, 4
+WIDTH, ROWS, SLOTS = 4, 4, 8
 EPSILON = 1e-6
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
-FIRST, TOKENS, SLOT, IS_NEW = range(4)
+FIRST, TOKENS, SLOT, IS_NEW, KEPT, DRAFT_SLOT = range(6)
 """Columns of the rows."""
 
 
 def random_rows(counts):
-    """Rows of so many tokens, in slots of their own, some of which begin."""
-    firsts = [sum(counts[:row]) for row in range(len(counts))]
-    slots, is_new = torch.randperm(SLOTS)[: len(counts)], torch.rand(len(counts)) < 0.4
-    return torch.stack(
-        [torch.tensor(firsts), torch.tensor(counts), slots, is_new.long()], dim=1
-    ).contiguous()
+    """Rows of so many tokens, in slots of their own, some of which begin, or end with drafts."""
+    size = len(counts)
+    firsts, tokens = torch.tensor([0, *counts[:-1]]).cumsum(0), torch.tensor(counts)
+    slots, others = torch.randperm(SLOTS)[: 2 * size].split(size)
+    is_new, has_drafts = torch.rand(size) < 0.4, torch.rand(size) < 0.5
+    has_drafts &= ~is_new
+    kept = torch.where(has_drafts, (torch.rand(size) * tokens).long(), tokens)
+    after = torch.where(has_drafts, others, slots)
+    return torch.stack([firsts, tokens, slots, is_new.long(), kept, after], dim=1)
+
+
+def parts_of(rows):
+    """Each row, or its tokens before the drafts and the drafts, with whether it has any."""
+    for first, tokens, slot, is_new, kept, draft_slot in rows.tolist():
+        has_drafts = kept < tokens
+        if kept:
+            yield [first, kept, slot, is_new, kept, slot], has_drafts
+        if has_drafts:
+            yield [first + kept, tokens - kept, slot, 0, 0, draft_slot], True
 
 
 def convolve(values, row, states, weight, bias, activation):
@@ -79,9 +92,9 @@ class DeltaCase:
         """The same by transformers, one row after the other in float64."""
         outputs = []
         conv_states, states = self.conv_states.double(), self.states.double()
-        for row in self.rows.tolist():
+        for row, _ in parts_of(self.rows):
             span = slice(row[FIRST], row[FIRST] + row[TOKENS])
-            convolved, conv_states[row[SLOT]] = convolve(
+            convolved, conv_states[row[DRAFT_SLOT]] = convolve(
                 self.inputs.mixed[span], row, conv_states, self.conv, None, "silu"
             )
             convolved = convolved[None]
@@ -95,7 +108,7 @@ class DeltaCase:
                 self.inputs.beta[span].double().sigmoid()[None],
                 states[row[SLOT]][None] * (not row[IS_NEW]),
             )  # fmt: skip
-            states[row[SLOT]] = state[0]
+            states[row[DRAFT_SLOT]] = state[0]
             gate = self.inputs.gate[span].double().unflatten(-1, (-1, self.value_dim))
             root = torch.rsqrt(out[0].pow(2).mean(-1, keepdim=True) + EPSILON)
             after = root * self.norm.double() * functional.silu(gate)
@@ -158,7 +171,7 @@ def test_the_text_of_the_oracle_is_that_of_transformers():
     share=st.integers(1, 3),
     key_dim=st.sampled_from([16, 48, 128, 256]),
     value_dim=st.sampled_from([16, 32, 48, 128]),
-    counts=st.lists(st.sampled_from([1, 1, 2, 3, 17, 70]), min_size=1, max_size=SLOTS),
+    counts=st.lists(st.sampled_from([1, 1, 2, 3, 17, 70]), min_size=1, max_size=ROWS),
     dtype=st.sampled_from(list(UNIT)),
     width=st.integers(2, 8),
 )
@@ -176,7 +189,7 @@ def test_a_long_prompt_in_parts_is_the_whole_one(threads):
     try:
         whole, conv_states, states = case.run()
         check(case, case.key_dim)
-        ((_, _, slot, begins),) = case.rows.tolist()
+        _, _, slot, begins, *_ = case.rows[0].tolist()
         inputs, outputs, first = case.inputs, [], 0
         for tokens in (1, 70, 64, 1, 64):
             span = slice(first, first + tokens)
@@ -184,7 +197,7 @@ def test_a_long_prompt_in_parts_is_the_whole_one(threads):
                 name: getattr(inputs, name)[span] for name in ("mixed", "gate", "beta", "decay")
             }
             case.inputs = DeltaInputs(**parts)
-            case.rows = torch.tensor([[0, tokens, slot, int(begins and not first)]])
+            case.rows = torch.tensor([[0, tokens, slot, int(begins and not first), tokens, slot]])
             out, case.conv_states, case.states = case.run()
             outputs.append(out)
             first += tokens
@@ -247,21 +260,21 @@ class MambaCase:
         norm = mamba2.GraniteMoeHybridRMSNormGated(
             self.width, group_size=self.width // self.groups, eps=EPSILON
         )
-        for row in self.rows.tolist():
+        for row, has_drafts in parts_of(self.rows):
             span = slice(row[FIRST], row[FIRST] + row[TOKENS])
             gate, mixed, dt = (
                 self.joined[span]
                 .double()
                 .split([self.width, self.conv.shape[0], self.heads], dim=-1)
             )
-            convolved, conv_states[row[SLOT]] = convolve(
+            convolved, conv_states[row[DRAFT_SLOT]] = convolve(
                 mixed, row, conv_states, self.conv, self.conv_bias, "silu"
             )
             x, b, c = convolved.split([self.width, self.bc, self.bc], dim=-1)
             dt = functional.softplus(dt + self.bias.double())
-            if row[TOKENS] > 1 or row[IS_NEW]:
+            if row[IS_NEW] or (row[TOKENS] > 1 and not has_drafts):
                 dt = dt.clamp(*self.limits)
-            out, states[row[SLOT]], sizes = select(
+            out, states[row[DRAFT_SLOT]], sizes = select(
                 x.unflatten(-1, (self.heads, -1)), dt, -self.log_rate.double().exp(),
                 b.unflatten(-1, (self.groups, -1)), c.unflatten(-1, (self.groups, -1)),
                 states[row[SLOT]] * (not row[IS_NEW]),
@@ -314,7 +327,7 @@ def test_the_text_of_the_selective_state_space_is_that_of_transformers():
     share=st.integers(1, 3),
     head_dim=st.sampled_from([16, 48, 64]),
     state_dim=st.sampled_from([16, 48, 128]),
-    counts=st.lists(st.sampled_from([1, 1, 2, 3, 17, 70]), min_size=1, max_size=SLOTS),
+    counts=st.lists(st.sampled_from([1, 1, 2, 3, 17, 70]), min_size=1, max_size=ROWS),
     dtype=st.sampled_from(list(UNIT)),
     bias=st.booleans(),
     limits=st.sampled_from([(0.0, float("inf")), (0.5, 1.0)]),
@@ -329,7 +342,7 @@ def test_state_spaces_of_any_rows_are_those_of_transformers(seed, **sizes):
     seed=st.integers(0, 1000),
     channels=st.sampled_from([16, 80, 256]),
     width=st.integers(2, 8),
-    counts=st.lists(st.sampled_from([1, 1, 2, 3, 17, 70]), min_size=1, max_size=SLOTS),
+    counts=st.lists(st.sampled_from([1, 1, 2, 3, 17, 70]), min_size=1, max_size=ROWS),
     dtype=st.sampled_from(list(UNIT)),
     has_bias=st.booleans(),
 )
@@ -346,10 +359,10 @@ def test_gated_convolutions_of_any_rows_are_those_of_transformers(
     output = convolution(joined, rows, found)
     expected, others = torch.empty(len(joined), channels).double(), states.double()
     factor, gate, values = joined.chunk(3, dim=-1)
-    for row in rows.tolist():
+    for row, _ in parts_of(rows):
         span = slice(row[FIRST], row[FIRST] + row[TOKENS])
         inputs = factor[span] * values[span]  # rounded
-        made, others[row[SLOT]] = convolve(inputs, row, others, weight, bias, None)
+        made, others[row[DRAFT_SLOT]] = convolve(inputs, row, others, weight, bias, None)
         expected[span] = gate[span].double() * made
     assert torch.equal(found.double(), others)
     error = (output.double() - expected).abs()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -42,12 +44,26 @@ def test_rows_of_a_sequence_that_follow_each_other_are_joined():
     batch = PackedBatch(
         block_tables=tables, starts=[0, 7, 8, 3], counts=[3, 1, 1, 2], slots=[1, 4, 4, 0]
     )
-    # First token, tokens, slot, whether it begins.
-    assert batch.sequence_rows.tolist() == [[0, 3, 1, 1], [3, 2, 4, 0], [5, 2, 0, 0]]
+    # First token, tokens, slot, whether it begins, tokens before drafts, slot after them.
+    expected = [[0, 3, 1, 1, 3, 1], [3, 2, 4, 0, 2, 4], [5, 2, 0, 0, 2, 0]]
+    assert batch.sequence_rows.tolist() == expected
     apart = PackedBatch(
         block_tables=tables, starts=[0, 7, 3, 8], counts=[3, 1, 2, 1], slots=[1, 4, 0, 4]
     )
     assert apart.sequence_rows is None
+
+
+def test_rows_of_drafts_are_joined_to_those_before():
+    batch = PackedBatch(
+        block_tables=[()] * 5,
+        starts=[7, 9, 10, 4, 5],
+        counts=[2, 1, 1, 1, 1],
+        slots=[1, 5, 5, 0, 6],
+        parent_slots=[-1, 1, -1, -1, 0],
+    )
+    assert batch.sequence_rows.tolist() == [[0, 4, 1, 0, 2, 5], [4, 2, 0, 0, 1, 6]]
+    taken = replace(batch, slots=[1, 5, 5, 0, 5])
+    assert taken.sequence_rows is None
 
 
 @pytest.mark.parametrize(

@@ -197,10 +197,15 @@ class CompiledSteps:
 
 def _part_of(sequences: Tensor, first: int, end: int) -> Tensor:
     """Return the rows of sequences (``PackedBatch.sequence_rows``) among tokens of a step."""
-    begin, count = sequences[:, 0], sequences[:, 1]
-    start, last = begin.clamp(min=first), (begin + count).clamp(max=end)
-    is_new = sequences[:, 3] * (begin >= first)
-    part = torch.stack((start - first, last - start, sequences[:, 2], is_new), dim=1)
+    begin, count, slots, is_new, kept, draft_slots = sequences.unbind(1)
+    start, last, drafts = begin.clamp(min=first), (begin + count).clamp(max=end), begin + kept
+    # What follows draft tokens goes on from their state.
+    is_draft = start > drafts
+    slots = torch.where(is_draft, draft_slots, slots)
+    kept = torch.where(is_draft, last, drafts.clamp(start, last)) - start
+    draft_slots = torch.where(kept == last - start, slots, draft_slots)
+    is_new = is_new * (begin >= first)
+    part = torch.stack((start - first, last - start, slots, is_new, kept, draft_slots), dim=1)
     return part[last > start].contiguous()
 
 

@@ -24,7 +24,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -463,8 +463,15 @@ class Engine:
         """Return the rows of a chunk, each with the position whose scores are wanted."""
         last = chunk.first + chunk.count - 1
         if chunk.num_draft_tokens:
-            places = range(chunk.first, last + 1)
-            return [(self._row(chunk, sequence, place, place + 1), place) for place in places]
+            known = last + 1 - chunk.num_draft_tokens
+            rows = [self._row(chunk, sequence, chunk.first, known)]
+            rows += [
+                self._row(chunk, sequence, place, place + 1) for place in range(known, last + 1)
+            ]
+            if chunk.draft_slot >= 0:
+                rows[1:] = [replace(row, slot=chunk.draft_slot, to_slot=-1) for row in rows[1:]]
+                rows[1] = replace(rows[1], parent_slot=chunk.slot)
+            return [(row, row.length - 1) for row in rows]
         needed = sequence.num_prompt_tokens - 1
         if not sequence.reads_prompt or chunk.first >= needed:
             row = self._row(chunk, sequence, chunk.first, last + 1)

@@ -210,6 +210,7 @@ def packed_batch_of(rows: Sequence[Row]) -> PackedBatch:
         rope_lengths=[row.rope_length or row.length for row in rows],
         window_tables=[row.window_blocks for row in rows if row.window_blocks],
         slots=[row.slot for row in rows],
+        parent_slots=[row.parent_slot for row in rows],
     )
 
 

@@ -157,7 +157,9 @@ def frame_limits(
     kv_bits = 8 if plan.kv_bits == 8 else 8 * cached.itemsize
     switch = length_scaling(config).switches_after or 0
     longest = max_context or plan.longest_sequence
-    is_crossed = 0 < switch < longest
+    recomputed_tokens = switch + 1 if 0 < switch < longest else 0
+    if has_drafts and has_states(config):  # accepted ones are computed again
+        recomputed_tokens = max(recomputed_tokens, MAX_STEP_TOKENS)
     return FrameLimits(
         digest=digest.digest()[:8],
         num_blocks=max(
@@ -174,7 +176,7 @@ def frame_limits(
         # A row has at least one token.
         mixed_rows=0 if engine is None else engine.token_budget,
         mixed_tokens=0 if engine is None else engine.token_budget,
-        recomputed_tokens=switch + 1 if is_crossed else 0,
+        recomputed_tokens=recomputed_tokens,
         kv_token_bytes=tuple(token_bytes(shape, cached, kv_bits) for shape in shapes),
         num_window_blocks=window_blocks_of(plan, config) or 0,
     )
@@ -316,9 +318,8 @@ def state_slots_of(context: RankContext, config: PreTrainedConfig) -> int:
     """Return the states that a rank's stage keeps at the same time, saved ones among them."""
     job, plan = context.job, context.plan
     slots = state_slots(plan.slots_of(plan.stages[context.rank])[0])
-    if job.task != "online":
-        return slots
-    return max(slots, limits_of_model(plan, job.engine, config).num_state_slots)
+    limits_of = limits_of_model if job.task == "online" else policy_limits_of_model
+    return max(slots, limits_of(plan, job.engine, config).num_state_slots)
 
 
 def load_runner(context: RankContext, device: torch.device) -> StageRunner:

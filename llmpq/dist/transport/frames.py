@@ -10,7 +10,7 @@ Header, little-endian, then one row of the table for each of ``max_rows`` sequen
     4s magic | B version | B kind | B dtype | B buffer | 8s plan digest | Q sequence | Q micro_batch
     | I rows | I tokens | I hidden | I layer | Q payload bytes
     | table: rows x (I first, I length, I rope_length, I slot, i from_slot, i to_slot,
-      Q origin), zeros
+      i parent_slot, Q origin), zeros
     | I crc32 of everything before
 
 A row of ``length`` tokens has ``ceil(length / block_size)`` blocks. The block tables follow the
@@ -51,7 +51,7 @@ MAX_TEXT_BYTES = 64 * 1024
 """The longest text of a control frame."""
 
 _FIXED = struct.Struct("<4sBBBB8sQQIIIIQ")
-_ROW = struct.Struct("<IIIIiiQ")
+_ROW = struct.Struct("<IIIIiiiQ")
 _CHECKSUM = struct.Struct("<I")
 _BLOCK = np.dtype("<u4")
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32)
@@ -202,6 +202,8 @@ class Row:
         slot: of the states of its sequence, in layers with a recurrent state.
         from_slot: slot whose states are copied to ``slot`` before the step; -1 for none.
         to_slot: slot to which they are copied after it; -1 for none.
+        parent_slot: of a row of draft tokens the slot of the row before, with whose states this one
+            begins and which keeps them; -1 for other rows.
     """
 
     blocks: tuple[int, ...]
@@ -213,6 +215,7 @@ class Row:
     slot: int = 0
     from_slot: int = -1
     to_slot: int = -1
+    parent_slot: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -286,6 +289,7 @@ def encode_header(frame: Frame, limits: FrameLimits, sequence: int, buffer: int 
             row.slot,
             row.from_slot,
             row.to_slot,
+            row.parent_slot,
             row.origin,
         )
         for row in frame.rows
@@ -391,9 +395,10 @@ def _read_table(body: bytes, rows: int, limits: FrameLimits) -> tuple[Row, ...]:
             slot=slot,
             from_slot=from_slot,
             to_slot=to_slot,
+            parent_slot=parent_slot,
         )
-        for first, length, rope_length, slot, from_slot, to_slot, origin in _ROW.iter_unpack(
-            body[_FIXED.size : end]
+        for first, length, rope_length, slot, from_slot, to_slot, parent_slot, origin in (
+            _ROW.iter_unpack(body[_FIXED.size : end])
         )
     )
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.answer_drafts import draft_freely
 from helpers.decode_steps import HAS_STEPS, cache_of, compiled
 from helpers.ranks import make_plan, run_threads, serve_script
 from helpers.scripted_channel import Script
@@ -26,7 +28,7 @@ from llmpq.kernels.cpu.native import library
 from llmpq.models import PackedBatch
 from llmpq.models.states import COMPILED, SequenceStates, mixer_of
 from llmpq.options.engine import EngineOptions
-from llmpq.options.limits import engine_limits
+from llmpq.options.limits import engine_limits, policy_limits
 from llmpq.quant.loading.loader import load_stage
 from llmpq.quant.modules.mixers import compile_mixers_
 from llmpq.spec.huggingface.families import load_model_dir
@@ -77,9 +79,38 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return model
 
 
-def served(model_dir: Path, num_stages: int, kv_bits: int = 32, **options) -> list[list[int]]:
+class RandomDrafts:
+    """Proposes a few next tokens of known answers; every other time, one of them is wrong.
+
+    Args:
+        answers: to the prompts.
+        seed: of what is random.
+    """
+
+    def __init__(self, answers: Sequence[Sequence[int]], seed: int) -> None:
+        self._wholes = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, answers, strict=True)]
+        self._chance = random.Random(seed)
+        self.proposed = self.rejected = 0
+
+    def __call__(self, _: SpeculativeConfig) -> RandomDrafts:
+        return self
+
+    def propose(self, tokens: Sequence[int], most: int) -> list[int]:
+        (whole, *_) = (one for one in self._wholes if one[: len(tokens)] == list(tokens))
+        draft = whole[len(tokens) : len(tokens) + self._chance.randint(1, most)]
+        self.proposed += 1
+        if draft and self.proposed % 2:
+            place = self._chance.randrange(len(draft))
+            draft[place] = (draft[place] + 1) % 90
+            self.rejected += 1
+        return draft
+
+
+def served(
+    model_dir: Path, num_stages: int, kv_bits: int = 32, batch: int = 4, **options
+) -> list[list[int]]:
     """Return the engine's answers to the prompts, which arrive one after the other."""
-    plan = make_plan(CUTS[num_stages], batch=4, prompt_tokens=48, new_tokens=16, prefill=2)
+    plan = make_plan(CUTS[num_stages], batch=batch, prompt_tokens=48, new_tokens=16, prefill=2)
     script = Script()
     for number, prompt in enumerate(PROMPTS):
         item = GenerationRequest(id=str(number), prompt_token_ids=tuple(prompt), sampling=FREE)
@@ -118,13 +149,30 @@ def test_limits_change_no_token(models, family, num_stages, options):
     token_budget=st.integers(1, 40),
     num_blocks=st.integers(3, 12),
     max_sequences=st.integers(1, 4),
+    drafts=st.none() | st.tuples(st.integers(0, 99), st.integers(1, 5)),
 )
-def test_chunks_and_preemption_change_no_token(
-    models, family, num_stages, token_budget, num_blocks, max_sequences
+def test_chunks_preemption_and_drafts_change_no_token(
+    models, family, num_stages, token_budget, num_blocks, max_sequences, drafts
 ):
     model_dir, expected = models(family)
     limits = {"num_blocks": num_blocks, "max_sequences": max_sequences}
-    assert served(model_dir, num_stages, token_budget=token_budget, **limits) == expected
+    with pytest.MonkeyPatch.context() as patch:
+        if drafts is not None:
+            draft_freely(patch, RandomDrafts(expected, drafts[0]))
+            limits["speculative_config"] = SpeculativeConfig(num_speculative_tokens=drafts[1])
+        assert served(model_dir, num_stages, token_budget=token_budget, **limits) == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("num_stages", CUTS)
+def test_drafts_change_no_token(models, monkeypatch, family, num_stages):
+    """Where one is wrong, the state goes back to that before the drafts."""
+    model_dir, expected = models(family)
+    drafts = RandomDrafts(expected, seed=num_stages)
+    draft_freely(monkeypatch, drafts)
+    config = SpeculativeConfig(num_speculative_tokens=4)
+    assert served(model_dir, num_stages, batch=8, speculative_config=config) == expected
+    assert drafts.rejected
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -172,15 +220,22 @@ def test_a_conversation_goes_on_from_its_state(models, family):
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("stages", CUTS)
-def test_policies_change_no_token(models, name, stages):
+def test_policies_change_no_token(models, monkeypatch, name, stages):
     model_dir, expected = models(FAMILIES[stages])
     plan = make_plan(CUTS[stages], prefill=2, decode=2, batch=3, prompt_tokens=48, new_tokens=16)
     requests = [
         Request(id=number, prompt_token_ids=tuple(prompt), max_new_tokens=NEW)
         for number, prompt in enumerate(PROMPTS)
     ]
-    answers, _ = run_threads(replace(plan, schedule=SCHEDULES[name]), model_dir, requests)
+    plan = replace(plan, schedule=SCHEDULES[name])
+    answers, _ = run_threads(plan, model_dir, requests)
     assert [list(answers[number][0]) for number in range(len(PROMPTS))] == expected
+    drafts = RandomDrafts(expected, seed=stages)
+    draft_freely(monkeypatch, drafts)
+    config = SpeculativeConfig(num_speculative_tokens=4)
+    answers, _ = run_threads(plan, model_dir, requests, speculative=config)
+    assert [list(answers[number][0]) for number in range(len(PROMPTS))] == expected
+    assert drafts.rejected
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -247,17 +302,17 @@ def test_another_recurrence_keeps_the_code_of_transformers(models, caplog):
 
 def test_what_needs_earlier_states_is_refused():
     plan, drafts = make_plan((0, 3), batch=4), SpeculativeConfig(num_speculative_tokens=3)
-    for options, error in (
-        (EngineOptions(speculative_config=drafts), "speculative_config"),
-        (EngineOptions(kv_offloading_bytes=1 << 30), "kv_offloading_size"),
-    ):
-        with pytest.raises(SpecError, match=f"{error}.*have a recurrent state"):
-            engine_limits(plan, options, has_states=True)
+    options = EngineOptions(kv_offloading_bytes=1 << 30)
+    with pytest.raises(SpecError, match=r"kv_offloading_size.*have a recurrent state"):
+        engine_limits(plan, options, has_states=True)
+    options = EngineOptions(speculative_config=drafts)
+    limits = policy_limits(plan, options, has_states=True)
+    assert (limits.max_sequences, limits.num_state_slots) == (4, 8)
     limits = engine_limits(plan, EngineOptions(max_sequences=64), has_states=True)
     assert (limits.max_sequences, limits.num_state_slots, limits.prefix_caching) == (4, 4, True)
     alone = engine_limits(make_plan((0, 3), batch=1), EngineOptions(), has_states=True)
-    # One beside the running sequence's.
-    assert (alone.max_sequences, alone.num_state_slots, alone.prefix_caching) == (1, 2, True)
+    # Two beside the running sequence's: a saved one, and that after draft tokens.
+    assert (alone.max_sequences, alone.num_state_slots, alone.prefix_caching) == (1, 3, True)
 
 
 def test_slots_are_checked():

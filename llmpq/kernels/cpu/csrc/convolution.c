@@ -3,24 +3,29 @@
  * Source: transformers' Lfm2ShortConv and causal_conv1d_fn. */
 #include "mixer.h"
 
+INLINE void store_inputs(float *stored, const vf *before, int kernel) {
+    for (int j = 0; j < kernel; j++)
+        for (int i = 0; i < LANES; i++) stored[i * kernel + j] = before[j][i];
+}
+
 /* Some channels of a row: their last inputs, then each token's. */
 void convolve_part(void *data, int64_t item) {
     const Convolution *c = data;
     int64_t blocks = (c->channels + CHANNELS - 1) / CHANNELS;
-    const int64_t *row = c->rows + 4 * (item / blocks);
+    const MixerRow *row = c->rows + item / blocks;
     int64_t begin = item % blocks * CHANNELS;
     int64_t end = begin + CHANNELS < c->channels ? begin + CHANNELS : c->channels;
     const int kernel = (int)c->kernel;
     for (int64_t at = begin; at < end; at += LANES) {
         vf before[MAX_KERNEL] = {{0}}, weights[MAX_KERNEL], bias = {0};
-        float *stored = c->states + (row[2] * c->channels + at) * kernel;
+        float *stored = c->states + (row->slot * c->channels + at) * kernel;
         if (c->bias) bias = load_lanes(c->bias, at, TYPE_F32);
         for (int j = 0; j < kernel; j++) {
             weights[j] = load_lanes(c->weight, j * c->channels + at, TYPE_F32);
-            if (!row[3])
+            if (!row->is_new)
                 for (int i = 0; i < LANES; i++) before[j][i] = stored[i * kernel + j];
         }
-        for (int64_t t = row[0]; t < row[0] + row[1]; t++) {
+        for (int64_t t = row->first; t < row->first + row->tokens; t++) {
             vf x = load_any(c->input, t * c->stride + at, c->type);
             if (c->factor) { /* rounded, as transformers does */
                 x *= load_any(c->factor, t * c->stride + at, c->type);
@@ -33,9 +38,10 @@ void convolve_part(void *data, int64_t item) {
             if (c->is_activated) sum = silu(sum);
             if (c->gate) sum *= load_any(c->gate, t * c->stride + at, c->type);
             store_typed(c->out, t * c->channels + at, LANES, typed_bits(sum, c->out_type), c->out_type);
+            if (t + 1 == row->first + row->kept) store_inputs(stored, before, kernel);
         }
-        for (int j = 0; j < kernel; j++)
-            for (int i = 0; i < LANES; i++) stored[i * kernel + j] = before[j][i];
+        if (row->kept < row->tokens)
+            store_inputs(c->states + (row->draft_slot * c->channels + at) * kernel, before, kernel);
     }
 }
 

@@ -53,13 +53,14 @@ void delta_factors(void *data, int64_t t) {
 /* Some columns of the state of a head of a row, from its first to its last token: the state is
  * changed by a token and read by the next one at once. Those of several tokens lie side by side
  * meanwhile: at the distance of whole rows they would displace one another from the cache. */
-INLINE void recur_columns(const Delta *d, const int64_t *row, int64_t head, int64_t column,
+INLINE void recur_columns(const Delta *d, const MixerRow *row, int64_t head, int64_t column,
                           const int vectors, const int is_one) {
     int64_t channels = d->convolution.channels, dim = d->value_dim, keys = d->key_heads * d->key_dim;
-    int64_t of_key = head / (d->heads / d->key_heads) * d->key_dim, end = row[0] + row[1];
-    float *stored = d->states + (row[2] * d->heads + head) * d->key_dim * dim + column;
+    int64_t of_key = head / (d->heads / d->key_heads) * d->key_dim, end = row->first + row->tokens;
+    float *stored = d->states + (row->slot * d->heads + head) * d->key_dim * dim + column;
+    float *last = d->states + (row->draft_slot * d->heads + head) * d->key_dim * dim + column;
     const float *convolved = d->convolution.out;
-    const float *query = convolved + row[0] * channels + of_key, *key = query + keys;
+    const float *query = convolved + row->first * channels + of_key, *key = query + keys;
     float own[is_one ? 1 : MAX_KEY_DIM * VECTORS * LANES] __attribute__((aligned(64)));
     float *state = is_one ? stored : own;
     const int64_t stride = is_one ? dim : vectors * LANES;
@@ -67,12 +68,12 @@ INLINE void recur_columns(const Delta *d, const int64_t *row, int64_t head, int6
     for (int64_t i = 0; i < d->key_dim; i++)
         for (int j = 0; j < vectors; j++) {
             vf s = {0};
-            if (!row[3]) s = load_lanes(stored, i * dim + j * LANES, TYPE_F32);
-            if (!is_one || row[3]) memcpy(state + i * stride + j * LANES, &s, sizeof s);
+            if (!row->is_new) s = load_lanes(stored, i * dim + j * LANES, TYPE_F32);
+            if (!is_one || row->is_new) memcpy(state + i * stride + j * LANES, &s, sizeof s);
             read[j] = multiply_add(s, (vf){0} + key[i], read[j]);
             out[j] = multiply_add(s, (vf){0} + query[i], out[j]);
         }
-    for (int64_t t = row[0]; t < end; t++) {
+    for (int64_t t = row->first; t < end; t++) {
         const float *value = convolved + t * channels + 2 * keys + head * dim + column;
         const float *factors = d->factors + (t * d->heads + head) * FACTORS;
         float *raw = d->raw + (t * d->heads + head) * dim + column;
@@ -83,14 +84,15 @@ INLINE void recur_columns(const Delta *d, const int64_t *row, int64_t head, int6
             read[j] = out[j] = (vf){0};
         }
         const float *before = key;
-        int is_last = is_one || t + 1 == end;
+        int is_last = is_one || t + 1 == end, is_kept = t + 1 == row->first + row->kept;
         if (!is_last) query += channels, key += channels;
         for (int64_t i = 0; i < d->key_dim; i++)
             for (int j = 0; j < vectors; j++) {
                 vf s = load_lanes(state, i * stride + j * LANES, TYPE_F32) * factors[0];
                 s = multiply_add(delta[j], (vf){0} + before[i], s);
-                memcpy((is_last ? stored + i * dim : state + i * stride) + j * LANES, &s, sizeof s);
+                memcpy((is_last ? last + i * dim : state + i * stride) + j * LANES, &s, sizeof s);
                 if (is_one) continue;
+                if (is_kept && !is_last) memcpy(stored + i * dim + j * LANES, &s, sizeof s);
                 read[j] = multiply_add(s, (vf){0} + key[i], read[j]);
                 out[j] = multiply_add(s, (vf){0} + query[i], out[j]);
             }
@@ -99,9 +101,9 @@ INLINE void recur_columns(const Delta *d, const int64_t *row, int64_t head, int6
 
 void delta_part(void *data, int64_t item) {
     const Delta *d = data;
-    const int64_t *row = d->convolution.rows + 4 * (item / d->heads);
+    const MixerRow *row = d->convolution.rows + item / d->heads;
     int64_t head = item % d->heads, column = 0, dim = d->value_dim;
-    if (row[1] == 1) {
+    if (row->tokens == 1 && row->kept) {
         for (; column + ONCE_VECTORS * LANES <= dim; column += ONCE_VECTORS * LANES)
             recur_columns(d, row, head, column, ONCE_VECTORS, 1);
         for (; column < dim; column += LANES) recur_columns(d, row, head, column, 1, 1);

@@ -8,12 +8,12 @@
 
 enum { ROWS = 4, FACTORS = 2 }; /* rows of a state at once; dt and the decay of a token */
 
-/* Of a token, of which a row has limits unless it goes on with this one alone. */
+/* Of a token, of which a row has limits unless it goes on with this one alone, or with drafts. */
 void mamba_factors(void *data, int64_t t) {
     const Mamba *m = data;
-    const int64_t *row = m->convolution.rows;
-    while (t >= row[0] + row[1]) row += 4;
-    int has_limits = row[1] > 1 || row[3];
+    const MixerRow *row = m->convolution.rows;
+    while (t >= row->first + row->tokens) row++;
+    int has_limits = (row->tokens > 1 && row->kept == row->tokens) || row->is_new;
     for (int64_t h = 0; h < m->heads; h++) {
         float dt = softplus(load_one(m->dt, t * m->convolution.stride + h, m->type) + m->bias[h]);
         if (has_limits) dt = fminf(fmaxf(dt, m->least), m->most);
@@ -27,14 +27,20 @@ void mamba_factors(void *data, int64_t t) {
  * cache. */
 void mamba_part(void *data, int64_t item) {
     const Mamba *m = data;
-    const int64_t *row = m->convolution.rows + 4 * (item / m->heads);
+    const MixerRow *row = m->convolution.rows + item / m->heads;
     int64_t head = item % m->heads, dim = m->state_dim, width = m->heads * m->head_dim;
     int64_t channels = m->convolution.channels, group = head / (m->heads / m->groups);
     const float *convolved = m->convolution.out;
-    float *state = m->states + (row[2] * m->heads + head) * m->head_dim * dim;
-    if (row[3]) memset(state, 0, (size_t)(m->head_dim * dim) * sizeof *state);
-    for (int64_t first = 0; first < m->head_dim; first += ROWS, state += ROWS * dim)
-        for (int64_t t = row[0]; t < row[0] + row[1]; t++) {
+    const size_t size = (size_t)(ROWS * dim) * sizeof(float);
+    for (int64_t first = 0; first < m->head_dim; first += ROWS) {
+        float *state = m->states + ((row->slot * m->heads + head) * m->head_dim + first) * dim;
+        float *drafts = m->states + ((row->draft_slot * m->heads + head) * m->head_dim + first) * dim;
+        if (row->is_new) memset(state, 0, size);
+        for (int64_t t = row->first; t < row->first + row->tokens; t++) {
+            if (t == row->first + row->kept) {
+                memcpy(drafts, state, size);
+                state = drafts;
+            }
             const float *x = convolved + t * channels + head * m->head_dim + first;
             const float *b = convolved + t * channels + width + group * dim;
             const float *c = b + m->groups * dim;
@@ -53,6 +59,7 @@ void mamba_part(void *data, int64_t item) {
             }
             for (int j = 0; j < ROWS; j++) raw[j] = total(sums[j]) + m->skip[head] * x[j];
         }
+    }
 }
 
 /* Of a token: gated, then normed in parts; the norm is rounded where transformers rounds it. */

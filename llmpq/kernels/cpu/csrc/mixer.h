@@ -11,6 +11,12 @@
 
 enum { CHANNELS = 64, MAX_KERNEL = 8 };
 
+/* A row: the state in `slot` is read; it has that of the tokens before the drafts afterwards, and
+ * `draft_slot` that of all. Without drafts `kept` is `tokens`, and both slots are one. */
+typedef struct {
+    int64_t first, tokens, slot, is_new, kept, draft_slot;
+} MixerRow;
+
 typedef struct {
     const void *input;   /* [tokens, stride], its first `channels` */
     const void *factor;  /* like the input, which it multiplies first; may be NULL */
@@ -19,7 +25,7 @@ typedef struct {
     const float *bias;   /* [channels]; may be NULL */
     float *states;       /* [slots, channels, kernel]: the last inputs */
     void *out;           /* [tokens, channels] */
-    const int64_t *rows; /* [count, 4]: first token, tokens, slot, is new */
+    const MixerRow *rows; /* [count] */
     int64_t count, channels, kernel, stride;
     int32_t type, out_type; /* of input, factor and gate; of `out` */
     int32_t is_activated;   /* by SiLU, before the gate */

@@ -49,7 +49,7 @@ typedef struct {
     const int64_t *starts, *lengths, *chosen, *runs;
     const int32_t *window_tables; /* of layers with windows */
     int64_t chosen_count, run_count;
-    const int64_t *sequences; /* [sequence_count, 4], as the rows of a convolution */
+    const MixerRow *sequences; /* [sequence_count] */
     int64_t sequence_count;
     int32_t type, threads;
 } Step;
