@@ -119,7 +119,10 @@ class Skeleton:
     def build_layer(self, config: PreTrainedConfig, index: int) -> nn.Module:
         """Build decoder layer ``index`` of transformers on the meta device, constants for real."""
         with torch.device("meta"), _QuickConstruction():
-            layer = self.layer_class(config, index)(config, index)
+            kind = self.layer_class(config, index)
+            own = inspect.signature(kind).parameters  # of Bamba, a default for any layer
+            named = {"layer_type": config.layer_types[index]} if "layer_type" in own else {}
+            layer = kind(config, index, **named)
         _use_linear(layer)
         use_stacked_experts(layer, config)
         stored = layer.state_dict().keys()

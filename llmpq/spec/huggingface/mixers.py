@@ -60,6 +60,12 @@ def by_list(fields: Config) -> Sequence[bool]:
     return [index in chosen for index in range(count)]
 
 
+def by_indices(fields: Config) -> Sequence[bool]:
+    """Return attention in the layers of ``attn_layer_indices``, by default none (Bamba)."""
+    chosen = fields.indices("attn_layer_indices") if fields.has("attn_layer_indices") else ()
+    return [index in chosen for index in range(fields.layers())]
+
+
 def nowhere(fields: Config) -> Sequence[bool]:
     """Return no attention at all (Granite 4)."""
     return [False] * fields.layers()

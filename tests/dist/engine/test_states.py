@@ -36,7 +36,7 @@ from llmpq.spec.huggingface.families import load_model_dir
 torch.set_num_threads(1)
 
 FAMILIES = (
-    "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "nemotron_h", "olmo_hybrid",
+    "bamba", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "nemotron_h", "olmo_hybrid",
     "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "granitemoehybrid wide", "qwen3_5_text wide",
 )  # fmt: skip
 _WIDE = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
