@@ -43,7 +43,7 @@ from llmpq.batching.blocks import (
     OffloadedBlocks,
     StateSlots,
     Tier,
-    next_key,
+    keys_of,
     root_key,
 )
 from llmpq.batching.engine_step import (
@@ -792,10 +792,8 @@ class BlockScheduler:
             keys += [(request.request, table, index) for index in range(len(keys), tokens // size)]
             return
         parent = keys[-1] if keys else root_key(request.cache_salt, table)
-        for index in range(len(keys), tokens // size):
-            assert isinstance(parent, bytes)
-            parent = next_key(parent, ids[index * size : (index + 1) * size])
-            keys.append(parent)
+        assert isinstance(parent, bytes)
+        keys += keys_of(ids[len(keys) * size : tokens], parent, size)
 
 
 class WindowBlocks:

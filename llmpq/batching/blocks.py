@@ -46,6 +46,21 @@ def next_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return hashlib.sha256(parent + array("q", token_ids).tobytes()).digest()
 
 
+def keys_of(token_ids: Sequence[int], parent: bytes, block_size: int) -> list[BlockKey]:
+    """Return the keys of the full blocks of tokens that follow a block.
+
+    Args:
+        token_ids: the tokens.
+        parent: key of the block before them, or the root key.
+        block_size: tokens of a block.
+    """
+    keys: list[BlockKey] = []
+    for end in range(block_size, len(token_ids) + 1, block_size):
+        parent = next_key(parent, token_ids[end - block_size : end])
+        keys.append(parent)
+    return keys
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadLimits:
     """Copies of KV blocks that an engine keeps beyond its blocks.

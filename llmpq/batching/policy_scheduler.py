@@ -5,8 +5,10 @@ The scheduler calls its policy whenever the pipeline can take another micro-batc
 this scheduler. Equal views give equal decisions, so equal arrivals, clocks and completions give
 equal steps in both.
 
-A sequence has a slot, a fixed run of KV blocks, from its prefill until its answer is complete; one
-longer than planned has several, and its prompt takes several steps.
+A sequence has a slot, memory for as many KV blocks as the longest one needs, from its prefill until
+its answer is complete; one longer than planned has several, and its prompt takes several steps. A
+prompt begins after the blocks of an earlier one with the same content, where layers keep all keys
+and values.
 
 With speculative decoding, a sequence that decodes may have draft tokens after its next one. The
 same step writes their keys and values to the slot; those of rejected tokens are overwritten.
@@ -19,10 +21,11 @@ import math
 import sys
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Protocol
 
+from llmpq.batching.blocks import BlockAllocator, BlockKey, keys_of, root_key
 from llmpq.batching.engine_step import (
     NO_TOKENS,
     DraftCandidate,
@@ -264,12 +267,16 @@ class _SlotRequest:
 
     Attributes:
         origin: the step that prefilled it.
+        keys: of the full blocks of its prompt, where they may be found.
+        cached: tokens of the prompt whose keys and values were found.
         repeated: accepted draft tokens that the next step computes again, in layers with a state.
     """
 
     request: EngineRequest
     credit: DraftCredit
     origin: int = 0
+    keys: list[BlockKey] = field(default_factory=list)
+    cached: int = 0
     repeated: int = 0
     is_aborted: bool = False
 
@@ -278,7 +285,8 @@ class PolicyScheduler:
     """The requests of a run: queue, slots and micro-batches in flight.
 
     A slot has at most one owner. The lowest free slot is taken first, which keeps live sequences at
-    the front of the cache without copies (compaction in ExeGPT, Sec. 3).
+    the front of the cache without copies (compaction in ExeGPT, Sec. 3), as far as no prompt begins
+    with blocks of another.
 
     Args:
         policy: decides what to dispatch next.
@@ -318,6 +326,12 @@ class PolicyScheduler:
         self._slot_blocks = limits.num_blocks // limits.max_sequences
         self._slot_window_blocks = limits.num_window_blocks // limits.max_sequences
         self._free_slots = list(range(limits.max_sequences))  # a heap
+        self._tables: dict[int, tuple[int, ...]] = {}  # blocks of a sequence, by its slot
+        keeps_all = limits.window_tokens is None and limits.switches_after is None
+        has_prefixes = keeps_all and not (limits.num_state_slots or depth.is_split)
+        self._allocator: BlockAllocator | None = None
+        if limits.prefix_caching and has_prefixes:
+            self._allocator = BlockAllocator(limits.num_blocks)
         self._requests: dict[int, _SlotRequest] = {}  # unfinished ones
         self._waiting: deque[WaitingRequest] = deque()
         self._ready: dict[int, ReadySequence] = {}  # by slot, in the order they became ready
@@ -331,6 +345,8 @@ class PolicyScheduler:
         self._is_closed = False
         self.next_number = first_number
         self.wake_s = math.inf
+        self.prefix_cache_hits = 0
+        """Prompt tokens whose keys and values were found."""
 
     @property
     def is_done(self) -> bool:
@@ -439,7 +455,21 @@ class PolicyScheduler:
 
     def _begin(self, step: EngineStep, now_s: float) -> EngineStep:
         self._steps[step.number] = now_s, step
+        if self._allocator is not None and step.phase is Phase.PREFILL:
+            for chunk in step.chunks:
+                self._cache_blocks(chunk, self._allocator)
         return step
+
+    def _cache_blocks(self, chunk: ScheduledChunk, allocator: BlockAllocator) -> None:
+        """Let the next steps find the blocks of a prompt that this step fills."""
+        found, size = self._requests.get(chunk.request), self._limits.block_size
+        if found is None or found.is_aborted:  # it has any tokens
+            return
+        # Sequences that are held once they are finished write to their last block.
+        last = self._limits.needed_blocks(found.request, self._limits.num_blocks) - 1
+        end = min((chunk.first + chunk.count) // size, len(found.keys), last)
+        for index in range(chunk.first // size, end):
+            allocator.cache(chunk.blocks[index], found.keys[index])
 
     def complete_drafts(self, step: EngineStep, now_s: float, *, has_ended: bool = False) -> None:
         """Take the time at which the draft model has computed the drafts of a new step, or ended.
@@ -550,6 +580,9 @@ class PolicyScheduler:
     def _free(self, slot: int) -> None:
         for own in self._slots_of.pop(slot):
             heapq.heappush(self._free_slots, own)
+        blocks = self._tables.pop(slot)
+        if self._allocator is not None:
+            self._allocator.free(blocks)
 
     def _take(self, decision: Prefill | Decode) -> InFlightBatch:
         if isinstance(decision, Prefill):
@@ -581,12 +614,30 @@ class PolicyScheduler:
     def _with_slots(self, item: WaitingRequest) -> ReadySequence:
         slots = tuple(heapq.heappop(self._free_slots) for _ in range(item.slots))
         self._slots_of[slots[0]] = slots
+        self._tables[slots[0]] = self._table(self._requests[item.request], slots)
         return ReadySequence(
             request=item.request,
             slot=slots[0],
             context_tokens=item.prompt_tokens,
             new_tokens=0,
         )
+
+    def _table(self, found: _SlotRequest, slots: Sequence[int]) -> tuple[int, ...]:
+        """Return the blocks of a sequence, the first of which may be those of earlier prompts."""
+        width, limits, request = self._slot_blocks, self._limits, found.request
+        if self._allocator is None:
+            return tuple(slot * width + place for slot in slots for place in range(width))
+        prefix: Sequence[BlockKey] = ()
+        if request.token_ids is not None and not request.scores_prompt:
+            salt = root_key(request.cache_salt, limits.rope_table(*[request.prompt_tokens] * 2))
+            found.keys = keys_of(request.token_ids, salt, limits.block_size)
+            # The last token is always computed, because its output is needed.
+            most = (request.prompt_tokens - 1) // limits.block_size
+            prefix = self._allocator.find(found.keys[:most])
+            found.cached = len(prefix) * limits.block_size
+            self.prefix_cache_hits += found.cached
+        needed = limits.needed_blocks(request, limits.num_blocks)
+        return tuple(self._allocator.allocate(needed - len(prefix), prefix))
 
     def _steps_of(self, batch: InFlightBatch) -> list[EngineStep]:
         """Return the steps of a micro-batch: the newest token, or the parts of a prompt, of each.
@@ -617,13 +668,14 @@ class PolicyScheduler:
 
     def _parts_of(self, sequence: ReadySequence, scored: int) -> list[ScheduledChunk]:
         """Return the parts of a prompt, as even as they can be; with scores, of few tokens."""
-        tokens = sequence.context_tokens
-        scores = self._requests[sequence.request].request.scores_prompt
+        found = self._requests[sequence.request]
+        scores, cached = found.request.scores_prompt, found.cached
+        tokens = sequence.context_tokens - cached
         count = -(-tokens // min(self._part_tokens, scored if scores else sys.maxsize))
-        ends = [tokens * (place + 1) // count for place in range(count)]
+        ends = [cached + tokens * (place + 1) // count for place in range(count)]
         return [
             self._chunk(sequence, first, end=end)
-            for first, end in zip([0, *ends], ends, strict=False)
+            for first, end in zip([cached, *ends], ends, strict=False)
         ]
 
     def _first(self, sequence: ReadySequence) -> int:
@@ -670,8 +722,12 @@ class PolicyScheduler:
         self, sequence: ReadySequence, first: int, drafts: int = 0, end: int | None = None
     ) -> ScheduledChunk:
         """Return the tokens from ``first`` to ``end``, the newest one by default, and drafts."""
-        context = sequence.context_tokens
+        context, table = sequence.context_tokens, self._tables[sequence.slot]
         end = (context if end is None else end) + drafts
+        if sequence.is_finished:  # its token is no input of any other, and overwrites no prompt
+            first = max(first, context - sequence.new_tokens)
+            first = min(first, len(table) * self._limits.block_size - 1)
+            end = first + 1
         num_blocks = self._limits.blocks_for(end)
         found = self._requests.get(sequence.request)
         has_draft_slot = drafts > 0 and self._limits.num_state_slots > 0
@@ -679,27 +735,25 @@ class PolicyScheduler:
             sequence.request,
             first,
             end - first,
-            self._blocks(sequence.slot, self._slot_blocks, num_blocks),
+            table[:num_blocks],
             end >= context and not sequence.is_finished,
             drafts,
-            self._blocks(sequence.slot, self._slot_window_blocks, num_blocks),
+            self._window_blocks(sequence.slot, num_blocks),
             0 if found is None else found.origin,
             self._state_slots[sequence.slot],
             draft_slot=self._draft_slots.pop() if has_draft_slot else -1,
         )
 
-    def _blocks(self, slot: int, width: int, count: int) -> tuple[int, ...]:
-        """Return the first blocks of a sequence, whose slots have ``width`` each.
+    def _window_blocks(self, slot: int, count: int) -> tuple[int, ...]:
+        """Return the first blocks of a sequence in layers with windows.
 
-        In layers with windows there are fewer, which are used in turn: the window before a chunk,
-        and the chunk, have one each.
+        There are fewer, which are used in turn: the window before a chunk, and the chunk, have one
+        each.
         """
+        width = self._slot_window_blocks
         if not width:
             return ()
-        slots = self._slots_of[slot]
-        if len(slots) == 1 and count <= width:
-            return tuple(range(slot * width, slot * width + count))
-        own = [one * width + place for one in slots for place in range(width)]
+        own = [one * width + place for one in self._slots_of[slot] for place in range(width)]
         return tuple(islice(cycle(own), count))
 
 

@@ -120,8 +120,8 @@ class Skeleton:
         """Build decoder layer ``index`` of transformers on the meta device, constants for real."""
         with torch.device("meta"), _QuickConstruction():
             kind = self.layer_class(config, index)
-            own = inspect.signature(kind).parameters  # of Bamba, a default for any layer
-            named = {"layer_type": config.layer_types[index]} if "layer_type" in own else {}
+            taken = inspect.signature(kind).parameters  # of Bamba, a default for any layer
+            named = {"layer_type": config.layer_types[index]} if "layer_type" in taken else {}
             layer = kind(config, index, **named)
         _use_linear(layer)
         use_stacked_experts(layer, config)

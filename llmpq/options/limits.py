@@ -189,7 +189,6 @@ def policy_limits(
         options,
         num_blocks=num_blocks,
         max_sequences=slots,
-        prefix_caching=False,
         kv_offloading_bytes=0,
         kv_offloading_folder=None,
     )

@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     add_options(sampling, SamplingParams, *names, seed={"default": 0})
     run = parser.add_argument_group("running")
     add_options(run, RunOptions, "pins_workers", "captures")
-    add_options(run, EngineOptions, "speculative_config")
+    add_options(run, EngineOptions, "speculative_config", "prefix_caching")
     add_options(run, RunOptions, "step_timeout_s")
     run_options.add_fault_options(parser)
     add_policy_options(parser)
@@ -383,8 +383,8 @@ def _report(plan: Plan, measurement: Measurement, job: Job, options: argparse.Na
 
 def forecast_of(plan: Plan, measurement: Measurement, job: Job) -> PlanForecast | None:
     """Return a forecast of the requests that ran, ``None`` where nothing can be said of them."""
-    if measurement.draft_tokens or not measurement.records:
-        return None  # the cost models know no draft tokens
+    if measurement.draft_tokens or measurement.cached_tokens or not measurement.records:
+        return None  # the cost models know no draft tokens, nor prompts that begin as others
     from llmpq.assigner.forecast import costs_of_plan, forecast_run
 
     assert job.schedule is not None  # ``_job`` says which

@@ -78,6 +78,7 @@ class RunStats:
         prefill_s: of these, until the last prompt's first token.
         records: arrival, start and end of each request, by number.
         adjusted: decode iterations that the policy changed to during the run, in order.
+        cached_tokens: of prompts, whose keys and values were found.
         draft_tokens: that were verified.
         accepted_tokens: those of them that became tokens of an answer.
         first_token_s: time of the first token, on the clock of the run; ``None`` without one.
@@ -89,6 +90,7 @@ class RunStats:
     prefill_s: float
     records: tuple[RequestRecord, ...]
     adjusted: tuple[int, ...] = ()
+    cached_tokens: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
     first_token_s: float | None = None
@@ -233,6 +235,7 @@ class BatchRun:
             prefill_s=self._prefill_s,
             records=tuple(sorted(self._records, key=lambda record: record.request)),
             adjusted=() if self._monitor is None else self._monitor.adjusted,
+            cached_tokens=self._scheduler.prefix_cache_hits,
             draft_tokens=drafts.num_draft_tokens - draft_tokens,
             accepted_tokens=drafts.num_accepted_tokens - accepted_tokens,
             first_token_s=self._first_token_s,
@@ -289,7 +292,7 @@ class BatchRun:
         """Queue a request; the form of its answer is compiled before its first step."""
         added = EngineRequest(
             request=number,
-            token_ids=None,
+            token_ids=tuple(request.prompt_token_ids),
             prompt_tokens=len(request.prompt_token_ids),
             max_tokens=request.max_new_tokens,
             arrival_s=request.arrival_s,

@@ -598,6 +598,7 @@ class MasterRank:
             prefill_s=(total.prefill_s or 0.0) + made.prefill_s,
             records=made.records,
             adjusted=made.adjusted,
+            cached_tokens=total.cached_tokens + made.cached_tokens,
             draft_tokens=total.draft_tokens + made.draft_tokens,
             accepted_tokens=total.accepted_tokens + made.accepted_tokens,
             not_served=total.not_served + len(requests) - made.requests,

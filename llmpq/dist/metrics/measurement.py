@@ -174,6 +174,7 @@ class Measurement:
         refused: for each prompt that could not be served, where it is and why.
         restarts: of the run, before the ranks that measured this.
         start: steps of rank 0, from the command to the first token.
+        cached_tokens: of prompts that began as earlier ones, whose keys and values were found.
         draft_tokens: speculative decoding: draft tokens that were verified.
         accepted_tokens: those of them that became tokens of an answer.
         draft: measurements of the draft model's own rank; ``None`` without one, or if it ended
@@ -193,6 +194,7 @@ class Measurement:
     refused: tuple[str, ...] = ()
     restarts: tuple[Restart, ...] = ()
     start: tuple[StartStep, ...] = ()
+    cached_tokens: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
     draft: StageStats | None = None

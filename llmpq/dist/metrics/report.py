@@ -62,6 +62,11 @@ def build_report(
                 "measured": latency_s - prefill_s,
             },
         }
+    if measurement.cached_tokens:
+        report["prefix_cache"] = {
+            "tokens": sum(record.prompt_tokens for record in measurement.records),
+            "cached": measurement.cached_tokens,
+        }
     if measurement.draft_tokens:
         report["drafts"] = {
             "tokens": measurement.draft_tokens,
@@ -98,6 +103,9 @@ def format_report(report: dict[str, Any], *, verbose: bool = False) -> str:
     taken = {f"rank {stage['rank']}": stage.get("cpu_taken") for stage in report["stages"]}
     busy = any(is_busy(share) for share in taken.values())
     lines = [_summary_line(report, is_valid=not busy)]
+    if "prefix_cache" in report:
+        cache = report["prefix_cache"]
+        lines.append(f"prefix cache: {cache['cached']} of {cache['tokens']} prompt tokens")
     if "drafts" in report:
         drafts = report["drafts"]
         lines.append(f"drafts: {drafts['tokens']} tokens, {drafts['accepted']} accepted")

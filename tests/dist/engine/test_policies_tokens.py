@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.answer_drafts import DRAFTS, AnswerDrafts, draft_freely
 from helpers.ranks import make_plan, run_threads
-from helpers.tiny_models import load_reference, save_tiny_model
+from helpers.tiny_models import generate_alone, load_reference, save_tiny_model
 
 from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.dist.io.prompts import Request
@@ -125,6 +125,26 @@ def test_a_draft_model_changes_no_token(name, stages, model_dir, expected, monke
     assert [list(answers[number][0]) for number in range(len(PROMPTS))] == expected
     assert [record.new_tokens for record in made.records] == NEW_TOKENS
     assert 0 < made.accepted_tokens == made.draft_tokens
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("stages", CUTS)
+def test_prompts_that_begin_as_earlier_ones_have_the_same_answers(name, stages, model_dir):
+    model = load_reference(model_dir)
+    model.generation_config.eos_token_id = None
+    begin = [(7 * number) % 90 + 3 for number in range(36)]
+    prompts = [[*begin[: 36 - number % 3], 40 + number] for number in range(3 * SLOTS)]
+    requests = [
+        Request(id=number, prompt_token_ids=tuple(prompt), max_new_tokens=4)
+        for number, prompt in enumerate(prompts)
+    ]
+    plan = make_plan(CUTS[stages], prefill=2, decode=2, batch=SLOTS, prompt_tokens=40)
+    plan = replace(plan, schedule=SCHEDULES[name])
+    answers, made = run_threads(plan, model_dir, requests)
+    for number, prompt in enumerate(prompts):
+        whole, _ = generate_alone(model, prompt, 4)
+        assert list(answers[number][0]) == whole[len(prompt) :]
+    assert made.cached_tokens >= 32 * SLOTS
 
 
 def test_waa_without_stages_of_its_own_is_refused_in_a_sentence(model_dir):

@@ -182,7 +182,7 @@ def test_chunks_compute_what_a_whole_prompt_does(tiny_model, family, attends, mo
 @pytest.mark.parametrize("model_type", sorted(TESTED & set(model_types())))
 def test_blocks_of_a_family_are_allocated_as_planned(model_type):
     """Its configuration says the same windows to the planner and to the runtime."""
-    config, tokens, slots = tiny_config(model_type), 3000, 2
+    config, tokens, slots = tiny_config(model_type), 3000, 3
     model = model_from_config(stored_fields(config), "tiny", "config.json")
     window = largest_window(config)
     assert model.window_tokens == window

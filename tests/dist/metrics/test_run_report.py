@@ -215,6 +215,15 @@ def test_drafts_are_counted_where_there_are_some():
     assert from_json(Measurement, Fields(value, "here")) == ran
 
 
+def test_cached_prompt_tokens_are_counted_where_there_are_some():
+    assert "prefix_cache" not in build_report(PLAN, MEASUREMENT)
+    ran = replace(MEASUREMENT, cached_tokens=7)
+    tokens = sum(record.prompt_tokens for record in ran.records)
+    report = build_report(PLAN, ran)
+    assert report["prefix_cache"] == {"tokens": tokens, "cached": 7}
+    assert f"prefix cache: 7 of {tokens} prompt tokens" in format_report(report)
+
+
 def test_the_bars_are_the_latency_its_phases_and_every_stage_s_work(tmp_path):
     pytest.importorskip("matplotlib")
     ran = replace(MEASUREMENT, stages=(_played(0), _played(1)), prefill_s=1.25)
