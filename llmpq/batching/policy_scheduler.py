@@ -22,7 +22,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 from typing import TYPE_CHECKING, Protocol
 
 from llmpq.batching.blocks import BlockAllocator, BlockKey, keys_of, root_key
@@ -326,7 +326,7 @@ class PolicyScheduler:
         self._slot_blocks = limits.num_blocks // limits.max_sequences
         self._slot_window_blocks = limits.num_window_blocks // limits.max_sequences
         self._free_slots = list(range(limits.max_sequences))  # a heap
-        self._tables: dict[int, tuple[int, ...]] = {}  # blocks of a sequence, by its slot
+        self._tables: dict[int, Sequence[int]] = {}  # blocks of a sequence, by its slot
         keeps_all = limits.window_tokens is None and limits.switches_after is None
         has_prefixes = keeps_all and not (limits.num_state_slots or depth.is_split)
         self._allocator: BlockAllocator | None = None
@@ -622,22 +622,24 @@ class PolicyScheduler:
             new_tokens=0,
         )
 
-    def _table(self, found: _SlotRequest, slots: Sequence[int]) -> tuple[int, ...]:
+    def _table(self, found: _SlotRequest, slots: Sequence[int]) -> Sequence[int]:
         """Return the blocks of a sequence, the first of which may be those of earlier prompts."""
         width, limits, request = self._slot_blocks, self._limits, found.request
         if self._allocator is None:
-            return tuple(slot * width + place for slot in slots for place in range(width))
+            runs = [range(slot * width, (slot + 1) * width) for slot in slots]
+            return runs[0] if len(runs) == 1 else tuple(chain(*runs))
         prefix: Sequence[BlockKey] = ()
         if request.token_ids is not None and not request.scores_prompt:
-            salt = root_key(request.cache_salt, limits.rope_table(*[request.prompt_tokens] * 2))
-            found.keys = keys_of(request.token_ids, salt, limits.block_size)
+            tokens = request.prompt_tokens
+            root = root_key(request.cache_salt, limits.rope_table(tokens, tokens))
+            found.keys = keys_of(request.token_ids, root, limits.block_size)
             # The last token is always computed, because its output is needed.
-            most = (request.prompt_tokens - 1) // limits.block_size
+            most = (tokens - 1) // limits.block_size
             prefix = self._allocator.find(found.keys[:most])
             found.cached = len(prefix) * limits.block_size
             self.prefix_cache_hits += found.cached
         needed = limits.needed_blocks(request, limits.num_blocks)
-        return tuple(self._allocator.allocate(needed - len(prefix), prefix))
+        return self._allocator.allocate(needed - len(prefix), prefix)
 
     def _steps_of(self, batch: InFlightBatch) -> list[EngineStep]:
         """Return the steps of a micro-batch: the newest token, or the parts of a prompt, of each.
@@ -735,7 +737,7 @@ class PolicyScheduler:
             sequence.request,
             first,
             end - first,
-            table[:num_blocks],
+            tuple(table[:num_blocks]),
             end >= context and not sequence.is_finished,
             drafts,
             self._window_blocks(sequence.slot, num_blocks),
