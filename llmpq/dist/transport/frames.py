@@ -46,7 +46,7 @@ from llmpq.errors import StageError
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
 
 MAGIC = b"LPQ1"
-VERSION = 9
+VERSION = 10
 MAX_TEXT_BYTES = 64 * 1024
 """The longest text of a control frame."""
 
