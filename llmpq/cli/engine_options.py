@@ -36,7 +36,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add_options(budget, EngineOptions, "token_budget")
     add_options(budget, TokenBound)
     add_options(engine, EngineOptions, "max_model_len", "prefix_caching")
-    kept = ("kv_offloading_bytes", "kv_offloading_folder", "kv_offloading_disk_bytes")
+    kept = (
+        "state_cache_bytes",
+        "kv_offloading_bytes",
+        "kv_offloading_folder",
+        "kv_offloading_disk_bytes",
+    )
     add_options(engine, EngineOptions, *kept, "speculative_config")
     names = ("max_restarts", "form_timeout_s", "step_timeout_s", "transport")
     add_options(engine, LaunchOptions, *names)

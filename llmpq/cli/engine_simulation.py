@@ -153,7 +153,7 @@ def simulated_limits(options: argparse.Namespace, plan: Plan, model: ModelSpec) 
         engine,
         window_tokens=model.window_tokens,
         scaling=_length_scaling(plan),
-        has_states=model.has_states,
+        state_bytes=model.state_bytes(),
     )
     if asked.draft_cost is None:
         return limits

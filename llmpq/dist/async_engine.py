@@ -44,7 +44,7 @@ from llmpq.errors import SpecError, StageError, StoppedError
 from llmpq.logging import get_logger
 from llmpq.options.declare import read_keywords, values_of, with_keywords
 from llmpq.options.engine import EngineOptions, SpeculationOptions
-from llmpq.options.limits import check_host_memory
+from llmpq.options.limits import check_host_memory, check_state_cache
 from llmpq.options.limits import max_model_len as longest_sequence
 from llmpq.options.run import FaultOptions, LaunchOptions, RunOptions
 from llmpq.spec.fields import Fields
@@ -695,7 +695,8 @@ def _checked_options(
     speculation = checked_speculation(plan, own.speculative_config, model_dir)
     own = replace(own, speculative_config=speculation)
     longest_sequence(plan, own, model.max_positions)
-    if own.kv_offloading_bytes:
+    check_state_cache(own, model)
+    if own.kv_offloading_bytes or own.state_cache_bytes:
         here = hosts or Hosts()
         ranks = ranks_of_node(plan, here.node_rank, here.num_nodes)
         check_host_memory(plan, own, ranks, available_memory_bytes())

@@ -110,6 +110,17 @@ class EngineOptions(SpeculationOptions):
             help="compute every prompt, also where its beginning is in the cache",
         ),
     ] = True
+    state_cache_bytes: Annotated[
+        int,
+        Option(
+            flags=("state_cache_size",),
+            unit=GIB,
+            maximum=2**60,
+            metavar="GIB",
+            help="memory of all stages together, beyond the plan, for saved states of layers that "
+            "have a recurrent one, with which later prompts go on (default %(default)g)",
+        ),
+    ] = 0
     kv_offloading_bytes: Annotated[
         int,
         Option(
@@ -146,7 +157,7 @@ class EngineOptions(SpeculationOptions):
             raise SpecError(
                 f"alpha: found with scheduler {self.scheduler}, expected scheduler larry"
             )
-        for name in ("kv_offloading_bytes", "kv_offloading_folder"):
+        for name in ("state_cache_bytes", "kv_offloading_bytes", "kv_offloading_folder"):
             if getattr(self, name) and not self.prefix_caching:
                 raise SpecError(f"{name}: found without prefix caching, expected both")
 

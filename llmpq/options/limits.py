@@ -43,7 +43,7 @@ def engine_limits(
     *,
     window_tokens: int | None = None,
     scaling: LengthScaling = NO_SCALING,
-    has_states: bool = False,
+    state_bytes: int = 0,
 ) -> EngineLimits:
     """Return the limits of an engine of packed steps: the only place that computes them.
 
@@ -54,9 +54,9 @@ def engine_limits(
         options: of the engine.
         window_tokens: largest window of the model's layers, ``None`` without one.
         scaling: of its rotary angles.
-        has_states: whether layers have a recurrent state. There are ``state_slots`` of the plan's
-            sequences: what running ones leave of them are saved states, with which prefixes are
-            reused, and states after draft tokens.
+        state_bytes: of the recurrent states of a sequence, in all layers. There are ``state_slots``
+            of the plan's sequences, and those of the cache of states: what running ones leave of
+            them are saved states, with which prefixes are reused, and states after draft tokens.
 
     Raises:
         SpecError: a limit is below 1, or a draft model's directory has no model.
@@ -68,7 +68,7 @@ def engine_limits(
     chunk = min(work.max_prompt_tokens, PROMPT_CHUNK_TOKENS)
     largest_step = max(sizes.prefill * chunk, sizes.decode)
     max_sequences = options.max_sequences or min(MAX_SEQUENCES, num_blocks)
-    if has_states:
+    if state_bytes:
         _check_states(plan, options)
         max_sequences = min(max_sequences, work.batch)
     return EngineLimits(
@@ -86,9 +86,35 @@ def engine_limits(
         grows_after=scaling.grows_after,
         window_tokens=own_window(plan, window_tokens),
         num_window_blocks=min(window_blocks(plan, window_tokens) or 0, num_blocks),
-        num_state_slots=state_slots(work.batch) if has_states else 0,
+        num_state_slots=_state_slots(plan, options, state_bytes),
         offload=offload_limits(plan, options, window_blocks(plan, window_tokens) or 0),
     )
+
+
+def check_state_cache(options: EngineOptions, model: ModelSpec) -> None:
+    """Check the size of the cache of states.
+
+    Raises:
+        SpecError: not one state of the model fits, or it has none.
+    """
+    found, least = options.state_cache_bytes, model.state_bytes()
+    if found and not least:
+        raise SpecError(
+            f"state_cache_size: found {format_bytes(found)}, expected 0: no layer of {model.name} "
+            "has a recurrent state"
+        )
+    if 0 < found < least:
+        raise SpecError(
+            f"state_cache_size: found {format_bytes(found)}, expected at least "
+            f"{format_bytes(least)}, the states of a sequence"
+        )
+
+
+def _state_slots(plan: Plan, options: EngineOptions, state_bytes: int) -> int:
+    """Return the states of the plan's sequences, and those that fit into the cache of states."""
+    if not state_bytes:
+        return 0
+    return state_slots(plan.workload.batch) + options.state_cache_bytes // state_bytes
 
 
 def _check_states(plan: Plan, options: EngineOptions) -> None:
@@ -139,7 +165,7 @@ def offload_limits(plan: Plan, options: EngineOptions, num_window_blocks: int) -
 def check_host_memory(
     plan: Plan, options: EngineOptions, ranks: Collection[int], available_bytes: int
 ) -> None:
-    """Check that a host has memory for its CPU stages and its part of the copies of blocks.
+    """Check that a host has memory for its CPU stages and its part of what is kept beyond the plan.
 
     Args:
         plan: the strategy.
@@ -157,13 +183,18 @@ def check_host_memory(
         for stage, memory in here
         if device(plan.device_of(stage).type, plan.cluster).kind == "cpu"
     )
-    asked, kv_bytes = options.kv_offloading_bytes, sum(memory.kv for _, memory in here)
+    kept_sizes = {
+        "kv_offloading_size": options.kv_offloading_bytes,
+        "state_cache_size": options.state_cache_bytes,
+    }
+    names = " and ".join(name for name, size in kept_sizes.items() if size)
+    asked, kv_bytes = sum(kept_sizes.values()), sum(memory.kv for _, memory in here)
     all_bytes = sum(stage.memory.kv for stage in plan.estimate.stages)
     kept = asked * kv_bytes // all_bytes
     if planned + kept > available_bytes:
         most = max(0, available_bytes - planned) * all_bytes // max(1, kv_bytes)
         raise CapacityError(
-            f"kv_offloading_size: found {format_bytes(asked)}, expected at most "
+            f"{names}: found {format_bytes(asked)}, expected at most "
             f"{format_bytes(most)}: this host has {format_bytes(available_bytes)} available, and "
             f"its stages take {format_bytes(planned)}"
         )
@@ -175,7 +206,7 @@ def policy_limits(
     *,
     window_tokens: int | None = None,
     scaling: LengthScaling = NO_SCALING,
-    has_states: bool = False,
+    state_bytes: int = 0,
 ) -> EngineLimits:
     """Return the limits of an engine whose steps a batching policy decides.
 
@@ -189,13 +220,14 @@ def policy_limits(
         options,
         num_blocks=num_blocks,
         max_sequences=slots,
+        state_cache_bytes=0,
         kv_offloading_bytes=0,
         kv_offloading_folder=None,
     )
     limits = engine_limits(
-        plan, options, window_tokens=window_tokens, scaling=scaling, has_states=has_states
+        plan, options, window_tokens=window_tokens, scaling=scaling, state_bytes=state_bytes
     )
-    if has_states and limits.num_speculative_tokens:
+    if state_bytes and limits.num_speculative_tokens:
         # Running sequences leave none: each has another state, after its draft tokens.
         return replace(limits, num_state_slots=max(2 * slots, limits.num_state_slots))
     return limits

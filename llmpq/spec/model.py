@@ -13,6 +13,7 @@ from typing import Annotated
 from llmpq.errors import SpecError
 from llmpq.spec.fields import Rule
 from llmpq.spec.precision import (
+    DTYPE_BYTES,
     Dtype,
     Precision,
     default_precision,
@@ -198,6 +199,11 @@ class ModelSpec:
     def has_states(self) -> bool:
         """Whether layers have a recurrent state."""
         return any(layer.state_values for layer in self.layer_types)
+
+    def state_bytes(self, first_layer: int = 0, end_layer: int | None = None) -> int:
+        """Return the bytes of a sequence's recurrent states in some layers, by default all."""
+        layers = self.layers[first_layer:end_layer]
+        return DTYPE_BYTES["float32"] * sum(layer.state_values for layer in layers)
 
     @property
     def window_tokens(self) -> int | None:

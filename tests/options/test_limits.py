@@ -51,7 +51,7 @@ def run_limits(words, plan, folder):
     engine = replace(engine, speculative_config=planned_speculation(plan))
     path = folder / "job.json"
     write_job(path, Job(strategy=path, model_dir=folder, prompts=path, output=path, engine=engine))
-    return limits_of_model(plan, read_job(path).engine, config_of(plan))
+    return limits_of_model(plan, read_job(path).engine, config_of(plan), 0)
 
 
 def sim_limits(words, plan):

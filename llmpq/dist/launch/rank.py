@@ -113,6 +113,11 @@ class RankContext:
         return None if self.channels is None else self.channels.draft
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent states of a sequence, in all layers."""
+        return load_model_dir(self.job.model_dir).state_bytes()
+
+    @property
     def name(self) -> str:
         """Name of this rank in messages."""
         if self.communicator is not None:
@@ -192,19 +197,28 @@ def window_blocks_of(plan: Plan, config: PreTrainedConfig) -> int | None:
     return window_blocks(plan, largest_window(config))
 
 
-def limits_of_model(plan: Plan, options: EngineOptions, config: PreTrainedConfig) -> EngineLimits:
-    """Return the limits of an engine for a model's rotary angles and windows."""
+def limits_of_model(
+    plan: Plan, options: EngineOptions, config: PreTrainedConfig, state_bytes: int
+) -> EngineLimits:
+    """Return the limits of an engine for a model's rotary angles, windows and states.
+
+    Args:
+        plan: the strategy.
+        options: of the engine.
+        config: of the model.
+        state_bytes: of the recurrent states of a sequence, in all layers.
+    """
     return engine_limits(
         plan,
         options,
         window_tokens=largest_window(config),
         scaling=length_scaling(config),
-        has_states=has_states(config),
+        state_bytes=state_bytes,
     )
 
 
 def policy_limits_of_model(
-    plan: Plan, options: EngineOptions, config: PreTrainedConfig
+    plan: Plan, options: EngineOptions, config: PreTrainedConfig, state_bytes: int
 ) -> EngineLimits:
     """Return the same for an engine whose steps a batching policy decides."""
     return policy_limits(
@@ -212,7 +226,7 @@ def policy_limits_of_model(
         options,
         window_tokens=largest_window(config),
         scaling=length_scaling(config),
-        has_states=has_states(config),
+        state_bytes=state_bytes,
     )
 
 
@@ -286,6 +300,7 @@ def check_free_memory(context: RankContext, device: torch.device, blocks: int) -
     parts = {
         "weights": needed.weights,
         "keys and values": needed.kv * blocks // max(1, slots * blocks_of(max_tokens)),
+        "states beyond the plan": more_state_bytes(context),
         "temporary memory": needed.temporary,
         "embeddings and head": needed.master,
         "draft model": 0 if rank else draft_bytes(plan.draft, stage.device),
@@ -314,12 +329,21 @@ def kv_blocks_of(context: RankContext) -> int:
     return max(slots * blocks_of(max_tokens), 0 if engine is None else engine.num_blocks)
 
 
-def state_slots_of(context: RankContext, config: PreTrainedConfig) -> int:
+def state_slots_of(context: RankContext) -> int:
     """Return the states that a rank's stage keeps at the same time, saved ones among them."""
     job, plan = context.job, context.plan
     slots = state_slots(plan.slots_of(plan.stages[context.rank])[0])
-    limits_of = limits_of_model if job.task == "online" else policy_limits_of_model
-    return max(slots, limits_of(plan, job.engine, config).num_state_slots)
+    limits_of = engine_limits if job.task == "online" else policy_limits
+    limits = limits_of(plan, job.engine, state_bytes=context.state_bytes)
+    return max(slots, limits.num_state_slots)
+
+
+def more_state_bytes(context: RankContext) -> int:
+    """Return the bytes of a stage's states beyond the plan: saved ones and those after drafts."""
+    stage = context.plan.stages[context.rank]
+    model = load_model_dir(context.job.model_dir)
+    more = state_slots_of(context) - state_slots(context.plan.slots_of(stage)[0])
+    return more * model.state_bytes(stage.first_layer, stage.end_layer)
 
 
 def load_runner(context: RankContext, device: torch.device) -> StageRunner:
@@ -354,7 +378,7 @@ def load_runner(context: RankContext, device: torch.device) -> StageRunner:
         dtype=dtype,
         device=device,
         kv_bits=8 if plan.kv_bits == 8 else 8 * dtype.itemsize,
-        states=layers.new_states(state_slots_of(context, layers.config)),
+        states=layers.new_states(state_slots_of(context)),
     )
     channels = context.channels
     links = ((), ()) if channels is None else (channels.send_links, channels.receive_links)
@@ -380,7 +404,8 @@ def offloaded_kv(
     job, plan = context.job, context.plan
     if job.task != "online":
         return None
-    limits, files = limits_of_model(plan, job.engine, config).offload, None
+    limits = limits_of_model(plan, job.engine, config, context.state_bytes).offload
+    files = None
     if limits == NOTHING_KEPT:
         return None
     if job.engine.kv_offloading_folder is not None:
@@ -561,7 +586,7 @@ class MasterRank:
             prefill_runner=no_layers if plan.is_split else None,
             local_phases=[phase for phase in Phase if self._depth.is_local(phase)],
         )
-        self._limits = policy_limits_of_model(plan, job.engine, config)
+        self._limits = policy_limits_of_model(plan, job.engine, config, context.state_bytes)
         self._drafts = self._limits.new_drafts()  # what they cost is known from batch to batch
         self._next_number = 0
         self._has_tokens = False
@@ -615,7 +640,7 @@ class MasterRank:
         OnlineRun(
             channel=channel,
             executor=self._executor,
-            limits=limits_of_model(plan, job.engine, config),
+            limits=limits_of_model(plan, job.engine, config, self._context.state_bytes),
             order=queue_order(job.engine.scheduler, alpha=job.engine.alpha),
             model=ModelLimits(
                 max_model_len=max_context_of(job, plan),

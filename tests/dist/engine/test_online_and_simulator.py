@@ -398,7 +398,7 @@ def test_the_command_simulates_the_blocks_of_windows(family, blocks, tiny_model)
     given_blocks = [] if blocks is None else ["--num_blocks", str(blocks)]
     simulated = simulated_limits(asked(*given_blocks), plan, load_model_dir(folder))
     served = EngineOptions(num_blocks=blocks)
-    assert simulated == limits_of_model(plan, served, load_config(folder))
+    assert simulated == limits_of_model(plan, served, load_config(folder), 0)
     assert simulated.window_tokens == 9
     # A window of 9 tokens and a chunk of 1,024, wherever a block begins, of three sequences.
     assert 66 <= simulated.num_window_blocks <= 3 * 66
@@ -437,7 +437,7 @@ def test_the_command_simulates_rotary_angles_that_depend_on_the_length(
         (folder / "config.json").write_text(json.dumps(fields))
     plan = even_plan(folder, bits=(16,), stages=1, shape=(2, 10, 4), micro_batch=(1, 2))
     simulated = simulated_limits(asked(), plan, load_model_dir(folder))
-    assert simulated == limits_of_model(plan, EngineOptions(), load_config(folder))
+    assert simulated == limits_of_model(plan, EngineOptions(), load_config(folder), 0)
     assert (simulated.switches_after, simulated.grows_after) == expected
 
 

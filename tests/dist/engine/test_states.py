@@ -28,9 +28,10 @@ from llmpq.kernels.cpu.native import library
 from llmpq.models import PackedBatch
 from llmpq.models.states import COMPILED, SequenceStates, mixer_of
 from llmpq.options.engine import EngineOptions
-from llmpq.options.limits import engine_limits, policy_limits
+from llmpq.options.limits import check_state_cache, engine_limits, policy_limits
 from llmpq.quant.loading.loader import load_stage
 from llmpq.quant.modules.mixers import compile_mixers_
+from llmpq.spec import catalog
 from llmpq.spec.huggingface.families import load_model_dir
 
 torch.set_num_threads(1)
@@ -304,15 +305,53 @@ def test_what_needs_earlier_states_is_refused():
     plan, drafts = make_plan((0, 3), batch=4), SpeculativeConfig(num_speculative_tokens=3)
     options = EngineOptions(kv_offloading_bytes=1 << 30)
     with pytest.raises(SpecError, match=r"kv_offloading_size.*have a recurrent state"):
-        engine_limits(plan, options, has_states=True)
+        engine_limits(plan, options, state_bytes=8)
     options = EngineOptions(speculative_config=drafts)
-    limits = policy_limits(plan, options, has_states=True)
+    limits = policy_limits(plan, options, state_bytes=8)
     assert (limits.max_sequences, limits.num_state_slots) == (4, 8)
-    limits = engine_limits(plan, EngineOptions(max_sequences=64), has_states=True)
+    limits = engine_limits(plan, EngineOptions(max_sequences=64), state_bytes=8)
     assert (limits.max_sequences, limits.num_state_slots, limits.prefix_caching) == (4, 4, True)
-    alone = engine_limits(make_plan((0, 3), batch=1), EngineOptions(), has_states=True)
+    alone = engine_limits(make_plan((0, 3), batch=1), EngineOptions(), state_bytes=8)
     # Two beside the running sequence's: a saved one, and that after draft tokens.
     assert (alone.max_sequences, alone.num_state_slots, alone.prefix_caching) == (1, 3, True)
+
+
+def test_a_budget_holds_more_saved_states(models):
+    """Three conversations in turn, in a plan of one sequence."""
+    model_dir, expected = models("qwen3_5_text")
+    plan = make_plan(CUTS[2], batch=1, prompt_tokens=48, new_tokens=16, prefill=1)
+    state_bytes = load_model_dir(model_dir).state_bytes()
+    numbers = [0, 3, 5, 0, 3, 5]
+    found = {}
+    for size in (0, 12 * state_bytes):
+        script = Script()
+        for place, number in enumerate(numbers):
+            prompt = tuple(PROMPTS[number])
+            item = GenerationRequest(id=str(place), prompt_token_ids=prompt, sampling=FREE)
+            script.add(1 + 200 * place, item)
+        options = EngineOptions(num_blocks=40, state_cache_bytes=size)
+        serve_script(replace(plan, kv_bits=32), model_dir, script, options)
+        places = range(len(numbers))
+        assert [script.tokens(str(one)) for one in places] == [expected[one] for one in numbers]
+        found[size] = [script.outputs[str(one)][0].num_cached_tokens for one in places]
+    few, many = found.values()
+    assert many[3:] == [32, 16, 16]
+    assert sum(few) < sum(many)
+
+
+def test_the_budget_of_saved_states_is_checked(models):
+    plan, model = make_plan((0, 3), batch=4), load_model_dir(models("qwen3_5_text")[0])
+    own = model.state_bytes()
+    check_state_cache(EngineOptions(state_cache_bytes=own), model)
+    options = EngineOptions(state_cache_bytes=3 * own + 1)
+    assert engine_limits(plan, options, state_bytes=own).num_state_slots == 7
+    assert policy_limits(plan, options, state_bytes=own).num_state_slots == 4
+    with pytest.raises(SpecError, match=r"state_cache_size: found .*, expected at least"):
+        check_state_cache(EngineOptions(state_cache_bytes=own - 1), model)
+    with pytest.raises(SpecError, match=r"no layer of .* has a recurrent state"):
+        check_state_cache(options, catalog.model("facebook/opt-125m"))
+    with pytest.raises(SpecError, match="state_cache_bytes: found without prefix caching"):
+        EngineOptions(state_cache_bytes=1, prefix_caching=False)
 
 
 def test_slots_are_checked():

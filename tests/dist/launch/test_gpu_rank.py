@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,20 +11,30 @@ import pytest
 import torch
 from helpers.draft_plans import with_draft
 from helpers.ranks import make_plan
+from helpers.tiny_configs import stored_fields, tiny_config
 
 from llmpq.dist.io.job import Job
 from llmpq.dist.launch import rank as rank_module
-from llmpq.dist.launch.rank import RankContext, check_free_memory, decode_sizes, kv_blocks_of
+from llmpq.dist.launch.rank import (
+    RankContext,
+    check_free_memory,
+    decode_sizes,
+    kv_blocks_of,
+    more_state_bytes,
+)
 from llmpq.dist.launch.ranks import rank_environment
 from llmpq.dist.metrics.measurement import HeldBytes
 from llmpq.dist.metrics.progress import SilentProgress
 from llmpq.dist.metrics.report import memory_parts
 from llmpq.dist.metrics.stats import StageClock
 from llmpq.errors import CapacityError
+from llmpq.options.engine import EngineOptions
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
+from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan import MemoryParts, MicroBatching
 from llmpq.units import GIB
 
+DEMO = Path(__file__).parents[3] / "models" / "demo"
 GPU = torch.device("cuda", 0)
 PARTS = MemoryParts(
     weights=10 * GIB, kv=4 * GIB, temporary=2 * GIB, master=1 * GIB, runtime=9 * GIB
@@ -39,9 +50,7 @@ def plan_on(*types):
 
 
 def context_of(plan, rank=0, **options):
-    job = Job(
-        model_dir=Path("m"), strategy=Path("s"), prompts=Path("p"), output=Path("o"), **options
-    )
+    job = Job(model_dir=DEMO, strategy=Path("s"), prompts=Path("p"), output=Path("o"), **options)
     return RankContext(job=job, plan=plan, rank=rank, progress=SilentProgress())
 
 
@@ -125,3 +134,24 @@ def test_reserved_memory_and_that_of_all_processes_are_reported(memory, monkeypa
     assert parts["device_used"] == {"measured": 50 * GIB}
     on_cpu = memory_parts(plan_on("cpu"), clock.stats(0, torch.device("cpu")))
     assert not {"reserved", "device_used"} & set(on_cpu)
+
+
+def test_states_beyond_the_plan_count(memory, tmp_path):
+    fields = stored_fields(tiny_config("qwen3_5_text"))
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    model, plan = load_model_dir(tmp_path), plan_on("H100", "H100")
+
+    def context(size, rank=0):
+        engine = EngineOptions(state_cache_bytes=size)
+        found = context_of(plan, rank, task="online", engine=engine)
+        return replace(found, job=replace(found.job, model_dir=tmp_path))
+
+    assert [more_state_bytes(context(5 * model.state_bytes(), rank)) for rank in (0, 1)] == [
+        5 * model.state_bytes(stage.first_layer, stage.end_layer) for stage in plan.stages
+    ]
+    blocks = kv_blocks_of(context(0))
+    memory.free = 17 * GIB
+    check_free_memory(context(0), GPU, blocks)
+    large = context(GIB)
+    with pytest.raises(CapacityError, match="states beyond the plan"):
+        check_free_memory(large, GPU, blocks)
