@@ -285,10 +285,7 @@ class BlockScheduler:
         has_others = self._next_step < self._shared_before
         budget = limits.token_budget
         self._scored_left = max(1, budget // SCORED_SHARE) if has_others else budget
-        if self._turns.num_requests > 1:
-            self._mixed_before = self._next_step + REMEMBERED_STEPS
-        is_mixed = self._next_step < self._mixed_before
-        self._further_left = FURTHER_STARTS if is_mixed else limits.max_sequences
+        self._further_left = FURTHER_STARTS
         chunks, left = self._continue()
         if self.num_preemptions == before:
             chunks += self._admit(left, now_s)
@@ -410,6 +407,8 @@ class BlockScheduler:
     def _remove(self, sequence: EngineSequence) -> None:
         number = sequence.request.request
         self._stop_running(sequence)
+        if self._turns.num_requests > 1:
+            self._mixed_before = self._next_step + REMEMBERED_STEPS
         self._turns.remove(sequence.request.group)
         self._free(sequence)
         self.drafts.forget(number)
@@ -541,7 +540,9 @@ class BlockScheduler:
     def _has_share(self, sequence: EngineSequence, left: int, *, is_further: bool) -> bool:
         """Return whether this step may still start a sequence of this kind."""
         if is_further and not self._further_left:
-            return False
+            has_others = self._turns.num_requests > 1
+            if has_others or self._next_step < self._mixed_before:
+                return False
         return self._next_tokens(sequence, left) > 0
 
     def _start(self, sequence: EngineSequence, *, is_further: bool) -> bool:
