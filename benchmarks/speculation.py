@@ -83,7 +83,8 @@ def main() -> int:
     torch.set_num_threads(options.threads)
     model = options.model or options.folder / "llama-125m"
     options.folder.mkdir(parents=True, exist_ok=True)
-    make_model(model)
+    if options.model is None:
+        make_model(model)
     options.num_states = STATES if load_model_dir(model).has_states else 0
     rows: list[list[str]] = []
     load = os.getloadavg()[0]

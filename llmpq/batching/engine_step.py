@@ -88,8 +88,8 @@ class EngineLimits:
         window_tokens: largest window of a model whose layers with windows have blocks of their own;
             ``None`` where all layers have the same.
         num_window_blocks: these blocks.
-        num_state_slots: states of running sequences and saved ones, in a model whose layers have a
-            recurrent state; 0 for another one.
+        num_state_slots: states of running sequences, after draft tokens and saved ones, in a model
+            whose layers have a recurrent state; 0 for another one.
         offload: copies of blocks that are kept when the blocks are allocated again.
     """
 

@@ -86,10 +86,16 @@ class RandomDrafts:
     Args:
         answers: to the prompts.
         seed: of what is random.
+        prompts: these.
     """
 
-    def __init__(self, answers: Sequence[Sequence[int]], seed: int) -> None:
-        self._wholes = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, answers, strict=True)]
+    def __init__(
+        self,
+        answers: Sequence[Sequence[int]],
+        seed: int,
+        prompts: Sequence[Sequence[int]] = PROMPTS,
+    ) -> None:
+        self._wholes = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
         self._chance = random.Random(seed)
         self.proposed = self.rejected = 0
 
@@ -196,7 +202,8 @@ def test_prompts_go_on_from_saved_states(models, family, num_stages, token_budge
 
 
 @pytest.mark.parametrize("family", ["granitemoehybrid", "qwen3_5_text"])
-def test_a_conversation_goes_on_from_its_state(models, family):
+@pytest.mark.parametrize("has_drafts", [False, True])
+def test_a_conversation_goes_on_from_its_state(models, monkeypatch, family, has_drafts):
     """A plan of one sequence: each turn begins with all that was said before."""
     model_dir, _ = models(family)
     plan = make_plan(CUTS[2], batch=1, prompt_tokens=96, new_tokens=16, prefill=1)
@@ -212,7 +219,11 @@ def test_a_conversation_goes_on_from_its_state(models, family):
     for turn, prompt in enumerate(turns):
         item = GenerationRequest(id=str(turn), prompt_token_ids=tuple(prompt), sampling=FREE)
         script.add(1 + 200 * turn, item)
-    serve_script(replace(plan, kv_bits=32), model_dir, script, EngineOptions(token_budget=24))
+    options = EngineOptions(token_budget=24)
+    if has_drafts:
+        draft_freely(monkeypatch, RandomDrafts(expected, 1, turns))
+        options = replace(options, speculative_config=SpeculativeConfig(num_speculative_tokens=3))
+    serve_script(replace(plan, kv_bits=32), model_dir, script, options)
     assert [script.tokens(str(turn)) for turn in range(3)] == expected
     cached = [script.outputs[str(turn)][0].num_cached_tokens for turn in range(3)]
     assert cached[0] == 0
