@@ -22,6 +22,9 @@ self-speculation; and ``random``.
 
 ``--model DIR`` is another model of 32,000 tokens, such as that of ``recurrent_layers.py``: where
 layers have a recurrent state, a wrong draft token makes the next step repeat the accepted ones.
+With ``--mtp`` drafts come from a layer for multi-token prediction, which is added to a copy of that
+model. It has random numbers and computes all that a trained one does; its draft tokens are replaced
+by those of the text with a given chance, once those before are right.
 """
 
 from __future__ import annotations
@@ -31,15 +34,18 @@ import json
 import os
 import platform
 import random
+import shutil
 import statistics
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from workbench import ROOT, SMALL_LLAMA, add_isa_option, keep_document, make_model, restrict
 
@@ -48,16 +54,18 @@ from llmpq.batching.queue_order import queue_order
 from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.dist.engine import engine as engine_module
 from llmpq.dist.engine.compiled_steps import step_runner_of
-from llmpq.dist.engine.drafters import DraftModel
+from llmpq.dist.engine.drafters import Drafter, DraftModel
 from llmpq.dist.engine.engine import SampledToken, SamplingState, ScoredRows
 from llmpq.dist.engine.executor import PipelineExecutor, StageRunner
+from llmpq.dist.engine.mtp import MtpDrafter
 from llmpq.dist.engine.online_run import OnlineRun
 from llmpq.dist.io.control_channel import AddedRequest, ModelLimits, added_to_json
 from llmpq.dist.io.generation import GenerationRequest
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.kv.cache import KVCache
-from llmpq.models import kv_shapes
+from llmpq.models import Master, kv_shapes
 from llmpq.quant.loading.loader import load_master, load_stage
+from llmpq.quant.loading.mtp import load_mtp
 from llmpq.spec.huggingface.families import load_model_dir
 
 LENGTH = 192
@@ -85,18 +93,25 @@ def main() -> int:
     options.folder.mkdir(parents=True, exist_ok=True)
     if options.model is None:
         make_model(model)
+    if options.mtp:
+        model = add_mtp(model, options.folder / f"{model.name}-mtp")
     options.num_states = STATES if load_model_dir(model).has_states else 0
     rows: list[list[str]] = []
     load = os.getloadavg()[0]
     with torch.inference_mode():
         master = load_master(model, dtype=DTYPE, device=CPU)
         for bits in options.bits:
-            steps = PipelineExecutor(master=master, runner=_runner(model, bits), communicator=None)
+            runner = _runner(model, bits)
+            steps = PipelineExecutor(master=master, runner=runner, communicator=None)
             for batch in options.batches:
-                if not options.draft_bits:
-                    rows += _measure(options, steps, (bits, None), batch)
+                for share in options.mtp:
+                    drafts = _planted(model, bits, (master, runner), share)
+                    rows += _measure(options, steps, (bits, None), batch, drafts)
+                if not options.draft_bits and not options.mtp:
+                    rows += _measure(options, steps, (bits, None), batch, None)
                 for draft_bits in options.draft_bits:
-                    rows += _measure(options, steps, (bits, draft_bits), batch)
+                    drafts = Drafts(_draft_model(draft_bits), steps, DRAFTED_TEXTS)
+                    rows += _measure(options, steps, (bits, draft_bits), batch, drafts)
     if options.output is not None:
         keep_document(options.output, _record(options, rows, load), options.cpu_isa)
     return 0
@@ -116,6 +131,10 @@ def _parser() -> argparse.ArgumentParser:
         "--draft_bits", type=int, nargs="*", default=[], help="of the shipped model as draft model"
     )
     parser.add_argument("--model", type=Path, help="directory (default: the random model)")
+    parser.add_argument(
+        "--mtp", type=float, nargs="*", default=[], metavar="CHANCE",
+        help="of the draft tokens of a layer for multi-token prediction, to be right",
+    )  # fmt: skip
     add_isa_option(parser)
     parser.add_argument("--output", type=Path)
     return parser
@@ -141,37 +160,112 @@ def _draft_model(bits: int) -> DraftModel:
     return DraftModel(steps, block_size=16, token_budget=16 * LENGTH)
 
 
+def add_mtp(model: Path, output: Path) -> Path:
+    """Copy a model and add a random layer for multi-token prediction, as Qwen3.5 has it."""
+    if not output.exists():
+        tensors, chance = load_file(model / "model.safetensors"), torch.Generator().manual_seed(0)
+        config = json.loads((model / "config.json").read_text())
+        size, last = config["hidden_size"], config["num_hidden_layers"] - 1
+        prefix = f"model.layers.{last}."
+        for name in [name for name in tensors if name.startswith(prefix)]:
+            like, place = tensors[name], f"mtp.layers.0.{name.removeprefix(prefix)}"
+            tensors[place] = 0.02 * torch.randn(like.shape, generator=chance).to(like.dtype)
+        for norm in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+            tensors[f"mtp.{norm}.weight"] = torch.zeros(size, dtype=DTYPE)
+        tensors["mtp.fc.weight"] = (0.02 * torch.randn(size, 2 * size, generator=chance)).to(DTYPE)
+        partial = output.with_suffix(".partial")
+        shutil.copytree(model, partial, ignore=shutil.ignore_patterns("*.safetensors"))
+        save_file(tensors, partial / "model.safetensors", {"format": "pt"})
+        partial.rename(output)
+    return output
+
+
+class Planted(MtpDrafter):
+    """A layer whose draft tokens are those of the text as often as it is given.
+
+    ``share`` and ``chance`` are set once it is made.
+    """
+
+    share = 0.0
+    chance = random.Random(0)
+
+    def propose(
+        self, works: Sequence[DraftWork], tokens: Sequence[Sequence[int]]
+    ) -> list[list[int]]:
+        """Propose as always, and return tokens of the texts."""
+        found = super().propose(works, tokens)
+        for draft, ids in zip(found, tokens, strict=True):
+            text = next(one for one in Forced.texts if one[: len(ids)] == list(ids))
+            right = text[len(ids) : len(ids) + len(draft)]
+            for place, token in enumerate(right):
+                if self.chance.random() >= self.share:
+                    draft[place] = (token + 1) % DEMO_VOCABULARY
+                    break
+                draft[place] = token
+        return found
+
+
+def _planted(model: Path, bits: int, parts: tuple[Master, StageRunner], share: float) -> Drafts:
+    """Load the layer for multi-token prediction of a model."""
+    (layer, ends), (master, runner) = load_mtp(model, bits, dtype=DTYPE, device=CPU), parts
+    shapes = kv_shapes(layer.config, layer.first_layer, layer.end_layer)
+    cache = KVCache(shapes, layer.first_layer, num_blocks=BLOCKS, dtype=DTYPE)
+    own = StageRunner(
+        layers=layer, cache=cache, device=CPU, is_last=False,
+        steps=step_runner_of(layer, cache), dtype=DTYPE,
+    )  # fmt: skip
+    drafter = Planted(master=master, ends=ends, runner=own, block_size=16)
+    drafter.share, drafter.chance = share, random.Random(1)
+    steps = PipelineExecutor(
+        master=master, runner=replace(runner, returns_all=True), communicator=None,
+        returns_all=True,
+    )  # fmt: skip
+    return Drafts(drafter, steps, (f"{100 * share:.0f} %",))
+
+
+class Drafts(NamedTuple):
+    """Where drafts come from, the model whose steps verify them, and the texts to draft for."""
+
+    model: Drafter
+    steps: PipelineExecutor
+    texts: Sequence[str]
+
+
 def _measure(
     options: argparse.Namespace,
     steps: PipelineExecutor,
     all_bits: tuple[int, int | None],
     batch: int,
+    drafts: Drafts | None,
 ) -> list[list[str]]:
     """Return a row a text, and print it; the bits are those of the model and of the draft model."""
     rows = []
     bits, draft_bits = all_bits
     config = SpeculativeConfig(num_speculative_tokens=options.num_speculative_tokens)
-    model = None if draft_bits is None else _draft_model(draft_bits)
-    for name in TEXTS if model is None else DRAFTED_TEXTS:
+    for name in TEXTS if drafts is None else drafts.texts:
         texts = [text_of(name, number) for number in range(batch)]
         times: dict[bool, list[float]] = {False: [], True: []}
         accepted = (0, 0)
         for number in range(options.rounds + 1):
-            for drafts in (number % 2 == 0, number % 2 == 1):
+            for has_drafts in (number % 2 == 0, number % 2 == 1):
                 seconds, found = _run(
-                    steps, texts, config if drafts else None, model, options.num_states
+                    drafts.steps if has_drafts and drafts is not None else steps,
+                    texts,
+                    config if has_drafts else None,
+                    None if drafts is None else drafts.model,
+                    options.num_states,
                 )
                 if number:  # the first round warms up
-                    times[drafts].append(1e3 * seconds / (LENGTH - 1))
-                accepted = found if drafts else accepted
-        plain, drafted = (statistics.median(times[drafts]) for drafts in (False, True))
+                    times[has_drafts].append(1e3 * seconds / (LENGTH - 1))
+                accepted = found if has_drafts else accepted
+        plain, drafted = (statistics.median(times[has_drafts]) for has_drafts in (False, True))
         gains = [one / other for one, other in zip(times[False], times[True], strict=True)]
-        drafts, right = accepted
+        verified, right = accepted
         rows.append([
             str(bits), *([] if draft_bits is None else [str(draft_bits)]), str(batch), name,
             f"{plain:.2f}", f"{drafted:.2f}",
             f"{statistics.median(gains):.2f}", f"{min(gains):.2f}-{max(gains):.2f}",
-            f"{100 * right / max(1, drafts):.0f} %", f"{100 * right / batch / LENGTH:.0f} %",
+            f"{100 * right / max(1, verified):.0f} %", f"{100 * right / batch / LENGTH:.0f} %",
         ])  # fmt: skip
         sys.stdout.write(" ".join(f"{cell:>10}" for cell in rows[-1]) + "\n")
         sys.stdout.flush()
@@ -181,7 +275,7 @@ def _measure(
 def text_of(name: str, number: int) -> list[int]:
     """Return the tokens of a prompt and its answer."""
     chance = random.Random(number)
-    if name == "random":
+    if name == "random" or name.endswith("%"):
         return chance.sample(range(3, DEMO_VOCABULARY), 2 * LENGTH)
     if name == "hostile":
         return [chance.randrange(3, 6) for _ in range(2 * LENGTH)]
@@ -251,11 +345,14 @@ def _run(
     steps: PipelineExecutor,
     texts: Sequence[Sequence[int]],
     config: SpeculativeConfig | None,
-    model: DraftModel | None,
+    model: Drafter | None,
     num_states: int,
 ) -> tuple[float, tuple[int, int]]:
     """Return the seconds after the first tokens; draft tokens, and those accepted."""
     has_model = config is not None and model is not None
+    limits = DraftLimits(
+        num_blocks=BLOCKS, cost=DRAFT_COST, reads_states=isinstance(model, MtpDrafter)
+    )
     channel = Channel(texts)
     Forced.texts = texts
     engine_module.ScoredRows = Forced  # type: ignore[misc]
@@ -269,7 +366,7 @@ def _run(
             block_size=16,
             prefix_caching=False,
             num_speculative_tokens=0 if config is None else config.num_speculative_tokens,
-            draft=DraftLimits(num_blocks=BLOCKS, cost=DRAFT_COST) if has_model else None,
+            draft=limits if has_model else None,
             num_state_slots=num_states,
         ),
         order=queue_order("fcfs"),
@@ -287,6 +384,8 @@ def _run(
 def _record(options: argparse.Namespace, rows: list[list[str]], load: float) -> dict[str, Any]:
     with_model = bool(options.draft_bits)
     topic = "recurrent-drafts" if options.model else "speculation"
+    if options.mtp:
+        topic = "mtp"
     return {
         "topic": "draft-model" if with_model else topic,
         "command": "python benchmarks/speculation.py --folder DIR --output FILE "
@@ -295,6 +394,7 @@ def _record(options: argparse.Namespace, rows: list[list[str]], load: float) -> 
         f"--threads {options.threads}"
         + "".join(f" {bits}" for bits in (["--draft_bits", *options.draft_bits] * with_model))
         + (f" --model DIR/{options.model.name}" if options.model else "")
+        + "".join(f" {share}" for share in (["--mtp", *options.mtp] if options.mtp else []))
         + f" --cpu_isa {options.cpu_isa}",
         "date": time.strftime("%Y-%m-%d"),
         "load": round(load, 1),
@@ -307,9 +407,10 @@ def _record(options: argparse.Namespace, rows: list[list[str]], load: float) -> 
                 "title": f"Drafts of up to {options.num_speculative_tokens} tokens",
                 "keys": 3 + with_model,
                 "beside": ["ms a token", "with drafts", "faster"],
-                "ranges": {"of": "faster", "by": "text"},
+                "ranges": {"of": "faster", "by": "chance" if options.mtp else "text"},
                 "columns": [
-                    "bits", *(["draft bits"] * with_model), "sequences", "text", "ms a token",
+                    "bits", *(["draft bits"] * with_model), "sequences",
+                    "chance" if options.mtp else "text", "ms a token",
                     "with drafts", "faster", "rounds", "draft tokens accepted", "of the answer",
                 ],
                 "rows": rows,

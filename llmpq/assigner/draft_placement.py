@@ -7,7 +7,8 @@ slowest stage, whichever is longer. The draft model makes ``k`` passes before ea
 the master waits, and computes every prompt once.
 
 It runs in the master's process on the master's device, or in a process of its own on any other
-device, with a stage or without: then token ids travel there and back.
+device, with a stage or without: then token ids travel there and back. A model's own layer for
+multi-token prediction reads hidden states, and runs with the master.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from llmpq.errors import SpecError
 from llmpq.sim import BatchShape
 from llmpq.sim.costs import PlanCosts
 from llmpq.spec.cluster import Device
-from llmpq.spec.plan import Plan, PlannedDraft
+from llmpq.spec.plan import MTP, Plan, PlannedDraft
 from llmpq.spec.precision import Phase
 from llmpq.units import format_bytes
 
@@ -36,8 +37,9 @@ class DraftRequest:
     """A draft model to place.
 
     Attributes:
-        costs: of the draft model on the plan's cluster, its head included.
-        source: directory of its weights, or its name.
+        costs: of the draft model on the plan's cluster, its head included; with ``MTP`` those of
+            the plan's model.
+        source: directory of its weights, or its name; ``MTP`` for the plan's model's own layer.
         bits: of its layers, ``None`` as stored.
         acceptance_rate: chance that a draft token is right, once those before it are.
         most: draft tokens of a sequence.
@@ -48,6 +50,30 @@ class DraftRequest:
     bits: int | None
     acceptance_rate: float
     most: int
+
+    @property
+    def is_mtp(self) -> bool:
+        """Whether it is the model's own layer for multi-token prediction."""
+        return self.source == MTP
+
+    @property
+    def layers(self) -> list[tuple[int, int]]:
+        """Kind and bits of its layers."""
+        model = self.costs.model
+        if self.is_mtp:
+            assert self.bits is not None
+            return [(model.layer_kinds[model.mtp_layer], self.bits)]
+        bits = [self.bits or 16] * model.num_layers
+        if self.bits is None and model.stored:
+            bits = [precision.bits for precision in model.stored]
+        return list(zip(model.layer_kinds, bits, strict=True))
+
+    def joined_share(self) -> float:
+        """Weights of the projection before the layer, relative to those of the layer."""
+        model = self.costs.model
+        if not self.is_mtp:
+            return 0.0
+        return 2 * model.hidden_size**2 / model.layers[model.mtp_layer].active_weight_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,19 +250,12 @@ def _model_s(
     request: DraftRequest, device: Device, phase: Phase, rows: int, tokens: float, own: float
 ) -> float:
     costs = request.costs
-    layers = Counter(zip(costs.model.layer_kinds, _bits(request), strict=True))
     layers_s = sum(
         count * costs.layer_steps_s(device, phase, bits, rows, tokens, kind)
-        for (kind, bits), count in layers.items()
+        for (kind, bits), count in Counter(request.layers).items()
     )
+    layers_s *= 1 + request.joined_share()
     return layers_s + costs.master_s(device, phase, rows, own) + costs.stage_s(device, phase)
-
-
-def _bits(request: DraftRequest) -> list[int]:
-    model = request.costs.model
-    if request.bits is not None:
-        return [request.bits] * model.num_layers
-    return [precision.bits for precision in model.stored] or [16] * model.num_layers
 
 
 def _obstacle(plan: Plan, costs: ClusterCosts, request: DraftRequest, index: int) -> str:
@@ -245,9 +264,11 @@ def _obstacle(plan: Plan, costs: ClusterCosts, request: DraftRequest, index: int
     own, expected = request.costs.format_of(device), plan.dtype_of(plan.stages[0])
     if device.members > 1:
         return f"{device.members} devices as one"
+    if request.is_mtp and index != plan.stages[0].device:
+        return "reads hidden states, runs with rank 0"
     if own != expected:
         return f"{own}, expected the {expected} of stage 0"
-    if missing := set(_bits(request)) - set(costs.specs[device.group].bits):
+    if missing := {bits for _, bits in request.layers} - set(costs.specs[device.group].bits):
         return f"no {min(missing)} bits"
     used = sum(
         one.memory.total
@@ -263,11 +284,14 @@ def _obstacle(plan: Plan, costs: ClusterCosts, request: DraftRequest, index: int
 def _memory_bytes(plan: Plan, request: DraftRequest, index: int) -> int:
     """Return the bytes of weights, KV blocks and a step, and of the runtime off the master."""
     costs, work, device = request.costs, plan.workload, plan.cluster.devices[index]
-    total = costs.master_bytes(device) + costs.temporary_bytes(
-        device, work, plan.micro_batching, is_master=True, is_last=True
-    )
-    for kind, bits in zip(costs.model.layer_kinds, _bits(request), strict=True):
-        total += costs.layer_weight_bytes(device, kind, bits)
+    total = 0
+    if not request.is_mtp:  # whose embedding, head and temporary memory are the model's
+        total = costs.master_bytes(device) + costs.temporary_bytes(
+            device, work, plan.micro_batching, is_master=True, is_last=True
+        )
+    for kind, bits in request.layers:
+        weights = costs.layer_weight_bytes(device, kind, bits)
+        total += weights + math.ceil(weights * request.joined_share())
         total += costs.layer_kv_bytes(
             kind, work.batch, work.max_context_tokens, device, keeps_all=True
         )

@@ -10,6 +10,10 @@ after the other, for all sequences with drafts together: as many passes as the l
 tokens. It has KV blocks of its own. They stay with a sequence until it ends; where none is free,
 the sequence that had no draft for the longest time loses its blocks.
 
+A model's own layer for multi-token prediction (DeepSeek-AI 2024, Sec. 2.2; ``mtp`` in vLLM) is a
+draft model that reads the hidden states of the steps. Its keys and values lie in the blocks of
+the sequence, and it begins with a sequence at no cost.
+
 All sequences of a step wait for these passes. So a pass is made where the tokens that it may save
 are worth it: for ``n`` sequences, ``m`` of which have a draft of ``k`` tokens or more, the ``k``-th
 pass takes ``n`` times its share of a step, and saves ``a^k`` steps of each of the ``m``, where
@@ -428,6 +432,8 @@ class DraftLimits:
         handover: seconds of sending a step's token ids to its process and back, in such steps.
         stage: rank of the stage on its device, ``None`` on a device without one.
         max_tokens: of its longest sequence, ``None`` when unlimited.
+        reads_states: whether it reads the hidden states of every step, and shares the blocks of the
+            sequences: the model's layer for multi-token prediction.
     """
 
     num_blocks: int
@@ -435,6 +441,7 @@ class DraftLimits:
     handover: float = 0.0
     stage: int | None = 0
     max_tokens: int | None = None
+    reads_states: bool = False
 
     def __post_init__(self) -> None:
         if self.num_blocks < 1 or not self.cost > 0:
@@ -586,7 +593,7 @@ class DraftModelSchedule:
         """Whether the draft model goes on with a sequence, or it pays to begin with it."""
         known = self._known.get(one.request)
         unknown = one.tokens - (0 if known is None else known.tokens)
-        if unknown <= FEW_TOKENS:
+        if self._limits.reads_states or unknown <= FEW_TOKENS:
             return True
         share = self._accepted / (self._accepted + self._rejected)
         saved, made, chance = 0.0, 1.0, 1.0
@@ -608,10 +615,13 @@ class DraftModelSchedule:
         if self._limits.max_tokens is not None:
             most = min(most, self._limits.max_tokens - tokens)
         known = self._known.get(request) or _Known()
+        if self._limits.reads_states:
+            known.tokens = tokens - 1
         begins = tokens - known.tokens > FEW_TOKENS
         if most < 1 or (begins and self._begins):
             return 0
-        if not self._allocate(request, known, tokens + most - 1):
+        shares_blocks = self._limits.reads_states
+        if not shares_blocks and not self._allocate(request, known, tokens + most - 1):
             return 0
         self._known[request] = known
         self._known.move_to_end(request)

@@ -1,12 +1,13 @@
 """Speculative decoding: its options, and how many draft tokens are worth verifying.
 
 Prompt lookup (Saxena 2023; ``ngram`` in vLLM) proposes the tokens that followed the last tokens of
-a sequence where they were before, a draft model those that it finds most likely
-(``batching.engine_step``). One step computes the next token and the draft tokens as rows of
-their own. The model chooses a token at each of these positions as it would without a draft; the
-draft is accepted as far as it consists of these tokens. As a draft here has no probabilities of its
-own, this is rejection sampling: a draft token is accepted with the model's probability of it, and
-replaced by a token of the distribution without it otherwise.
+a sequence where they were before, a draft model those that it finds most likely, and so does the
+layer for multi-token prediction that some models ship (``mtp``; ``batching.engine_step``). One step
+computes the next token and the draft tokens as rows of their own. The model chooses a token at each
+of these positions as it would without a draft; the draft is accepted as far as it consists of these
+tokens. As a draft here has no probabilities of its own, this is rejection sampling: a draft token
+is accepted with the model's probability of it, and replaced by a token of the distribution without
+it otherwise.
 
 A draft token takes a part of a step, its ``RowCost``. ``DraftCredit`` bounds what drafts may lose.
 """
@@ -43,7 +44,7 @@ FIRST_ACCEPTED, FIRST_REJECTED = 2.0, 1.0
 KEPT_HISTORY = 0.9
 """Weight of all drafts before, at every draft."""
 
-_Method = Literal["ngram", "draft_model"]
+_Method = Literal["ngram", "draft_model", "mtp"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,14 +52,16 @@ class SpeculativeConfig:
     """Speculative decoding of an engine, in vLLM's names.
 
     Attributes:
-        method: ``ngram``, prompt lookup, or ``draft_model``.
+        method: ``ngram``, prompt lookup; ``draft_model``; or ``mtp``, the model's own layer for
+            multi-token prediction.
         num_speculative_tokens: most draft tokens of a sequence in a step.
         prompt_lookup_max: most last tokens of a sequence that are looked up; the longest match
             counts, and the latest one of that length.
         prompt_lookup_min: fewest.
         model: directory of the draft model; its vocabulary is that of the model.
         bits: of the draft model's layers, ``None`` for those of its checkpoint; its head has 8 bits
-            where they are fewer than 16.
+            where they are fewer than 16. With ``mtp``, of that layer, by default those of the
+            model's last one.
 
     Raises:
         SpecError: the numbers are not in order, or the method has no such field.
@@ -73,11 +76,12 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         needs_model = self.method == "draft_model"
-        if needs_model == (self.model is None) or (self.bits is not None and not needs_model):
+        has_no_bits = self.method == "ngram"
+        if needs_model == (self.model is None) or (self.bits is not None and has_no_bits):
             raise SpecError(
                 f"speculative_config: found method '{self.method}' with model {self.model!r} and "
                 f"bits {self.bits}, expected 'model', the directory of the draft model, with "
-                "method 'draft_model', and neither with 'ngram'"
+                "method 'draft_model' alone, and no 'bits' with 'ngram'"
             )
         if self.bits is not None and self.bits not in BITS:
             raise SpecError(

@@ -7,9 +7,10 @@ layers, ``Master`` runs the embedding and the head.
 from llmpq.models.adapter import build_layer, kv_shapes, load_config
 from llmpq.models.attention import KVShape, KVStore, KVView, PackedBatch
 from llmpq.models.master import Master
+from llmpq.models.mtp import MtpEnds
 from llmpq.models.stage import DecoderStage
 from llmpq.models.tensor_files import TensorFiles
-from llmpq.models.weights import Checkpoint
+from llmpq.models.weights import Checkpoint, MtpCheckpoint
 
 __all__ = [
     "Checkpoint",
@@ -18,6 +19,8 @@ __all__ = [
     "KVStore",
     "KVView",
     "Master",
+    "MtpCheckpoint",
+    "MtpEnds",
     "PackedBatch",
     "TensorFiles",
     "build_layer",

@@ -222,8 +222,13 @@ class Master(nn.Module):
         Returns:
             ``[R, V]`` float32.
         """
+        return self.scores(self.head_inputs(hidden))
+
+    @torch.inference_mode()
+    def scores(self, states: Tensor) -> Tensor:
+        """Return the logits ``[R, V]`` float32 of what :meth:`head_inputs` made."""
         parts = self._parts
-        scores = self._head(self.head_inputs(hidden))
+        scores = self._head(states)
         if parts.logits_multiplier is not None:
             scores = scores * getattr(self.config, parts.logits_multiplier)
         if parts.logits_divisor is not None:

@@ -32,7 +32,7 @@ from transformers.core_model_loading import WeightRenaming
 
 from llmpq.errors import SpecError
 from llmpq.logging import get_logger
-from llmpq.models.adapter import TransposedLinear, kv_sources, load_skeleton
+from llmpq.models.adapter import TransposedLinear, kv_sources, layer_kv_shape, load_skeleton
 from llmpq.models.gguf_files import GgufFiles
 from llmpq.models.master import Master
 from llmpq.models.tensor_files import (
@@ -47,6 +47,7 @@ from llmpq.models.tensor_files import (
     TensorSource,
     parts_of,
 )
+from llmpq.spec.families import find_mtp, known_families
 from llmpq.spec.huggingface.quantization import CodesConfig, codes_config, find_config
 from llmpq.spec.model_files.config import config_bytes
 from llmpq.spec.model_files.weight_headers import (
@@ -571,6 +572,59 @@ class Checkpoint:
         if self.skeleton.family.parts.stored_head is not None:
             names.insert(0, f"{self.skeleton.family.parts.stored_head}.{suffix}")
         return next((name for name in names if name in self.tensors), names[0])
+
+
+class MtpCheckpoint(Checkpoint):
+    """The same weights, of which the last layer with attention is that for multi-token prediction.
+
+    Args:
+        model_dir: as for ``Checkpoint``.
+
+    Attributes:
+        layer: the number that the layer is read as.
+
+    Raises:
+        SpecError: as ``Checkpoint``, or the checkpoint has no such layer.
+    """
+
+    def __init__(self, model_dir: Path | str) -> None:
+        super().__init__(model_dir)
+        names = self.skeleton.family.mtp
+        kinds = range(self.config.num_hidden_layers)
+        self.layer = max(i for i in kinds if layer_kv_shape(self.config, i).heads)
+        if names is None:
+            raise SpecError(
+                f"{self.directory}: layers for multi-token prediction are not read of family "
+                f"{self.skeleton.family.name}; expected one of "
+                f"{', '.join(one.name for one in known_families() if one.mtp is not None)}"
+            )
+        count = self.config.num_hidden_layers
+        found = find_mtp(self.skeleton.family, count, self.tensors.names)
+        if found is None:
+            folder = names.folder or f"{self._root}{self.skeleton.layers_name}.{count}."
+            raise SpecError(
+                f"{self.tensors.directory}: found no tensor '{folder}{names.projection}.weight', "
+                "expected a checkpoint with the layer for multi-token prediction"
+            )
+        self._folder, self._names = found
+
+    def layer_prefix(self, index: int) -> str:
+        """Return the prefix of the stored names of the layer, whose number is ``layer``."""
+        assert index == self.layer
+        return f"{self._folder}{self._names.layer}"
+
+    def head_sources(self, head: nn.Module) -> dict[str, TensorSource]:
+        """Return the sources of what is around the layer; errors as :meth:`layer_sources`."""
+        return {
+            key: self._source(f"{self._folder}{getattr(self._names, part)}.{name}", value)
+            for key, value in head.state_dict().items()
+            for part, _, name in [key.partition(".")]
+        }
+
+    def _warn_of_others(
+        self, prefix: str, keys: Iterable[str], without: Iterable[str], ignored: tuple[str, ...]
+    ) -> None:
+        """Warn of nothing: norms and projection, and copies of embedding and head, are beside."""
 
 
 def _renamed(model_type: str, names: Iterable[str]) -> dict[str, str]:

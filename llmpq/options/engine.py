@@ -32,7 +32,9 @@ class SpeculationOptions:
             "the last ones before; prompt_lookup_max and prompt_lookup_min are the most and fewest "
             "last tokens looked up (default 4 and 2); method draft_model proposes those of a small "
             "model with the same vocabulary: model is its directory, bits those of its layers "
-            "(default: as stored); by default the strategy's draft model, if it has one",
+            "(default: as stored); method mtp proposes those of the model's own layer for "
+            "multi-token prediction, at bits (default: those of the last layer); by default the "
+            "strategy's draft model, if it has one",
         ),
     ] = None
 

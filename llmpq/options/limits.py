@@ -17,12 +17,13 @@ from llmpq.batching.speculation import SpeculativeConfig, row_cost_of
 from llmpq.errors import CapacityError, SpecError
 from llmpq.options.engine import MAX_SEQUENCES, EngineOptions
 from llmpq.spec.catalog import device, resolve_model
+from llmpq.spec.families import family_of, known_families
 from llmpq.spec.huggingface.config import LengthScaling
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.model_files.config import absolute_model_path
-from llmpq.spec.plan import Plan, draft_bytes
-from llmpq.spec.precision import DTYPE_BYTES, Phase
+from llmpq.spec.plan import MTP, Plan, draft_bytes
+from llmpq.spec.precision import DTYPE_BYTES, Phase, default_precision, linear_bytes
 from llmpq.spec.runtime_constants import (
     KV_BLOCK_SIZE,
     KV_FILE_HEADER_BYTES,
@@ -256,6 +257,12 @@ def planned_speculation(plan: Plan) -> SpeculativeConfig | None:
     """Return the speculative decoding with a plan's draft model, ``None`` without one."""
     if plan.draft is None:
         return None
+    if plan.draft.model == MTP:
+        return SpeculativeConfig(
+            method="mtp",
+            num_speculative_tokens=plan.draft.num_speculative_tokens,
+            bits=plan.draft.bits,
+        )
     return SpeculativeConfig(
         method="draft_model",
         num_speculative_tokens=plan.draft.num_speculative_tokens,
@@ -280,6 +287,8 @@ def draft_limits(
     Raises:
         SpecError: the directory has no model.
     """
+    if config is not None and config.method == "mtp":
+        return _mtp_limits(plan, num_blocks)
     if config is None or config.model is None:
         return None
     if plan.draft is not None and absolute_model_path(plan.draft.model) == Path(config.model):
@@ -299,6 +308,57 @@ def draft_limits(
     return DraftLimits(
         num_blocks=num_blocks, cost=min(cost, MOST_FIRST_COST), max_tokens=model.max_positions
     )
+
+
+def _mtp_limits(plan: Plan, num_blocks: int) -> DraftLimits:
+    """Return the size of a model's layer for multi-token prediction.
+
+    A pass is expected to take the time of a layer and of the head, by their bytes in the plan.
+
+    Raises:
+        SpecError: the plan has stages that only prefill.
+    """
+    if plan.is_split:
+        raise SpecError(
+            "speculative_config: found method 'mtp' and a plan with stages that only prefill, "
+            "expected one without --policy waa"
+        )
+    planned = planned_limits(plan, num_blocks)
+    if plan.draft is not None and planned is not None and plan.draft.model == MTP:
+        return replace(planned, reads_states=True)
+    parts = [stage.memory for stage in plan.estimate.stages]
+    weights, master = sum(part.weights for part in parts), sum(part.master for part in parts)
+    cost = (weights / plan.model.num_layers + master) / (weights + master)
+    return DraftLimits(num_blocks=num_blocks, cost=min(cost, MOST_FIRST_COST), reads_states=True)
+
+
+def check_mtp(model: ModelSpec, option: str) -> None:
+    """Check that layers for multi-token prediction of a model's family are known.
+
+    Raises:
+        SpecError: they are not; the message begins with the name of the option.
+    """
+    if family_of(model.family).mtp is None:
+        known = ", ".join(family.name for family in known_families() if family.mtp is not None)
+        raise SpecError(
+            f"{option}: found 'mtp' with {model.name}, of family {model.family}, expected a model "
+            f"with a layer for multi-token prediction, of one of {known}"
+        )
+
+
+def mtp_bits(plan: Plan, config: SpeculativeConfig) -> int:
+    """Return the bits of a layer for multi-token prediction: by default those of the last layer."""
+    return config.bits or plan.stages[-1].bits[-1]
+
+
+def mtp_bytes(plan: Plan, config: SpeculativeConfig, model: ModelSpec) -> tuple[int, int]:
+    """Return the bytes of a model's layer for multi-token prediction, and of one of its blocks."""
+    dtype_bytes = DTYPE_BYTES[plan.dtype_of(plan.stages[0])]
+    precision, size = default_precision(mtp_bits(plan, config)), model.hidden_size
+    layer = model.layers[model.mtp_layer]
+    joined = linear_bytes(size, 2 * size, precision, dtype_bytes) + 3 * size * dtype_bytes
+    block = KV_BLOCK_SIZE * layer.kv_values_per_token * dtype_bytes
+    return layer.weight_bytes(precision, dtype_bytes) + joined, block
 
 
 def _weight_bytes(model: ModelSpec, bits: int | None, dtype_bytes: int) -> int:

@@ -367,12 +367,17 @@ class DraftOptions:
     speculative_model: Annotated[
         str | None,
         Option(
-            metavar="DIR|NAME",
-            help="decide whether a draft model pays, and on which device it runs",
+            metavar="DIR|NAME|mtp",
+            help="decide whether a draft model pays, and on which device it runs; mtp is the "
+            "model's own layer for multi-token prediction, which runs with rank 0",
         ),
     ] = None
     speculative_bits: Annotated[
-        int | None, Option(choices=BITS, help="bits of its layers (default: as stored)")
+        int | None,
+        Option(
+            choices=BITS,
+            help="bits of its layers (default: as stored; with mtp, those of the last layer)",
+        ),
     ] = None
     acceptance_rate: Annotated[
         float,

@@ -212,6 +212,11 @@ class ModelSpec:
         return max(windows) or None
 
     @property
+    def mtp_layer(self) -> int:
+        """The last layer with attention, which one for multi-token prediction is like."""
+        return max(i for i, layer in enumerate(self.layers) if layer.kv_values_per_token)
+
+    @property
     def num_layers(self) -> int:
         """Decoder layers ``L``."""
         return len(self.layer_kinds)

@@ -146,6 +146,8 @@ def default_schedule(policy: PolicyName, num_slots: int) -> Schedule:
 
 ACCEPTANCE_RATE = 0.7
 """Probability that a draft token is right where it is not known."""
+MTP = "mtp"
+"""What a plan calls a model's own layer for multi-token prediction, as its draft model."""
 DRAFT_HEAD_BITS = 8
 """Bits of the head of a draft model whose layers are rounded to fewer than 16."""
 
@@ -155,7 +157,7 @@ class PlannedDraft:
     """The draft model of a plan: where it runs, and what it is expected to do.
 
     Attributes:
-        model: directory of its weights, or its name.
+        model: directory of its weights, or its name; ``MTP`` for the model's own layer.
         bits: of its layers, ``None`` as stored.
         num_speculative_tokens: most draft tokens of a sequence in a step.
         device: index into ``cluster.devices``. On that of stage 0 it runs in the process of rank

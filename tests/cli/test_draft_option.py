@@ -8,7 +8,11 @@ import pytest
 
 from llmpq.cli.commands.algo import main as algo
 from llmpq.cli.commands.check import main as check
+from llmpq.options.engine import EngineOptions
+from llmpq.options.limits import engine_limits, mtp_bytes, planned_speculation
+from llmpq.spec import catalog
 from llmpq.spec.plan import read_plan
+from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
 
 COMMAND = [
     *["--model", "facebook/opt-13b", "--device_names", "V100-32G", "--device_numbers", "2"],
@@ -52,9 +56,35 @@ def test_one_that_does_not_pay_is_not(tmp_path, capsys):
     assert read_plan(path).draft is None
 
 
+def test_the_models_own_layer_runs_with_the_master(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    options = ["--model", "Qwen/Qwen3.5-9B", *COMMAND[2:], "--speculative_model", "mtp"]
+    assert algo([*options, "--acceptance_rate", "0.8", "--output", str(path), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    plan, model = read_plan(path), catalog.model("Qwen/Qwen3.5-9B")
+    draft = plan.draft
+    assert draft is not None
+    assert (draft.model, draft.device) == ("mtp", plan.stages[0].device)
+    assert draft.bits == plan.stages[-1].bits[-1]
+    config = planned_speculation(plan)
+    assert config is not None
+    assert (config.method, config.bits, config.model) == ("mtp", draft.bits, None)
+    weights, block = mtp_bytes(plan, config, model)
+    blocks = -(-plan.workload.max_context_tokens // KV_BLOCK_SIZE)
+    assert draft.memory_bytes == pytest.approx(weights + blocks * block, rel=0.02)
+    (other,) = [place for place in printed["draft_places"] if place["device"] != draft.device]
+    assert other["obstacle"] == "reads hidden states, runs with rank 0"
+    limits = engine_limits(plan, EngineOptions(speculative_config=config)).draft
+    assert limits is not None
+    assert (limits.reads_states, limits.cost, limits.stage) == (True, draft.cost, 0)
+    assert check([str(path)]) == 0
+    assert f"draft model    mtp at {draft.bits} bits on " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--speculative_model", "mtp"], "found 'mtp' with facebook/opt-13b, of family opt, exp"),
         (["--speculative_bits", "4"], "--speculative_bits: found without --speculative_model"),
         (["--acceptance_rate", "1.5"], "--acceptance_rate: found 1.5, expected at most 1"),
         (["--num_speculative_tokens", "0"], "--num_speculative_tokens: found 0"),

@@ -21,6 +21,7 @@ MAX_WORDS_OF = {
     "docs/how/draft-models.md": 480,
     "docs/how/fleets.md": 750,
     "docs/how/head.md": 350,
+    "docs/how/mtp.md": 300,
     "docs/how/speculation.md": 400,
     "docs/how/start.md": 230,
     "docs/install/first-answer.md": 350,

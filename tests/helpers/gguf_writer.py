@@ -39,12 +39,18 @@ def write_gguf(model_dir: Path, output: Path, kind: str = "F32", extra=()) -> Pa
     config = json.loads((model_dir / "config.json").read_text())
     config.setdefault("num_hidden_layers", len(config.get("layers_block_type", ())))
     conversion = CONVERSIONS[config["model_type"]]
+    state = load_file(model_dir / "model.safetensors")
+    if any(name.startswith("mtp.") for name in state):
+        count = config["num_hidden_layers"]
+        state = {_mtp_name(name, count): value for name, value in state.items()}
+        config["num_hidden_layers"] = count + 1
+        extra = (*extra, lambda writer: writer.add_nextn_predict_layers(1))
     writer = gguf.GGUFWriter(output, conversion.name_for(config))
     _add_metadata(writer, config | conversion.renamed(config))
     conversion.keys(writer, config)
     for add in extra:
         add(writer)
-    for name, values in _tensors(load_file(model_dir / "model.safetensors"), config, conversion):
+    for name, values in _tensors(state, config, conversion):
         is_matrix = values.ndim > 1 and values.shape[-1] % 32 == 0
         type_ = gguf.GGMLQuantizationType[kind] if is_matrix else F32
         stored = gguf.quantize(values, type_)
@@ -54,6 +60,23 @@ def write_gguf(model_dir: Path, output: Path, kind: str = "F32", extra=()) -> Pa
     writer.write_tensors_to_file()
     writer.close()
     return output
+
+
+def _mtp_name(name: str, count: int) -> str:
+    """What the converter calls a tensor of Qwen3.5: the layer that drafts follows the others."""
+    part = name.removeprefix("mtp.")
+    own = {
+        "fc": "eh_proj",
+        "pre_fc_norm_embedding": "enorm",
+        "pre_fc_norm_hidden": "hnorm",
+        "norm": "shared_head_norm",
+    }
+    if part == name:
+        return name
+    for stored, known in own.items():
+        if part == f"{stored}.weight":
+            return f"blk.{count}.nextn.{known}.weight"
+    return f"model.layers.{count}.{part.removeprefix('layers.0.')}"
 
 
 def rewritten(source: Path, target: Path, tensors) -> Path:

@@ -33,13 +33,14 @@ from llmpq.cli.common import (
 from llmpq.cli.planning.fleet import run_fleet
 from llmpq.cli.planning.request import add_plan_options, request_of, scheduled
 from llmpq.cli.planning.trust import plan_trust, trust_record, trust_text
-from llmpq.costmodel import build_costs
+from llmpq.costmodel import ClusterCosts, build_costs
 from llmpq.errors import SpecError
 from llmpq.options.declare import add_options, read_options
+from llmpq.options.limits import check_mtp
 from llmpq.options.plan import DraftOptions, PlanOutput, ReplicaOptions
 from llmpq.spec.catalog import resolve_model
 from llmpq.spec.fields import dump_json, write_text
-from llmpq.spec.plan import DRAFT_HEAD_BITS, Plan, write_plan
+from llmpq.spec.plan import DRAFT_HEAD_BITS, MTP, Plan, write_plan
 from llmpq.spec.precision import DTYPE_BYTES
 
 NAME = "llmpq-algo"
@@ -184,6 +185,17 @@ def _with_draft(
             f"--speculative_model: found --policy {options.policy} and a plan with stages of their "
             "own for prefill, expected stages that do both phases"
         )
+    if options.speculative_model == MTP:
+        own = costs_of(request, plan.cluster)
+        check_mtp(own.model, "--speculative_model")
+        wanted = DraftRequest(
+            costs=own,
+            source=MTP,
+            bits=options.speculative_bits or plan.stages[-1].bits[-1],
+            acceptance_rate=options.acceptance_rate,
+            most=options.num_speculative_tokens,
+        )
+        return _placed(plan, own, wanted)
     model, source = resolve_model(options.speculative_model)
     is_rounded = options.speculative_bits not in (None, 16)
     head_bits = DRAFT_HEAD_BITS if is_rounded else 16
@@ -203,9 +215,14 @@ def _with_draft(
         acceptance_rate=options.acceptance_rate,
         most=options.num_speculative_tokens,
     )
-    own = costs_of(request, plan.cluster)
-    places = draft_places(plan, own, wanted)
-    return replace(plan, draft=place_draft(plan, own, wanted, places)), places
+    return _placed(plan, costs_of(request, plan.cluster), wanted)
+
+
+def _placed(
+    plan: Plan, costs: ClusterCosts, wanted: DraftRequest
+) -> tuple[Plan, tuple[DraftPlace, ...]]:
+    places = draft_places(plan, costs, wanted)
+    return replace(plan, draft=place_draft(plan, costs, wanted, places)), places
 
 
 def _run_all(options: argparse.Namespace, request: PlanRequest) -> int:

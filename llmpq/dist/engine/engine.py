@@ -42,6 +42,7 @@ from llmpq.batching.engine_step import (
 from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.dist.engine.drafters import Drafter, PromptLookup
 from llmpq.dist.engine.executor import StepExecutor
+from llmpq.dist.engine.mtp import MtpDrafter
 from llmpq.dist.io.generation import GenerationEnd
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.io.results import FinishReason
@@ -241,7 +242,8 @@ class Engine:
         limits: of the scheduler.
         clock: seconds; arrivals count from when the engine was made.
         lookup: finds drafts in the text so far; ``None`` for none.
-        draft_model: proposes them where ``limits.draft`` has its size.
+        draft_model: proposes them where ``limits.draft`` has its size. An ``MtpDrafter`` reads what
+            the steps compute, of which the executor then returns all hidden states.
         on_start: called with the requests whose first step is about to be dispatched.
 
     Attributes:
@@ -266,6 +268,9 @@ class Engine:
         self._clock = clock
         self.start_s = clock()
         self._draft_model = draft_model
+        self._mtp = draft_model if isinstance(draft_model, MtpDrafter) else None
+        if self._mtp is not None:
+            self._mtp.clear()
         self._lookup = None if draft_model is not None else lookup
         if self._lookup is not None:
             scheduler.drafts.propose = self._propose
@@ -303,6 +308,8 @@ class Engine:
         """End a request, which gets no more tokens."""
         self._unmade.pop(request, None)
         self._sequences.pop(request, None)
+        if self._mtp is not None:
+            self._mtp.forget(request)
         self._scheduler.abort(request)
 
     def dispatch(self) -> EngineStep | None:
@@ -361,7 +368,7 @@ class Engine:
         Raises:
             StageError: a stage failed, hangs, or returned another step than expected.
         """
-        number, scores, states = self._executor.collect()
+        number, scores, states, all_states = self._executor.collect()
         step, scored, pooled = self._in_flight.pop(number)
         # Sequences that were aborted meanwhile are not here any more.
         alive = [
@@ -372,6 +379,8 @@ class Engine:
         made = [] if scores is None else self.sample(scores, alive)
         if states is not None:
             made += self._pool(states, pooled)
+        if self._mtp is not None and all_states is not None:
+            self._observe(self._mtp, step, all_states)
         self._executor.end_step()
         tokens: dict[int, int] = {}
         accepted: dict[int, list[int]] = {}
@@ -383,6 +392,8 @@ class Engine:
             if reason is not None:
                 finished.append(sequence.number)
                 del self._sequences[sequence.number]
+                if self._mtp is not None:
+                    self._mtp.forget(sequence.number, sequence.tokens)
         self._scheduler.complete(step.number, tokens, finished, accepted, now_s=self.now_s())
         return made
 
@@ -437,6 +448,14 @@ class Engine:
         while self._in_flight:
             del self._in_flight[self._executor.collect().number]
 
+    def _observe(self, mtp: MtpDrafter, step: EngineStep, states: Tensor) -> None:
+        """Show the hidden states ``[N, H]`` of a step to the layer for multi-token prediction."""
+        parts = torch.split(states, [chunk.count for chunk in step.chunks])
+        for chunk, own in zip(step.chunks, parts, strict=True):
+            sequence = self._sequences.get(chunk.request)
+            if sequence is not None and sequence.pooled is None:
+                mtp.observe(chunk.request, chunk.first, own, sequence.tokens, chunk.blocks)
+
     def _propose(self, number: int, most: int) -> int:
         """Find draft tokens of a sequence; return how many."""
         sequence = self._sequence(number)
@@ -448,9 +467,13 @@ class Engine:
     def _compute_drafts(self, step: EngineStep) -> None:
         """Let the draft model compute the draft tokens of a step."""
         assert self._draft_model is not None
-        found = [self._sequence(work.request) for work in step.drafts]
+        works = step.drafts
+        found = [self._sequence(work.request) for work in works]
         sequences = [sequence for sequence in found if sequence is not None]
-        drafts = self._draft_model.propose(step.drafts, [one.tokens for one in sequences])
+        if self._mtp is not None:
+            blocks = {chunk.request: chunk.blocks for chunk in step.chunks}
+            works = tuple(work._replace(blocks=blocks[work.request]) for work in works)
+        drafts = self._draft_model.propose(works, [one.tokens for one in sequences])
         # The step has rows for drafts although the draft model may have ended: any tokens do.
         proposed = drafts or [[0] * work.length for work in step.drafts]
         for sequence, draft in zip(sequences, proposed, strict=True):

@@ -61,6 +61,8 @@ class StageRunner:
         dtype: number format of the layers, ``None`` for that of any hidden states.
         chunk_tokens: most tokens of a row that the layers compute at a time.
         offload: host memory and files for blocks of the cache, ``None`` without any.
+        returns_all: whether a last stage returns the hidden states of all tokens, which a layer for
+            multi-token prediction reads.
     """
 
     layers: DecoderStage | None
@@ -72,6 +74,12 @@ class StageRunner:
     dtype: torch.dtype | None = None
     chunk_tokens: int = PROMPT_CHUNK_TOKENS
     offload: OffloadedKV | None = None
+    returns_all: bool = False
+
+    @property
+    def returns_last(self) -> bool:
+        """Whether only the last token of each row is returned."""
+        return self.is_last and not self.returns_all
 
     def close(self) -> None:
         """Close the links for keys and values."""
@@ -100,7 +108,7 @@ class StageRunner:
             only: layers of the stage to run (from 0), operator by operator; by default all.
 
         Returns:
-            ``[1, N, H]``; from the last stage ``[1, R, H]``, the last token of each row.
+            ``[1, N, H]``; where ``returns_last``, ``[1, R, H]``, the last token of each row.
         """
         hidden = cast_hidden_states(hidden, self.device, self.dtype)
         self._copy_states([(row.from_slot, row.slot) for row in rows if row.from_slot >= 0])
@@ -117,7 +125,7 @@ class StageRunner:
         if self.layers is not None and max(batch.counts) > self.chunk_tokens:
             return self._run_chunks(hidden, rows, only)
         hidden = self._run_layers(hidden, batch, only)
-        if self.is_last and not batch.is_decode:
+        if self.returns_last and not batch.is_decode:
             hidden = hidden[:, batch.last_tokens.to(self.device)]
         return hidden
 
@@ -138,7 +146,7 @@ class StageRunner:
         together: a row may be the next token of another one.
         """
         offsets = packed_batch_of(rows).offsets
-        width = len(rows) if self.is_last else hidden.shape[1]
+        width = len(rows) if self.returns_last else hidden.shape[1]
         output = hidden.new_empty(1, width, hidden.shape[2])
         chunks = [_chunks(row, self.chunk_tokens) for row in rows]
         most = max(map(len, chunks))
@@ -156,7 +164,7 @@ class StageRunner:
             ]
             inputs = [hidden[:, span] for span in spans]
             made = self._run_layers(torch.cat(inputs, dim=1), batch, only)
-            if self.is_last:
+            if self.returns_last:
                 output[:, places] = made[:, batch.last_tokens.to(self.device)]
                 continue
             for span, part in zip(spans, torch.split(made, list(batch.counts), dim=1), strict=True):
@@ -335,12 +343,14 @@ class StepResult(NamedTuple):
     """What a complete step made.
 
     ``scores`` are those of its outputs, ``[R, V]``, and ``states`` the final hidden states of its
-    pooled rows, ``[R, H]``; ``None`` where it has no such row.
+    pooled rows, ``[R, H]``; ``None`` where it has no such row. ``all_states`` are those of all
+    tokens, ``[N, H]``, from a last stage that returns them.
     """
 
     number: int
     scores: Tensor | None
     states: Tensor | None = None
+    all_states: Tensor | None = None
 
 
 class StepExecutor(Protocol):
@@ -432,9 +442,10 @@ class PipelineExecutor:
         clock: collects the master's busy times; ``None`` for none.
         prefill_runner: the master's part of a prefill where prefill has stages of its own.
         local_phases: phases that the master computes alone although there is a communicator.
+        returns_all: whether the last stage returns the hidden states of all tokens.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  the parts of a pipeline
         self,
         *,
         master: Master,
@@ -443,7 +454,9 @@ class PipelineExecutor:
         clock: StageClock | None = None,
         prefill_runner: StageRunner | None = None,
         local_phases: Collection[Phase] = (),
+        returns_all: bool = False,
     ) -> None:
+        self._returns_all = returns_all
         self._master = master
         self._runner = runner
         self._prefill_runner = prefill_runner
@@ -532,6 +545,8 @@ class PipelineExecutor:
         number, hidden = self.collect_hidden()
         assert self._collected is not None
         step, _ = self._collected
+        if self._returns_all:
+            return self._collect_all(number, step, hidden[0])
         if not (step.outputs or step.pooled):
             return StepResult(number, None)
         rows = cast_hidden_states(hidden[0], self._runner.device, self._runner.dtype)  # [R, H]
@@ -541,6 +556,15 @@ class PipelineExecutor:
         if len(step.outputs) < len(step.rows):
             rows = rows[list(step.outputs)]
         return StepResult(number, self._master.logits(rows), states)
+
+    def _collect_all(self, number: int, step: _SentStep, hidden: Tensor) -> StepResult:
+        """Return what a step made of the hidden states ``[N, H]`` of all its tokens."""
+        tokens = cast_hidden_states(hidden, self._runner.device, self._runner.dtype)
+        states = self._master.head_inputs(tokens)
+        last = packed_batch_of(step.rows).last_tokens.to(states.device)
+        scores = self._master.scores(states[last[list(step.outputs)]]) if step.outputs else None
+        pooled = states[last[list(step.pooled)]] if step.pooled else None
+        return StepResult(number, scores, pooled, states)
 
     def collect_hidden(self) -> tuple[int, Tensor]:
         """Return the number of the next complete step, and what its last stage returned.

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from llmpq.batching.engine_step import FEW_TOKENS, DraftWork
+from llmpq.batching.speculation import MAX_STEP_TOKENS
 from llmpq.dist.engine.compiled_steps import step_runner_of
 from llmpq.dist.engine.cuda_graphs import DecodeSizes
 from llmpq.dist.engine.drafters import DraftModel, DraftWorker
 from llmpq.dist.engine.executor import PipelineExecutor, StageRunner, capture_decode_steps
+from llmpq.dist.engine.mtp import MtpDrafter
 from llmpq.dist.io.job import Job
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.launch.process_environment import tune_malloc_for_serving
@@ -19,12 +22,13 @@ from llmpq.dist.metrics.progress import Event, RunProgress
 from llmpq.dist.metrics.stats import StageClock, peak_memory_bytes
 from llmpq.dist.transport.communicator import Communicator
 from llmpq.models import DecoderStage, Master, kv_shapes
-from llmpq.options.limits import engine_limits
+from llmpq.options.limits import engine_limits, mtp_bits, mtp_bytes
 from llmpq.quant.loading.loader import load_master, load_stage
+from llmpq.quant.loading.mtp import load_mtp
 from llmpq.quant.loading.weight_cache import WeightCache
 from llmpq.quant.modules.layer import stored_bytes
 from llmpq.spec.huggingface.families import load_model_dir
-from llmpq.spec.plan import DRAFT_HEAD_BITS, Plan
+from llmpq.spec.plan import DRAFT_HEAD_BITS, MTP, Plan
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -56,6 +60,83 @@ def has_draft_rank(job: Job, plan: Plan) -> bool:
     has_model = config is not None and config.model is not None
     answers = job.task in ("generate", "serve", "online")
     return plan.draft_rank is not None and has_model and answers
+
+
+def reads_states(job: Job) -> bool:
+    """Whether a run's drafts are of the model's layer for multi-token prediction."""
+    config = job.engine.speculative_config
+    is_mtp = config is not None and config.method == "mtp"
+    return is_mtp and job.task in ("generate", "serve", "online")
+
+
+def unplanned_mtp_bytes(plan: Plan, job: Job, num_blocks: int) -> int:
+    """Return the bytes of a layer for multi-token prediction that the plan does not count."""
+    config = job.engine.speculative_config
+    is_planned = plan.draft is not None and plan.draft.model == MTP
+    if config is None or is_planned or not reads_states(job):
+        return 0
+    weights, block = mtp_bytes(plan, config, load_model_dir(job.model_dir))
+    return weights + num_blocks * block
+
+
+def load_mtp_drafter(
+    job: Job, plan: Plan, master: Master, device: torch.device, num_blocks: int
+) -> MtpDrafter:
+    """Load the model's layer for multi-token prediction and warm it up.
+
+    Args:
+        job: of the run.
+        plan: its strategy; what is not quantized has the number format of stage 0.
+        master: of the model.
+        device: of the master; the current one.
+        num_blocks: KV blocks of a stage of the model.
+
+    Raises:
+        SpecError: as ``load_mtp``.
+    """
+    config = job.engine.speculative_config
+    assert config is not None
+    dtype = DTYPES[plan.dtype_of(plan.stages[0])]
+    layer, ends = load_mtp(
+        job.model_dir,
+        mtp_bits(plan, config),
+        dtype=dtype,
+        device=device,
+        backend=job.kernel,
+        weight_cache=weight_cache_of(job),
+    )
+    cache = KVCache(
+        kv_shapes(layer.config, layer.first_layer, layer.end_layer),
+        layer.first_layer,
+        num_blocks=num_blocks,
+        dtype=dtype,
+        device=device,
+    )
+    runner = StageRunner(
+        layers=layer,
+        cache=cache,
+        device=device,
+        is_last=False,
+        steps=step_runner_of(layer, cache) if job.captures else None,
+        dtype=dtype,
+    )
+    held = held_bytes(layer, cache, None, device)
+    drafter = MtpDrafter(
+        master=master,
+        ends=ends,
+        runner=runner,
+        block_size=KV_BLOCK_SIZE,
+        held=replace(held, weights=held.weights + stored_bytes(ends)),
+    )
+    tokens, count = WARM_UP
+    states = torch.zeros(tokens - 1, layer.config.hidden_size, dtype=dtype, device=device)
+    drafter.observe(0, 0, states, [0] * tokens, (0,))
+    drafter.propose([DraftWork(0, tokens - 1, tokens, count, (0,))], [[0] * tokens])
+    drafter.clear()
+    most = min(plan.workload.max_context_tokens, cache.num_tokens)
+    sizes = DecodeSizes(rows=MAX_STEP_TOKENS, least_tokens=1, most_tokens=most)
+    capture_decode_steps(runner, sizes, plan.estimate.stages[0].memory.temporary)
+    return drafter
 
 
 def load_draft_model(job: Job, plan: Plan, device: torch.device) -> DraftModel | None:

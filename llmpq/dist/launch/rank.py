@@ -47,6 +47,9 @@ from llmpq.dist.launch.draft_runner import (
     DTYPES,
     held_bytes,
     load_draft_model,
+    load_mtp_drafter,
+    reads_states,
+    unplanned_mtp_bytes,
     weight_cache_of,
 )
 from llmpq.dist.launch.process_environment import tune_malloc_for_serving
@@ -68,7 +71,7 @@ from llmpq.dist.transport.errors import stage_name
 from llmpq.dist.transport.frames import FrameLimits
 from llmpq.errors import CapacityError, SpecError, StageError
 from llmpq.kernels.base import open_device
-from llmpq.models import Master, kv_shapes, load_config
+from llmpq.models import Master, MtpCheckpoint, kv_shapes, load_config
 from llmpq.models.adapter import has_states, kv_sources, largest_window
 from llmpq.models.master import message_features
 from llmpq.models.stage import length_scaling
@@ -144,18 +147,19 @@ def frame_limits(
     max_context: int | None = None,
     *,
     has_drafts: bool = False,
+    returns_all: bool = False,
 ) -> FrameLimits:
     """Return the limits of a run's frames; equal on all ranks of equal plans and models.
 
     ``engine`` are the limits of packed steps, ``None`` where there are none; ``max_context`` is the
     longest sequence, by default the longest that the plan holds memory for; ``has_drafts``: decode
-    micro-batches have draft tokens.
+    micro-batches have draft tokens; ``returns_all``: the last stage returns all tokens.
     """
     config = checked_config(plan, model_dir)
     digest = hashlib.sha256(plan_text(plan).encode())
     digest.update(config_bytes(model_dir))
     # Options that every host is given by itself.
-    digest.update(repr((engine, max_context, has_drafts)).encode())
+    digest.update(repr((engine, max_context, has_drafts, returns_all)).encode())
     dtype = DTYPES[plan.dtype]
     shapes = kv_shapes(config, 0, plan.model.num_layers) if plan.is_split else ()
     cached = DTYPES[plan.dtype_of(plan.stages[0])]  # stages that send keys and values have one
@@ -304,6 +308,7 @@ def check_free_memory(context: RankContext, device: torch.device, blocks: int) -
         "temporary memory": needed.temporary,
         "embeddings and head": needed.master,
         "draft model": 0 if rank else draft_bytes(plan.draft, stage.device),
+        "multi-token prediction": 0 if rank else unplanned_mtp_bytes(plan, context.job, blocks),
     }
     free, total = torch.cuda.mem_get_info(device)
     if sum(parts.values()) > free:
@@ -352,8 +357,16 @@ def load_runner(context: RankContext, device: torch.device) -> StageRunner:
     stage = plan.stages[rank]
     dtype = DTYPES[plan.dtype_of(stage)]
     is_last = rank == plan.path(stage.phase or Phase.DECODE)[-1] and job.task != "hidden"
+    returns_all = reads_states(job)
     if stage.num_layers == 0:
-        return StageRunner(layers=None, cache=None, device=device, is_last=is_last, dtype=dtype)
+        return StageRunner(
+            layers=None,
+            cache=None,
+            device=device,
+            is_last=is_last,
+            dtype=dtype,
+            returns_all=returns_all,
+        )
 
     def report(done: int, total: int, _: str) -> None:
         context.progress.report(Event(rank=rank, kind="load", done=done, total=total))
@@ -392,6 +405,7 @@ def load_runner(context: RankContext, device: torch.device) -> StageRunner:
         steps=step_runner_of(layers, cache) if captures else None,
         dtype=dtype,
         offload=offloaded_kv(context, cache, layers.config),
+        returns_all=returns_all,
     )
     context.recorder.mark("decode steps")
     return runner
@@ -462,6 +476,8 @@ def _load(
     plan, rank, start_s = context.plan, context.rank, clock.now()
     device, dtype = torch_device(plan, rank), DTYPES[plan.dtype_of(plan.stages[rank])]
     check_free_memory(context, device, kv_blocks_of(context))
+    if not rank and reads_states(context.job):
+        MtpCheckpoint(context.job.model_dir)  # fails before anything is loaded
     master = None if rank else load_master_of(context, device)
     context.recorder.mark("embeddings and head")
     runner = load_runner(context, device)
@@ -554,7 +570,11 @@ class MasterRank:
         assert master is not None
         self._master = master
         self._draft_model: Drafter | None = None
-        if context.draft_link is None:
+        if reads_states(job):
+            self._draft_model = load_mtp_drafter(
+                job, plan, master, self._runner.device, kv_blocks_of(context)
+            )
+        elif context.draft_link is None:
             self._draft_model = load_draft_model(job, plan, self._runner.device)
         _capture(context, self._runner)
         self._communicator: Communicator | None = None
@@ -585,6 +605,7 @@ class MasterRank:
             clock=self._clock,
             prefill_runner=no_layers if plan.is_split else None,
             local_phases=[phase for phase in Phase if self._depth.is_local(phase)],
+            returns_all=reads_states(job),
         )
         self._limits = policy_limits_of_model(plan, job.engine, config, context.state_bytes)
         self._drafts = self._limits.new_drafts()  # what they cost is known from batch to batch

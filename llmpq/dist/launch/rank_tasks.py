@@ -31,7 +31,7 @@ from llmpq.dist.io.prompts import (
 )
 from llmpq.dist.io.results import ResultWriter
 from llmpq.dist.launch.doctor import examine, gather, report, time_link
-from llmpq.dist.launch.draft_runner import has_draft_rank, run_draft_model
+from llmpq.dist.launch.draft_runner import has_draft_rank, reads_states, run_draft_model
 from llmpq.dist.launch.process_environment import tune_malloc_for_loading
 from llmpq.dist.launch.rank import (
     RankContext,
@@ -209,6 +209,7 @@ def _identity(job: Job, plan: Plan, rank: int) -> RankIdentity:
             engine_limits_of(job, plan),
             max_context_of(job, plan),
             has_drafts=job.engine.speculative_config is not None,
+            returns_all=reads_states(job),
         ),
         timeout_s=job.step_timeout_s,
         device=_device(plan, rank),

@@ -99,6 +99,7 @@ def load_stage(  # noqa: PLR0913  the stage, and where it goes; a worker has all
     progress: Progress | None = None,
     backend: str | None = None,
     weight_cache: WeightCache | None = None,
+    checkpoint: Checkpoint | None = None,
 ) -> DecoderStage:
     """Load decoder layers ``[first_layer, end_layer)``, each at its own bitwidth.
 
@@ -112,12 +113,14 @@ def load_stage(  # noqa: PLR0913  the stage, and where it goes; a worker has all
         progress: called after each layer.
         backend: kernel backend to prefer; ``None`` leaves it to the registry.
         weight_cache: of quantized layers, read and written; ``None`` for none.
+        checkpoint: the weights, ``None`` for those of the directory. What it stores as codes is
+            decoded.
 
     Raises:
         SpecError: no such layers, a bitwidth missing or unknown, other bits than a GPTQ
             checkpoint holds, or as ``Checkpoint`` and the quantizers.
     """
-    load = _opened(model_dir, dtype, device, backend, weight_cache)
+    load = _opened(model_dir, dtype, device, backend, weight_cache, checkpoint)
     checkpoint = load.checkpoint
     widths = [16] * (end_layer - first_layer) if bits is None else bits
     _check_range(checkpoint, first_layer, end_layer, widths)
@@ -270,10 +273,13 @@ def _opened(
     device: torch.device | str,
     backend: str | None,
     cache: WeightCache | None,
+    checkpoint: Checkpoint | None = None,
 ) -> _Load:
-    gptq = GptqCheckpoint(model_dir) if is_gptq(model_dir) else None
+    gptq = None if checkpoint is not None or not is_gptq(model_dir) else GptqCheckpoint(model_dir)
+    if checkpoint is None:
+        checkpoint = Checkpoint(model_dir) if gptq is None else gptq.checkpoint
     return _Load(
-        checkpoint=Checkpoint(model_dir) if gptq is None else gptq.checkpoint,
+        checkpoint=checkpoint,
         gptq=gptq,
         dtype=dtype,
         device=torch.device(device),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -115,6 +115,29 @@ class LayerForm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MtpNames:
+    """Names of the layer for multi-token prediction in a checkpoint (DeepSeek-V3, Sec. 2.2).
+
+    It is a layer as the model's last one with attention, behind a projection of the hidden state of
+    a token and the embedding of the next one.
+
+    Attributes:
+        folder: what all of its names begin with; ``None`` for a layer that follows the model's.
+        layer: what the names of the layer's own tensors begin with, after ``folder``.
+        embedding_norm, hidden_norm: norms before the projection.
+        projection: of both, one behind the other.
+        final_norm: before the model's head.
+    """
+
+    folder: str | None = None
+    layer: str = ""
+    embedding_norm: str = "enorm"
+    hidden_norm: str = "hnorm"
+    projection: str = "eh_proj"
+    final_norm: str = "shared_head.norm"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """All that planner and runtime know of the models of one ``model_type``.
 
@@ -136,6 +159,7 @@ class Family:
             heads of a group next to each other.
         sends_more: whether stages may send more than hidden states (``models.master``).
         gguf: how llama.cpp's converter stores the models; ``None`` if such files are not read.
+        mtp: names of the layer for multi-token prediction; ``None`` where none is known.
         is_tested: whether tokens and logits are tested against transformers. A family without is
             run with a warning.
         block: names of the operators behind attention where the sizes have a rule, as far as one
@@ -156,6 +180,7 @@ class Family:
     attends_to_cache: bool = True
     sends_more: bool = False
     gguf: GgufForm | None = None
+    mtp: MtpNames | None = None
     is_tested: bool = True
     block: Gated | Experts | None = None
     unsupported: str | None = None
@@ -184,6 +209,32 @@ class Family:
         if isinstance(found, (Gated, Experts)):
             return found
         return Gated() if self.block is None else self.block
+
+
+def find_mtp(family: Family, layers: int, names: Iterable[str]) -> tuple[str, MtpNames] | None:
+    """Find the layer for multi-token prediction among the tensors of a checkpoint.
+
+    Args:
+        family: of the model.
+        layers: of the model, without that one.
+        names: of the stored tensors.
+
+    Returns:
+        What its names begin with, and its names; ``None`` where it is not stored, or the names of
+        the family are not known.
+    """
+    if family.mtp is None:
+        return None
+    # Behind the model's layers it has the same names in all families, as in GGUF files.
+    known = [("blk.{}.nextn.", MtpNames()), ("layers.{}.", MtpNames())]
+    if family.mtp.folder is not None:
+        known.append((family.mtp.folder, family.mtp))
+    for name in names:
+        for folder, own in known:
+            tail = f"{folder.format(layers)}{own.projection}.weight"
+            if name == tail or name.endswith(f".{tail}"):
+                return name.removesuffix(f"{own.projection}.weight"), own
+    return None
 
 
 @cache

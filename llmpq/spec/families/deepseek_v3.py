@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from llmpq.spec.families import Family, deepseek_v2
+from llmpq.spec.families import Family, MtpNames, deepseek_v2
 from llmpq.spec.huggingface.feed_forward import RouterKind
 from llmpq.spec.model_files.gguf_form import GgufForm, GgufMetadata, TextSplit
 
@@ -40,6 +40,7 @@ def _fields(metadata: GgufMetadata) -> dict[str, Any]:
 FAMILY = Family(
     name="deepseek_v3",
     sizes=replace(deepseek_v2.SIZES, feed_forward=MIXTURE),
+    mtp=MtpNames(),
     gguf=GgufForm(
         architecture="deepseek2",
         fields=_fields,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from llmpq.spec.families import Family, deepseek_v2, deepseek_v3, glm
+from llmpq.spec.families import Family, MtpNames, deepseek_v2, deepseek_v3, glm
 from llmpq.spec.huggingface.sizes import Sizes
 from llmpq.spec.model_files.gguf_form import (
     SIGMOID,
@@ -35,6 +35,7 @@ FAMILY = Family(
         attention=replace(glm.ATTENTION, norm="heads", norm_if="use_qk_norm"),
         feed_forward=deepseek_v3.MIXTURE,
     ),
+    mtp=MtpNames(),
     gguf=GgufForm(
         architecture="glm4moe",
         fields=_fields,

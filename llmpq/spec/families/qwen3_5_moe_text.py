@@ -24,6 +24,7 @@ def _fields(metadata: GgufMetadata) -> dict[str, Any]:
 FAMILY = Family(
     name="qwen3_5_moe_text",
     sizes=replace(qwen3_5_text.SIZES, feed_forward=replace(qwen2_moe.MIXTURE, kind=RouterKind())),
+    mtp=qwen3_next.MTP,
     gguf=GgufForm(
         architecture="qwen35moe",
         fields=_fields,

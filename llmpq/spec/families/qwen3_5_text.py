@@ -44,6 +44,7 @@ def _fields(metadata: GgufMetadata) -> dict[str, Any]:
 FAMILY = Family(
     name="qwen3_5_text",
     sizes=SIZES,
+    mtp=qwen3_next.MTP,
     gguf=GgufForm(
         architecture="qwen35",
         fields=_fields,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from llmpq.spec.families import Family, qwen2_moe
+from llmpq.spec.families import Family, MtpNames, qwen2_moe
 from llmpq.spec.huggingface import mixers
 from llmpq.spec.huggingface.attention import SelfAttention
 from llmpq.spec.huggingface.feed_forward import by_step
@@ -21,6 +21,14 @@ from llmpq.spec.model_files.gguf_form import (
 )
 
 ATTENTION = SelfAttention(norm="heads", query_widths=2)
+MTP = MtpNames(
+    folder="mtp.",
+    layer="layers.0.",
+    embedding_norm="pre_fc_norm_embedding",
+    hidden_norm="pre_fc_norm_hidden",
+    projection="fc",
+    final_norm="norm",
+)
 
 STATE_NAMES = (
     ("ssm_a", "linear_attn.A_log"),
@@ -81,6 +89,7 @@ FAMILY = Family(
         ),
         feed_forward=replace(qwen2_moe.MIXTURE, layers=by_step),
     ),
+    mtp=MTP,
     gguf=GgufForm(
         architecture="qwen3next",
         fields=_fields,

@@ -134,10 +134,12 @@ class StoredWeights:
     Attributes:
         dtype: of most weights, ``None`` without floating-point ones.
         has_own_head: whether a head is stored that differs from every embedding.
+        names: of the tensors.
     """
 
     dtype: str | None
     has_own_head: bool
+    names: tuple[str, ...]
 
 
 def stored_weights(folder: Path) -> StoredWeights | None:
@@ -165,7 +167,8 @@ def _read_weights(folder: Path, stamps: tuple[tuple[int, ...], ...]) -> StoredWe
         own = _has_own_head(folder, headers, file_of)
     except (SpecError, OSError):
         return None
-    return StoredWeights(dtype=weights_dtype(headers, file_of), has_own_head=own)
+    dtype = weights_dtype(headers, file_of)
+    return StoredWeights(dtype=dtype, has_own_head=own, names=tuple(file_of))
 
 
 def _has_own_head(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.errors import SpecError
+from llmpq.spec.families import family_of, find_mtp
 from llmpq.spec.fields import read_json
 from llmpq.spec.huggingface.config import POSITIONS, SCALING, rotations, scaled_positions
 from llmpq.spec.huggingface.families import load_model_dir
@@ -25,7 +26,7 @@ from llmpq.spec.model_files.tokenizer import (
     tokenizer_arguments,
     tokenizer_files,
 )
-from llmpq.spec.model_files.weight_headers import find_gguf, find_weights
+from llmpq.spec.model_files.weight_headers import find_gguf, find_weights, read_gguf_header
 from llmpq.units import format_bytes
 
 
@@ -97,6 +98,7 @@ class _Files:
         yield self._context()
         yield from self._rotations()
         yield from self._quantization()
+        yield from self._drafts()
         yield self._tokenizer()
         yield from self._end_tokens()
         yield self._template()
@@ -187,6 +189,19 @@ class _Files:
         bits = found.get("bits", found.get("num_bits"))
         value += f", {bits} bits" if isinstance(bits, int) else ""
         yield Fact(name="quantization", value=value, source=self._place(FIELD))
+
+    def _drafts(self) -> Iterator[Fact]:
+        if self.gguf is not None:
+            names = tuple(read_gguf_header(self.gguf).tensors)
+        else:
+            stored = stored_weights(self.path)
+            names = () if stored is None else stored.names
+        found = find_mtp(family_of(self.spec.family), self.spec.num_layers, names)
+        if found is not None:
+            folder, own = found
+            tensor = f"{folder}{own.projection}.weight"
+            value = "a layer for multi-token prediction (method mtp)"
+            yield Fact(name="drafts", value=value, source=tensor)
 
     def _tokenizer(self) -> Fact:
         if tokenizer_arguments(self.path) is None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.answer_drafts import draft_freely
 from helpers.decode_steps import HAS_STEPS, cache_of, compiled
+from helpers.lanes import a_third
 from helpers.ranks import make_plan, run_threads, serve_script
 from helpers.scripted_channel import Script
 from helpers.tiny_configs import tiny_config
@@ -136,14 +137,7 @@ LIMITS = (
 )
 
 
-@pytest.mark.parametrize(
-    ("family", "num_stages", "options"),
-    [
-        pytest.param(family, *limits, marks=() if (row + column) % 3 == 0 else pytest.mark.slow)
-        for row, family in enumerate(FAMILIES)
-        for column, limits in enumerate(LIMITS)
-    ],
-)
+@pytest.mark.parametrize(("family", "num_stages", "options"), a_third(FAMILIES, LIMITS))
 def test_limits_change_no_token(models, family, num_stages, options):
     model_dir, expected = models(family)
     assert served(model_dir, num_stages, **options) == expected
@@ -170,8 +164,7 @@ def test_chunks_preemption_and_drafts_change_no_token(
         assert served(model_dir, num_stages, token_budget=token_budget, **limits) == expected
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("num_stages", CUTS)
+@pytest.mark.parametrize(("family", "num_stages"), a_third(FAMILIES, CUTS))
 def test_drafts_change_no_token(models, monkeypatch, family, num_stages):
     """Where one is wrong, the state goes back to that before the drafts."""
     model_dir, expected = models(family)
@@ -182,8 +175,9 @@ def test_drafts_change_no_token(models, monkeypatch, family, num_stages):
     assert drafts.rejected
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("num_stages", "token_budget"), [(1, 24), (2, 1), (3, 7)])
+@pytest.mark.parametrize(
+    ("family", "num_stages", "token_budget"), a_third(FAMILIES, [(1, 24), (2, 1), (3, 7)])
+)
 def test_prompts_go_on_from_saved_states(models, family, num_stages, token_budget):
     """One after the other: the blocks before the last token of an earlier prompt are found."""
     model_dir, expected = models(family)
@@ -230,8 +224,7 @@ def test_a_conversation_goes_on_from_its_state(models, monkeypatch, family, has_
     assert all(0 < count <= len(turns[turn]) for turn, count in enumerate(cached) if turn)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("stages", CUTS)
+@pytest.mark.parametrize(("name", "stages"), a_third(SCHEDULES, CUTS))
 def test_policies_change_no_token(models, monkeypatch, name, stages):
     model_dir, expected = models(FAMILIES[stages])
     plan = make_plan(CUTS[stages], prefill=2, decode=2, batch=3, prompt_tokens=48, new_tokens=16)
