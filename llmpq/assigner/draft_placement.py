@@ -24,10 +24,12 @@ from llmpq.errors import SpecError
 from llmpq.sim import BatchShape
 from llmpq.sim.costs import PlanCosts
 from llmpq.spec.cluster import Device
-from llmpq.spec.plan import MTP, Plan, PlannedDraft
+from llmpq.spec.plan import ACCEPTANCE_RATE, MTP, Plan, PlannedDraft
 from llmpq.spec.precision import Phase
 from llmpq.units import format_bytes
 
+MOST_DRAFT_TOKENS = 8
+"""Most draft tokens of a sequence in a step where no other number is given."""
 TOKEN_ID_BYTES = 4
 """Of a token id between the master and the process of a draft model."""
 
@@ -91,6 +93,32 @@ class DraftPlace:
     obstacle: str = ""
     tokens: int = 0
     speedup: float = 0.0
+
+
+def mtp_request(
+    plan: Plan,
+    costs: ClusterCosts,
+    *,
+    bits: int | None = None,
+    acceptance_rate: float = ACCEPTANCE_RATE,
+    most: int = MOST_DRAFT_TOKENS,
+) -> DraftRequest:
+    """Return the request of a model's own layer for multi-token prediction.
+
+    Args:
+        plan: the strategy.
+        costs: of its model.
+        bits: of the layer, ``None`` for those of the plan's last one.
+        acceptance_rate: as for :class:`DraftRequest`.
+        most: likewise.
+    """
+    return DraftRequest(
+        costs=costs,
+        source=MTP,
+        bits=bits or plan.stages[-1].bits[-1],
+        acceptance_rate=acceptance_rate,
+        most=most,
+    )
 
 
 def place_draft(

@@ -15,6 +15,7 @@ from llmpq.assigner.draft_placement import (
     DraftPlace,
     DraftRequest,
     draft_places,
+    mtp_request,
     place_draft,
 )
 from llmpq.assigner.explain.compare import compare_methods, pareto_plans
@@ -188,10 +189,10 @@ def _with_draft(
     if options.speculative_model == MTP:
         own = costs_of(request, plan.cluster)
         check_mtp(own.model, "--speculative_model")
-        wanted = DraftRequest(
-            costs=own,
-            source=MTP,
-            bits=options.speculative_bits or plan.stages[-1].bits[-1],
+        wanted = mtp_request(
+            plan,
+            own,
+            bits=options.speculative_bits,
             acceptance_rate=options.acceptance_rate,
             most=options.num_speculative_tokens,
         )

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from llmpq import __version__
 from llmpq.assigner.constraints.resolve import Overrides
+from llmpq.assigner.draft_placement import mtp_request, place_draft
 from llmpq.assigner.longest_context import plan_longest_context
-from llmpq.assigner.request import PlanRequest
+from llmpq.assigner.request import PlanRequest, costs_of
 from llmpq.cli.front.host_devices import (
     cache_folder,
     with_kept_figures,
@@ -34,7 +35,8 @@ from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.model_files.config import absolute_model_path
-from llmpq.spec.plan import Plan, read_plan, write_plan
+from llmpq.spec.model_files.facts import stored_mtp
+from llmpq.spec.plan import Plan, draft_bytes, read_plan, write_plan
 from llmpq.spec.precision import BITS, DTYPE_BYTES
 from llmpq.spec.workload import Workload
 from llmpq.units import format_bytes, format_number
@@ -173,7 +175,26 @@ def _make_plan(
         longest = longest or lengths.context_tokens
         if lengths.prompt_tokens + lengths.new_tokens <= longest:
             usual = lengths.prompt_tokens, lengths.new_tokens
-    plan = plan_longest_context(request, longest, usual=usual, command=options.command)
+    plan = _master_here(request, longest, usual, options.command)
+    return _with_drafts(plan, request)
+
+
+def _with_drafts(plan: Plan, request: PlanRequest) -> Plan:
+    """Return the plan with the model's own layer for multi-token prediction, where that pays."""
+    if (
+        request.model_source is None
+        or stored_mtp(Path(request.model_source), request.model) is None
+    ):
+        return plan
+    costs = costs_of(request, plan.cluster)
+    return replace(plan, draft=place_draft(plan, costs, mtp_request(plan, costs)))
+
+
+def _master_here(
+    request: PlanRequest, longest: int | None, usual: tuple[int, int] | None, command: str
+) -> Plan:
+    cluster = request.cluster
+    plan = plan_longest_context(request, longest, usual=usual, command=command)
     here = cluster.nodes[0].name
     if plan.nodes[0] == here:
         return plan
@@ -181,7 +202,7 @@ def _make_plan(
     used = map(plan.device_of, plan.stages)
     order = [*own, *(device for device in used if device.node != here)]
     request = replace(request, overrides=Overrides(order=tuple(one.label for one in order)))
-    return plan_longest_context(request, longest, usual=usual, command=options.command)
+    return plan_longest_context(request, longest, usual=usual, command=command)
 
 
 def find_model(name: str, check: Callable[[ModelSpec], None] = lambda _: None) -> FoundModel:
@@ -253,7 +274,8 @@ def _kept(file: Path, cluster: Cluster) -> Plan | None:
     free = {device.label: device.memory_bytes for device in cluster.devices}
     for stage, estimate in zip(plan.stages, plan.estimate.stages, strict=True):
         room = free.get(plan.device_of(stage).label)
-        if room is None or estimate.memory.total > room:
+        needed = estimate.memory.total + draft_bytes(plan.draft, stage.device)
+        if room is None or needed > room:
             return None
     return plan
 
@@ -290,6 +312,7 @@ def plan_decisions(found: HostPlan) -> dict[str, Any]:
         "bits": list(plan.bits),
         "quality": plan.estimate.quality,
         "forecast_tokens_per_s": found.answer_tokens_per_s,
+        "draft_tokens": 0 if plan.draft is None else plan.draft.num_speculative_tokens,
         "plan": str(found.file),
         "is_new_plan": found.is_new,
     }
@@ -328,6 +351,15 @@ def plan_text(found: HostPlan) -> str:
                 "speed",
                 f"{format_number(found.answer_tokens_per_s)} tokens/s an answer after a short "
                 f"prompt (forecast with {figures})",
+            )
+        )
+    if plan.draft is not None:
+        count, rate = plan.draft.num_speculative_tokens, plan.draft.acceptance_rate
+        rows.append(
+            (
+                "drafts",
+                f"{count} by multi-token prediction: {plan.draft.speedup:.1f} times as fast where "
+                f"{rate:.0%} are right",
             )
         )
     rows.append(("quality", f"{plan.estimate.quality:.2g} lost (1: all layers at 4 bits)"))

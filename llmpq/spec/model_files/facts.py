@@ -191,15 +191,8 @@ class _Files:
         yield Fact(name="quantization", value=value, source=self._place(FIELD))
 
     def _drafts(self) -> Iterator[Fact]:
-        if self.gguf is not None:
-            names = tuple(read_gguf_header(self.gguf).tensors)
-        else:
-            stored = stored_weights(self.path)
-            names = () if stored is None else stored.names
-        found = find_mtp(family_of(self.spec.family), self.spec.num_layers, names)
-        if found is not None:
-            folder, own = found
-            tensor = f"{folder}{own.projection}.weight"
+        tensor = stored_mtp(self.path, self.spec)
+        if tensor is not None:
             value = "a layer for multi-token prediction (method mtp)"
             yield Fact(name="drafts", value=value, source=tensor)
 
@@ -240,6 +233,23 @@ class _Files:
             source=place,
             contradiction=f"another in {', '.join(differing)}" if differing else None,
         )
+
+
+def stored_mtp(model: Path, spec: ModelSpec) -> str | None:
+    """Return a tensor of the layer for multi-token prediction, ``None`` where none is stored.
+
+    Args:
+        model: directory of the model, or its GGUF file.
+        spec: its sizes.
+    """
+    gguf = find_gguf(model)
+    if gguf is not None:
+        names: Iterable[str] = read_gguf_header(gguf).tensors
+    else:
+        stored = stored_weights(model)
+        names = () if stored is None else stored.names
+    found = find_mtp(family_of(spec.family), spec.num_layers, names)
+    return None if found is None else f"{found[0]}{found[1].projection}.weight"
 
 
 def _none(name: str) -> Fact:

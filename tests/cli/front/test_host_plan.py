@@ -6,7 +6,10 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from helpers.tiny_configs import tiny_config
+from safetensors.numpy import save_file
 
 from llmpq.assigner.constraints.resolve import Overrides
 from llmpq.cli.front import host_plan as module
@@ -26,6 +29,14 @@ from llmpq.spec.devices.figures import DeviceEntry
 from llmpq.units import GIB
 
 DEMO = Path(__file__).resolve().parents[3] / "models" / "demo"
+
+
+DRAFTING_SIZES = {
+    "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 24, "vocab_size": 32000,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128,
+    "max_position_embeddings": 4096,
+    "layer_types": 6 * [*3 * ["linear_attention"], "full_attention"],
+}  # fmt: skip
 
 
 def host(gib):
@@ -94,6 +105,36 @@ def test_devices_are_measured_for_a_new_plan_unless_the_user_forbids_it(memory, 
     again = found()
     assert (again.file, again.is_new) == (first.file, False)
     assert len(measured) == 1
+
+
+@pytest.fixture
+def drafting(tmp_path):
+    """A model that ships a layer for multi-token prediction; its weights are not read."""
+    folder, config = tmp_path / "drafting", tiny_config("qwen3_5_text", **DRAFTING_SIZES)
+    folder.mkdir()
+    (folder / "config.json").write_text(config.to_json_string())
+    names = ("model.layers.0.input_layernorm.weight", "mtp.fc.weight")
+    save_file({name: np.zeros(1, np.float16) for name in names}, folder / "model.safetensors")
+    return folder
+
+
+def test_a_models_own_layer_drafts_where_that_pays(memory, drafting):
+    first = found("--bits", "8", model=drafting)
+    draft = first.plan.draft
+    assert draft is not None
+    assert (draft.model, draft.bits, draft.device) == ("mtp", 8, first.plan.stages[0].device)
+    assert draft.speedup > 1
+    assert plan_decisions(first)["draft_tokens"] == draft.num_speculative_tokens
+    told = f"{draft.num_speculative_tokens} by multi-token prediction: {draft.speedup:.1f} times"
+    assert re.search(rf"^drafts +{told} as fast where 70% are right$", plan_text(first), re.M)
+    assert not found("--bits", "8", model=drafting).is_new
+    needed = first.plan.estimate.stages[0].memory.total
+    memory.append((needed + draft.memory_bytes - 1) / GIB)
+    other = found("--bits", "8", model=drafting)
+    assert other.is_new  # that has no room for the layer any more
+    (drafting / "model.safetensors").unlink()
+    memory.append(4.0)
+    assert found("--bits", "8", model=drafting).plan.draft is None
 
 
 def test_other_files_of_the_model_make_another_plan(memory, tmp_path):
