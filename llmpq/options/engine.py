@@ -120,7 +120,8 @@ class EngineOptions(SpeculationOptions):
             maximum=2**60,
             metavar="GIB",
             help="memory of all stages together, beyond the plan, for saved states of layers that "
-            "have a recurrent one, with which later prompts go on (default %(default)g)",
+            "have a recurrent one, with which later prompts go on (default %(default)g; with "
+            "MODEL, 16 states where there is room)",
         ),
     ] = 0
     kv_offloading_bytes: Annotated[

@@ -24,6 +24,7 @@ from llmpq.cli.engine_options import (
     launch_engine,
     run_stages,
 )
+from llmpq.cli.front.host_plan import saved_state_bytes
 from llmpq.cli.front.plan_options import add_host_plan_options, check_plan_options
 from llmpq.cli.front.planned import PlannedModel
 from llmpq.cli.run_options import HostProgress, commands_of_hosts, stated_hosts
@@ -51,6 +52,7 @@ from llmpq.options.server import (
 )
 from llmpq.routing import load_balancer
 from llmpq.spec.plan import Fleet, Plan, read_fleet, read_plan
+from llmpq.units import GIB
 
 if TYPE_CHECKING:
     from llmpq.dist.async_engine import AsyncEngine
@@ -126,6 +128,9 @@ def _run(options: argparse.Namespace, start: StartLog) -> int:
         with other_hosts_of(options, "llmpq-serve") or contextlib.nullcontext() as others:
             model = PlannedModel(options, others)
             options.max_model_len = None  # that of the plan
+            if not options.no_prefix_caching and not options.state_cache_size:
+                saved = saved_state_bytes(model.found)
+                options.state_cache_size = (saved + 1) / GIB if saved else 0  # no state is lost
             return _serve_plan(options, start, model)
     if options.fleet is not None:
         return _run_fleet(options)

@@ -45,6 +45,12 @@ if TYPE_CHECKING:
     from llmpq.cli.workers.hosts import OtherHosts
 
 
+SAVED_STATES = 16
+"""Beginnings of prompts whose states a server of MODEL keeps, where there is room."""
+STATE_SHARE = 0.25
+"""Most of a device's memory beside the plan that saved states take."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundModel:
     """A model with weights on this host.
@@ -278,6 +284,26 @@ def _kept(file: Path, cluster: Cluster) -> Plan | None:
         if room is None or needed > room:
             return None
     return plan
+
+
+def saved_state_bytes(found: HostPlan) -> int:
+    """Return memory for saved states of a server: those of ``SAVED_STATES`` beginnings of prompts.
+
+    They take at most ``STATE_SHARE`` of what the plan leaves on any device; 0 where not one fits,
+    or no layer has a recurrent state.
+    """
+    plan, model = found.plan, found.model.spec
+    own = model.state_bytes()
+    if not own:
+        return 0
+    room = SAVED_STATES
+    for stage, estimate in zip(plan.stages, plan.estimate.stages, strict=True):
+        bytes_here = model.state_bytes(stage.first_layer, stage.end_layer)
+        planned = estimate.memory.total + draft_bytes(plan.draft, stage.device)
+        free = max(0, estimate.capacity_bytes - planned)
+        if bytes_here:
+            room = min(room, int(STATE_SHARE * free) // bytes_here)
+    return room * own
 
 
 def plan_decisions(found: HostPlan) -> dict[str, Any]:

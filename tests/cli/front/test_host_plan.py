@@ -12,20 +12,26 @@ from helpers.tiny_configs import tiny_config
 from safetensors.numpy import save_file
 
 from llmpq.assigner.constraints.resolve import Overrides
+from llmpq.cli.commands import serve
 from llmpq.cli.front import host_plan as module
 from llmpq.cli.front.host_plan import (
     find_model,
     host_plan,
     plan_decisions,
     plan_text,
+    saved_state_bytes,
 )
 from llmpq.cli.front.hub import HubModel
 from llmpq.cli.front.plan_options import add_host_plan_options
 from llmpq.errors import InfeasibleError, SpecError
+from llmpq.options.declare import read_options
+from llmpq.options.engine import EngineOptions
+from llmpq.options.limits import engine_limits
 from llmpq.spec import catalog
 from llmpq.spec.catalog import with_device_types
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 from llmpq.spec.devices.figures import DeviceEntry
+from llmpq.spec.runtime_constants import state_slots
 from llmpq.units import GIB
 
 DEMO = Path(__file__).resolve().parents[3] / "models" / "demo"
@@ -135,6 +141,43 @@ def test_a_models_own_layer_drafts_where_that_pays(memory, drafting):
     (drafting / "model.safetensors").unlink()
     memory.append(4.0)
     assert found("--bits", "8", model=drafting).plan.draft is None
+
+
+def test_a_server_saves_states_where_there_is_room(memory, drafting):
+    first = found("--bits", "8", model=drafting)
+    own = first.model.spec.state_bytes()
+    assert own
+    assert saved_state_bytes(first) == 16 * own
+    stage = first.plan.estimate.stages[0]
+    assert first.plan.draft is not None
+    planned = stage.memory.total + first.plan.draft.memory_bytes
+    for states in (0, 1, 5):
+        capacity = planned + int(states * own / 0.25) + 8
+        estimate = replace(first.plan.estimate, stages=(replace(stage, capacity_bytes=capacity),))
+        small = replace(first, plan=replace(first.plan, estimate=estimate))
+        assert saved_state_bytes(small) == states * own
+    assert saved_state_bytes(found()) == 0  # the shipped model has no such layers
+
+
+@pytest.mark.parametrize(
+    ("words", "states"),
+    [([], 16), (["--no_prefix_caching"], 0), (["--state_cache_size", "0.001"], 9)],
+)
+def test_a_server_of_a_model_is_given_them(memory, drafting, monkeypatch, words, states):
+    kept = []
+
+    def served(options, _, model):
+        limits = engine_limits(
+            model.found.plan,
+            read_options(EngineOptions, options),
+            state_bytes=model.found.model.spec.state_bytes(),
+        )
+        kept.append(limits.num_state_slots - state_slots(model.found.plan.workload.batch))
+        return 0
+
+    monkeypatch.setattr(serve, "_serve_plan", served)
+    assert serve.main([str(drafting), "--bits", "8", "--no_measure", *words]) == 0
+    assert kept == [states]
 
 
 def test_other_files_of_the_model_make_another_plan(memory, tmp_path):
