@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from llmpq.kernels.base import open_device
-from scripts.gpu_checks import kernels, machine, runtime, sizes
+from scripts.gpu_checks import kernels, machine, recurrences, runtime, sizes
 from scripts.gpu_checks.harness import (
     SYNCHRONOUS,
     Check,
@@ -57,6 +57,7 @@ CHECKS: dict[str, Planned] = {
     "mixed_pipeline": Planned(runtime.mixed_pipeline, 120, 3),
     "two_stages": Planned(runtime.two_stages, 90, 3),
     "loading": Planned(sizes.loading, 80, 3),
+    "recurrences": Planned(recurrences.recurrences, 60, 2),
     "kernel_memory": Planned(kernels.memory, 40, 3),
     "profile_layer": Planned(runtime.profile_layer, 90, 3),
     "nccl": Planned(machine.nccl, 40, 3),

@@ -31,15 +31,22 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from llmpq.kernels.gpu import triton_kernels
+from llmpq.kernels.gpu import triton_kernels, triton_recurrence
 from llmpq.kernels.gpu.triton_int import _tiles, segments
+from llmpq.kernels.gpu.triton_mixers import BLOCK_CHANNELS, STATE_NUMBERS
 from scripts.gpu_checks.harness import ROOT
 
 OUTPUT = ROOT / "benchmarks" / "results" / "gpu-kernels.json"
 ARCHITECTURES = (80, 90, 120)
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}
 """Most shared memory of a program, by compute capability."""
-INTEGERS = {"M", "N", "K", "group_size", "size"}
+MODULES = (triton_kernels, triton_recurrence)
+INTEGERS = {"M", "N", "K", "group_size", "size", "C", "stride", "channels", "key_dim", "value_dim",
+            "head_dim", "state_dim", "width", "normed"}  # fmt: skip
+"""Integers that are multiples of 16 in models as they are."""
+COUNTS = {"heads", "share"}
+"""Integers that may be any."""
+FLOATS = {"scale", "epsilon", "least", "most"}
 STEPS = 16
 SPILLED = {(3, 64): 48}
 """Bytes that a thread spills today, by bits and rows; all others have registers enough."""
@@ -51,7 +58,7 @@ class Variant:
 
     Attributes:
         name: of the variant.
-        kernel: function of ``triton_kernels``.
+        kernel: function of one of ``MODULES``.
         pointers: type of each pointer.
         constants: arguments that are known when it is compiled.
         warps, stages: of the launch.
@@ -144,7 +151,34 @@ def variants() -> list[Variant]:
             constants={"INNER_TILES": 8, "BLOCK_N": 16, "BLOCK_K": 128},
         )
     )
-    return found
+    return [*found, *_recurrences()]
+
+
+def _recurrences() -> list[Variant]:
+    """Return what layers of Qwen3.5, LFM2 and Granite 4 launch."""
+    floats = ("weight_ptr", "bias_ptr", "rate_ptr", "skip_ptr", "norm_ptr", "states_ptr", "raw_ptr",
+              "convolved_ptr")  # fmt: skip
+    halves = ("input_ptr", "factor_ptr", "gate_ptr", "beta_ptr", "decay_ptr", "dt_ptr", "out_ptr")
+    pointers = dict.fromkeys(floats, "*fp32") | dict.fromkeys(halves, "*bf16")
+    pointers["rows_ptr"] = "*i64"
+    convolution = {"BLOCK_C": BLOCK_CHANNELS}
+    before = convolution | {"KERNEL": 4, "IS_ACTIVATED": True, "factor_ptr": None, "gate_ptr": None}
+    alone = convolution | {"KERNEL": 3, "IS_ACTIVATED": False, "bias_ptr": None}
+    blocks = STATE_NUMBERS // 128
+    return [
+        Variant(name="convolution before", kernel="convolve_kernel",
+                pointers=pointers | {"out_ptr": "*fp32"}, constants=before),
+        Variant(name="convolution alone", kernel="convolve_kernel", pointers=pointers,
+                constants=alone),
+        Variant(name="gated delta rule", kernel="delta_kernel", pointers=pointers,
+                constants={"BLOCK_D": 128, "BLOCK_E": blocks}),
+        Variant(name="gated norm of heads", kernel="delta_gate_kernel", pointers=pointers,
+                constants={"BLOCK_E": 128}),
+        Variant(name="state space", kernel="mamba_kernel", pointers=pointers,
+                constants={"BLOCK_P": blocks, "BLOCK_N": 128}),
+        Variant(name="gated norm", kernel="mamba_norm_kernel", pointers=pointers,
+                constants={"BLOCK": 8192}),
+    ]  # fmt: skip
 
 
 def _product_pointers(result: str) -> dict[str, str]:
@@ -156,15 +190,19 @@ def _product_pointers(result: str) -> dict[str, str]:
 def compiled(variant: Variant, architecture: int) -> Made:
     """Compile a variant with pointers and integers that are multiples of 16, as in real models."""
     start = time.perf_counter()
-    kernel = getattr(triton_kernels, variant.kernel)
+    kernel = next(getattr(one, variant.kernel) for one in MODULES if hasattr(one, variant.kernel))
     signature, known, aligned = {}, {}, {}
     for index, name in enumerate(kernel.arg_names):
         if name in variant.constants:
             signature[name] = "constexpr"
             known[(index,)] = variant.constants[name]
             continue
-        signature[name] = "i32" if name in INTEGERS else variant.pointers[name]
-        aligned[(index,)] = [["tt.divisibility", 16]]
+        if name in FLOATS:
+            signature[name] = "fp32"
+            continue
+        signature[name] = "i32" if name in INTEGERS | COUNTS else variant.pointers[name]
+        if name not in COUNTS:
+            aligned[(index,)] = [["tt.divisibility", 16]]
     try:
         made = triton.compile(
             ASTSource(kernel, signature, known, aligned),
@@ -239,7 +277,7 @@ def recorded(made: Made) -> dict[str, object]:
 
 def inputs_digest() -> str:
     """Return the SHA-256 of what is compiled: the kernels' source and the variants."""
-    source = Path(triton_kernels.__file__).read_text(encoding="utf-8")
+    source = "".join(Path(str(one.__file__)).read_text(encoding="utf-8") for one in MODULES)
     return hashlib.sha256(f"{source}{variants()}".encode()).hexdigest()
 
 

@@ -6,7 +6,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
-RUN_BY_A_TEST = {"triton_interpreted.py"}
+RUN_BY_A_TEST = {"triton_interpreted.py", "triton_mixers_interpreted.py"}
 """Files with tests that another test runs in a process of its own."""
 
 

@@ -346,9 +346,12 @@ def test_state_spaces_of_any_rows_are_those_of_transformers(seed, **sizes):
     dtype=st.sampled_from(list(UNIT)),
     has_bias=st.booleans(),
 )
-def test_gated_convolutions_of_any_rows_are_those_of_transformers(
-    seed, channels, width, counts, dtype, has_bias
-):
+def test_gated_convolutions_of_any_rows_are_those_of_transformers(**sizes):
+    check_convolution(**sizes)
+
+
+def check_convolution(seed, channels, width, counts, dtype, has_bias):
+    """Compare the gated convolution of LFM2, and its states."""
     torch.manual_seed(seed)
     rows, joined = random_rows(counts), torch.randn(sum(counts), 3 * channels).to(dtype)
     weight, states = torch.randn(channels, 1, width), torch.randn(SLOTS, channels, width)

@@ -65,6 +65,11 @@ def test_the_record_names_every_kernel():
         "dequantize_kernel",
         "sum_parts_kernel",
         "read_int4pack_kernel",
+        "convolve_kernel",
+        "delta_kernel",
+        "delta_gate_kernel",
+        "mamba_kernel",
+        "mamba_norm_kernel",
     }
 
 

@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from llmpq.kernels.cpu.mixers import DeltaInputs, GatedDelta, Mamba2, ShortConvolution
 from llmpq.kernels.cpu.step import StepProgram
+from llmpq.kernels.gpu.triton_mixers import TritonConvolution, TritonGatedDelta, TritonMamba2
 from llmpq.logging import get_logger
 from llmpq.models.attention import PackedBatch
 from llmpq.models.states import (
@@ -107,17 +108,25 @@ class CompiledMixer:
         out: Tensor = self._mixer.out_proj(mixed[None])
         return out
 
+    @property
+    def _device(self) -> torch.device:
+        """Where its states are: that of its own tensors, as projections may be of other kinds."""
+        part = self._mixer.conv if hasattr(self._mixer, "conv") else self._mixer.conv1d
+        found: torch.device = part.weight.device
+        return found
+
     def is_proven(self, dtype: torch.dtype) -> bool:
         """Return whether steps of a few tokens are those of transformers' code; log if not."""
         generator = torch.Generator().manual_seed(0)
-        size = self._mixer.out_proj.out_features
-        shapes = state_shapes(self._mixer, size, torch.empty(0, dtype=dtype))
+        size, device = self._mixer.out_proj.out_features, self._device
+        shapes = state_shapes(self._mixer, size, torch.empty(0, dtype=dtype, device=device))
         own, others = (
-            {kind: torch.zeros(1, *shape) for kind, shape in shapes.items()} for _ in range(2)
+            {kind: torch.zeros(1, *shape, device=device) for kind, shape in shapes.items()}
+            for _ in range(2)
         )
         start, is_proven = 0, True
         for tokens in _PROOF_TOKENS:
-            sample = torch.randn((1, tokens, size), generator=generator).to(dtype)
+            sample = torch.randn((1, tokens, size), generator=generator).to(device, dtype)
             batch = PackedBatch(block_tables=[()], starts=[start], counts=[tokens], slots=[0])
             with torch.inference_mode():
                 expected = run_alone(self._mixer, sample, others, is_new=start == 0).float()
@@ -134,6 +143,20 @@ class CompiledMixer:
         return is_proven
 
 
+class _Kinds(NamedTuple):
+    """The kernels of a kind of device."""
+
+    convolution: type[ShortConvolution]
+    delta: type[GatedDelta]
+    mamba: type[Mamba2]
+
+
+def _kinds_for(weight: Tensor) -> _Kinds:
+    if weight.device.type == "cpu":
+        return _Kinds(ShortConvolution, GatedDelta, Mamba2)
+    return _Kinds(TritonConvolution, TritonGatedDelta, TritonMamba2)
+
+
 def _form_of(mixer: Any, dtype: torch.dtype) -> MixerForm | None:
     if _has(mixer, _DELTA):
         return _gated_delta(mixer, dtype)
@@ -148,7 +171,8 @@ def _has(mixer: Any, names: tuple[str, ...]) -> bool:
 
 def _convolution(mixer: Any, dtype: torch.dtype) -> MixerForm | None:
     """Of LFM2."""
-    convolution = ShortConvolution(mixer.conv.weight, mixer.conv.bias, is_activated=False)
+    kinds = _kinds_for(mixer.conv.weight)
+    convolution = kinds.convolution(mixer.conv.weight, mixer.conv.bias, is_activated=False)
     if not convolution.fits(dtype):
         return None
     return MixerForm(
@@ -164,8 +188,9 @@ def _convolution(mixer: Any, dtype: torch.dtype) -> MixerForm | None:
 
 def _mamba2(mixer: Any, dtype: torch.dtype) -> MixerForm | None:
     """Of Granite 4, Nemotron-H and others."""
-    mamba = Mamba2(
-        ShortConvolution(mixer.conv1d.weight, mixer.conv1d.bias, is_activated=True),
+    kinds = _kinds_for(mixer.conv1d.weight)
+    mamba = kinds.mamba(
+        kinds.convolution(mixer.conv1d.weight, mixer.conv1d.bias, is_activated=True),
         mixer.A_log,
         mixer.dt_bias,
         mixer.D,
@@ -191,8 +216,9 @@ def _mamba2(mixer: Any, dtype: torch.dtype) -> MixerForm | None:
 
 def _gated_delta(mixer: Any, dtype: torch.dtype) -> MixerForm | None:
     """Of Qwen3-Next and Qwen3.5."""
-    delta = GatedDelta(
-        ShortConvolution(mixer.conv1d.weight, mixer.conv1d.bias, is_activated=True),
+    kinds = _kinds_for(mixer.conv1d.weight)
+    delta = kinds.delta(
+        kinds.convolution(mixer.conv1d.weight, mixer.conv1d.bias, is_activated=True),
         mixer.A_log,
         mixer.dt_bias,
         mixer.norm.weight,
