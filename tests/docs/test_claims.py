@@ -721,7 +721,6 @@ CLAIMS: dict[str, dict[str, Callable[[], str] | str]] = {
         "ExeGPT reports": PAPER,
         "degrees of 2 or 4": PAPER,
         "of the paper's requests a second": table_6,
-        "a run that is not kept": "the record of the run is not kept",
         "Played, 99 %": exceeded_bounds,
         "too high for RRA": lambda: f"{too_high('RRA')} {too_high('WAA-C')}",
         "64 slots": SET_UP,
