@@ -56,9 +56,10 @@ def test_one_that_does_not_pay_is_not(tmp_path, capsys):
     assert read_plan(path).draft is None
 
 
-def test_the_models_own_layer_runs_with_the_master(tmp_path, capsys):
+@pytest.mark.parametrize("more", [[], ["--kv_bits", "8"]])  # the layer's have 16
+def test_the_models_own_layer_runs_with_the_master(tmp_path, capsys, more):
     path = tmp_path / "plan.json"
-    options = ["--model", "Qwen/Qwen3.5-9B", *COMMAND[2:], "--speculative_model", "mtp"]
+    options = ["--model", "Qwen/Qwen3.5-9B", *COMMAND[2:], "--speculative_model", "mtp", *more]
     assert algo([*options, "--acceptance_rate", "0.8", "--output", str(path), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     plan, model = read_plan(path), catalog.model("Qwen/Qwen3.5-9B")

@@ -189,9 +189,11 @@ def _with_draft(
     if options.speculative_model == MTP:
         own = costs_of(request, plan.cluster)
         check_mtp(own.model, "--speculative_model")
+        # Keys and values of the layer are not rounded.
+        whole = replace(request, kv_bits=8 * DTYPE_BYTES[plan.dtype])
         wanted = mtp_request(
             plan,
-            own,
+            costs_of(whole, plan.cluster),
             bits=options.speculative_bits,
             acceptance_rate=options.acceptance_rate,
             most=options.num_speculative_tokens,
