@@ -60,9 +60,8 @@ _MTP_NAMES = {
     "nextn.hnorm.weight": "hnorm.weight",
     "nextn.shared_head_norm.weight": "shared_head.norm.weight",
 }
-"""What is around the layer for multi-token prediction, which follows the others in all families."""
-_MTP_COPIES = ("nextn.embed_tokens.weight", "nextn.shared_head_head.weight")
-"""Of embedding and head: those of the model are used."""
+"""What is around the layer for multi-token prediction, which follows the others in all families.
+Copies of embedding and head are left out: those of the model are used."""
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -434,11 +433,13 @@ class _Sources:
         layer, _, rest = stored.removeprefix("blk.").partition(".")
         prefix, expert = f"model.layers.{layer}", EXPERT_NAMES.get(rest.removesuffix(".weight"))
         if layer.isdecimal() and int(layer) >= self._config["num_hidden_layers"]:
-            is_read = family_of(self._family).mtp is not None
-            if not is_read or rest in _MTP_COPIES:
+            if family_of(self._family).mtp is None:
                 return
             if rest in _MTP_NAMES:
                 self._add(f"{prefix}.{_MTP_NAMES[rest]}", stored, tensor)
+                return
+            is_known = rest in self._layer_names or rest in self._joined or expert
+            if not is_known:  # of drafts of another kind
                 return
         if rest in self._joined:
             self._parts.setdefault(layer, {})[rest] = _Part.of(stored, tensor)

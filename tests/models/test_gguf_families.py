@@ -1,6 +1,7 @@
 """GGUF files of every family that is read, against the models that they were made from."""
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,8 +26,8 @@ from tokenizers import Regex, pre_tokenizers
 
 from llmpq.dist.io.model_files import load_tokenizer
 from llmpq.errors import SpecError
-from llmpq.models import Checkpoint
-from llmpq.spec.families import known_families
+from llmpq.models import Checkpoint, gguf_files
+from llmpq.spec.families import family_of, known_families
 from llmpq.spec.huggingface.families import load_model_dir
 
 torch.set_num_threads(1)
@@ -160,13 +161,25 @@ def test_keys_that_are_not_understood_are_errors(family, add, message, models, t
         load_model_dir(file)
 
 
-def test_layers_that_draft_tokens_are_left_out(models, tmp_path):
+@pytest.mark.parametrize("has_names", [False, True])
+def test_layers_that_draft_tokens_are_none_of_the_models(models, tmp_path, monkeypatch, has_names):
     whole = write_gguf(models("qwen3_5_text"), tmp_path / "whole.gguf")
-    extra = [lambda writer: writer.add_nextn_predict_layers(1)]
+    count = Checkpoint(whole).config.num_hidden_layers
+    extra = [
+        lambda writer: writer.add_nextn_predict_layers(1),
+        lambda writer: writer.add_tensor(
+            f"blk.{count - 1}.nextn.of_tomorrow.weight", np.zeros((32, 32), np.float32)
+        ),
+    ]
     file = write_gguf(models("qwen3_5_text"), tmp_path / "model.gguf", extra=extra)
-    found, expected = Checkpoint(file), Checkpoint(whole)
-    assert found.config.num_hidden_layers == expected.config.num_hidden_layers - 1
-    assert not any(name.startswith("model.layers.3.") for name in found.tensors.names)
+    if not has_names:
+        own = replace(family_of("qwen3_5_text"), mtp=None)
+        monkeypatch.setattr(gguf_files, "family_of", lambda _: own)
+    found = Checkpoint(file)
+    assert found.config.num_hidden_layers == count - 1
+    drafting = [name for name in found.tensors.names if f".layers.{count - 1}." in name]
+    assert bool(drafting) == has_names
+    assert not any("of_tomorrow" in name for name in drafting)
 
 
 def test_an_architecture_that_is_not_run_is_named(models, tmp_path):
