@@ -11,6 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import modeling_layers
+
+if not hasattr(modeling_layers, "MtpLayer"):
+    pytest.skip("this transformers has no such layers", allow_module_level=True)
+
 from helpers.answer_drafts import draft_freely
 from helpers.lanes import a_third
 from helpers.mtp import MtpOracle
