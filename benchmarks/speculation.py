@@ -395,6 +395,7 @@ def _record(options: argparse.Namespace, rows: list[list[str]], load: float) -> 
         + "".join(f" {bits}" for bits in (["--draft_bits", *options.draft_bits] * with_model))
         + (f" --model DIR/{options.model.name}" if options.model else "")
         + "".join(f" {share}" for share in (["--mtp", *options.mtp] if options.mtp else []))
+        + f" --num_speculative_tokens {options.num_speculative_tokens}"
         + f" --cpu_isa {options.cpu_isa}",
         "date": time.strftime("%Y-%m-%d"),
         "load": round(load, 1),

@@ -24,12 +24,10 @@ from llmpq.errors import SpecError
 from llmpq.sim import BatchShape
 from llmpq.sim.costs import PlanCosts
 from llmpq.spec.cluster import Device
-from llmpq.spec.plan import ACCEPTANCE_RATE, MTP, Plan, PlannedDraft
+from llmpq.spec.plan import ACCEPTANCE_RATE, MOST_DRAFT_TOKENS, MTP, Plan, PlannedDraft
 from llmpq.spec.precision import Phase
 from llmpq.units import format_bytes
 
-MOST_DRAFT_TOKENS = 8
-"""Most draft tokens of a sequence in a step where no other number is given."""
 TOKEN_ID_BYTES = 4
 """Of a token id between the master and the process of a draft model."""
 

@@ -614,12 +614,19 @@ class MtpCheckpoint(Checkpoint):
         return f"{self._folder}{self._names.layer}"
 
     def head_sources(self, head: nn.Module) -> dict[str, TensorSource]:
-        """Return the sources of what is around the layer; errors as :meth:`layer_sources`."""
-        return {
-            key: self._source(f"{self._folder}{getattr(self._names, part)}.{name}", value)
-            for key, value in head.state_dict().items()
-            for part, _, name in [key.partition(".")]
-        }
+        """Return the sources of what is around the layer; errors as :meth:`layer_sources`.
+
+        Where a layer behind the model's has no final norm, it is the model's, as in llama.cpp.
+        """
+        sources = {}
+        for key, value in head.state_dict().items():
+            part, _, name = key.partition(".")
+            stored = f"{self._folder}{getattr(self._names, part)}.{name}"
+            is_optional = part == "final_norm" and self._names.folder is None
+            if is_optional and not self._is_stored(stored):
+                stored = f"{self._root}{self.skeleton.family.parts.final_norm}.{name}"
+            sources[key] = self._source(stored, value)
+        return sources
 
     def _warn_of_others(
         self, prefix: str, keys: Iterable[str], without: Iterable[str], ignored: tuple[str, ...]

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from llmpq.options.declare import Option, check_options
 from llmpq.spec.devices.figures import GPU_RESERVE_BYTES
-from llmpq.spec.plan import ACCEPTANCE_RATE, Formula
+from llmpq.spec.plan import ACCEPTANCE_RATE, MOST_DRAFT_TOKENS, Formula
 from llmpq.spec.precision import BITS, DTYPE_BYTES, Dtype
 from llmpq.units import GIB
 
@@ -395,7 +395,7 @@ class DraftOptions:
             metavar="K",
             help="most draft tokens of a sequence in a step (default %(default)s)",
         ),
-    ] = 8
+    ] = MOST_DRAFT_TOKENS
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -146,6 +146,8 @@ def default_schedule(policy: PolicyName, num_slots: int) -> Schedule:
 
 ACCEPTANCE_RATE = 0.7
 """Probability that a draft token is right where it is not known."""
+MOST_DRAFT_TOKENS = 8
+"""Most draft tokens of a sequence in a step where no other number is given."""
 MTP = "mtp"
 """What a plan calls a model's own layer for multi-token prediction, as its draft model."""
 DRAFT_HEAD_BITS = 8

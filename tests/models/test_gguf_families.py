@@ -235,7 +235,13 @@ def test_texts_are_split_as_the_library_does_for_plain_words():
             assert found == expected.pre_tokenize_str(text), name
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_5_text"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=() if number % 3 == 0 else pytest.mark.slow)
+        for number, family in enumerate(CONVERSIONS)
+    ],
+)
 def test_tokenizer_of_the_file_is_read(family, models, tmp_path):
     file = write_gguf(models(family), tmp_path / "model.gguf", extra=demo_tokenizer()[1])
     tokenizer = load_tokenizer(file)

@@ -187,11 +187,9 @@ def _make_plan(
 
 def _with_drafts(plan: Plan, request: PlanRequest) -> Plan:
     """Return the plan with the model's own layer for multi-token prediction, where that pays."""
-    if (
-        request.model_source is None
-        or stored_mtp(Path(request.model_source), request.model) is None
-    ):
-        return plan
+    source, model = request.model_source, request.model
+    if model.stored or source is None or stored_mtp(Path(source), model) is None:
+        return plan  # GPTQ's codes of such a layer are not read
     costs = costs_of(request, plan.cluster)
     return replace(plan, draft=place_draft(plan, costs, mtp_request(plan, costs)))
 

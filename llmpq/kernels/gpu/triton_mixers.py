@@ -1,7 +1,7 @@
 """Mixers of layers with a recurrent state, between their projections (Triton).
 
 transformers launches dozens of kernels for each layer and step, and takes the tokens of a prompt
-one after the other in Python where its optional packages are missing. Here a mixer is three or four
+one after the other in Python where its optional packages are missing. Here a mixer is at most three
 launches for all rows of a step, prompts included (``triton_recurrence``).
 
 Shapes: as in ``llmpq.kernels.cpu.mixers``, whose parameters these are.

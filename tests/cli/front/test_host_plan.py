@@ -1,6 +1,7 @@
 """The plan of a model for this host: made once, used while it fits."""
 
 import argparse
+import json
 import os
 import re
 from dataclasses import replace
@@ -141,6 +142,16 @@ def test_a_models_own_layer_drafts_where_that_pays(memory, drafting):
     (drafting / "model.safetensors").unlink()
     memory.append(4.0)
     assert found("--bits", "8", model=drafting).plan.draft is None
+
+
+def test_a_layer_beside_gptqs_codes_is_not_planned_with(memory, drafting):
+    file = drafting / "config.json"
+    quantization = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}
+    fields = json.loads(file.read_text()) | {"quantization_config": quantization}
+    file.write_text(json.dumps(fields))
+    first = found(model=drafting)
+    assert first.model.spec.stored
+    assert first.plan.draft is None
 
 
 def test_a_server_saves_states_where_there_is_room(memory, drafting):

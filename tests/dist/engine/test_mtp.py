@@ -39,6 +39,7 @@ from llmpq.dist.launch.rank import load_master
 from llmpq.errors import SpecError
 from llmpq.options.engine import EngineOptions
 from llmpq.options.limits import engine_limits
+from llmpq.quant.loading.mtp import load_mtp
 from llmpq.spec.model_files.facts import model_facts
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
 
@@ -267,6 +268,19 @@ def test_a_model_without_the_layer_is_refused(models, tiny_model, tmp_path):
         served(broken, 1)
     with pytest.raises(SpecError, match=r"not read of family llama; expected one of deepseek_v3"):
         served(tiny_model("llama", seed=1), 1)
+
+
+def test_a_layer_without_a_norm_has_that_of_the_model(models, tmp_path):
+    """As in GGUF files of llama.cpp."""
+    model_dir, _, _ = models("glm4_moe")
+    bare = Path(shutil.copytree(model_dir, tmp_path / "bare"))
+    stored = load_file(bare / "model.safetensors")
+    kept = {name: value for name, value in stored.items() if "shared_head.norm" not in name}
+    assert len(kept) == len(stored) - 1
+    save_file(kept, bare / "model.safetensors", {"format": "pt"})
+    _, ends = load_mtp(bare, 16, dtype=torch.float32, device="cpu")
+    assert torch.equal(ends.final_norm.weight, stored["model.norm.weight"])
+    assert not torch.equal(ends.final_norm.weight, stored["model.layers.3.shared_head.norm.weight"])
 
 
 def test_first_cost_is_that_of_a_layer_and_the_head():
