@@ -162,8 +162,9 @@ def played(
     answers = [item.new_tokens for item in trace]
     prompts = [item.prompt_tokens for item in trace]
     predictor = make_predictor(Prediction(predictor="noisy", error=error), prompts, answers)
-    policy = make_policy(plan.schedule, shape, predictor)
-    return simulate(PlanCosts(plan, costs), policy, trace, num_slots=SLOTS)
+    policy = make_policy(plan.schedule, shape)
+    prices = PlanCosts(plan, costs)
+    return simulate(prices, policy, trace, num_slots=SLOTS, predictor=predictor)
 
 
 def laws_of(task: str) -> tuple[LengthDistribution, LengthDistribution]:

@@ -121,9 +121,10 @@ def forecast_run(
     run_costs = _RunCosts(plan, costs)
     report = simulate(
         run_costs,
-        make_policy(schedule, PipelineShape.of(plan), predictor),
+        make_policy(schedule, PipelineShape.of(plan)),
         chosen,
         num_slots=plan.workload.batch,
+        predictor=predictor,
     )
     share = sum(item.new_tokens for item in requests) / sum(answers)
     first_s = chosen[0].arrival_s

@@ -226,7 +226,7 @@ class EngineRequest:
         max_tokens: largest number of answer tokens, at least 1.
         arrival_s: arrival on the clock given to ``BlockScheduler.schedule``.
         priority: a lower value is admitted earlier by the order ``priority``.
-        predicted_tokens: predicted answer tokens, for the order ``trail``.
+        predicted_tokens: predicted answer tokens, for the order ``trail`` and multi-bin batching.
         cache_salt: requests share blocks only under the same salt.
         group: equal for answers of one request of a client, which take turns with other requests;
             ``None`` for a request of one answer.

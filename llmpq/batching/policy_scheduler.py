@@ -53,12 +53,14 @@ class WaitingRequest:
         prompt_tokens: length of the prompt.
         arrival_s: arrival time on the run's clock.
         slots: that it needs: several for a sequence longer than a slot.
+        predicted_tokens: predicted answer tokens; ``None`` where nothing predicts them.
     """
 
     request: int
     prompt_tokens: int
     arrival_s: float = 0.0
     slots: int = 1
+    predicted_tokens: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -373,6 +375,7 @@ class PolicyScheduler:
                 prompt_tokens=request.prompt_tokens,
                 arrival_s=request.arrival_s,
                 slots=slots,
+                predicted_tokens=request.predicted_tokens,
             )
         )
 

@@ -135,8 +135,8 @@ def trail(waiting: Collection[WaitingView], state: QueueState) -> list[float]:  
     """Score by the fewest predicted answer tokens (TRAIL with ``c = 0``: LARRY, Sec. 6).
 
     Running sequences are not preempted for shorter ones. A request without a prediction counts with
-    its longest answer. Simulations predict the true length; a server predicts nothing and does not
-    have this order.
+    its longest answer. Simulations predict the true length by default, a server what
+    ``llmpq-profile lengths`` has learned.
     """
     return [
         -float(item.max_tokens if item.predicted_tokens is None else item.predicted_tokens)
@@ -171,8 +171,6 @@ _SCORES: dict[str, Scores | None] = {
     "priority": by_priority,
 }
 QUEUE_ORDERS = ("larry", *_SCORES)
-SERVED_ORDERS = tuple(name for name in QUEUE_ORDERS if name != "trail")
-"""Orders of a server, which does not predict the lengths of answers."""
 ALPHA = 1.0
 """Default weight of waiting in LARRY, in mean prefill times of a prompt."""
 

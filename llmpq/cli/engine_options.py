@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from llmpq.batching.length import read_length_model
 from llmpq.cli.common import words_without
 from llmpq.cli.run_options import add_store_options, read_run_options
 from llmpq.costmodel.memory import context_bytes
@@ -31,7 +32,7 @@ OF_THIS_HOST = ("max_model_len", "store", "store_limit", "token_budget", "itl_bo
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add the queue order, the token budget and what a rank needs."""
     engine = parser.add_argument_group("engine")
-    add_options(engine, EngineOptions, "scheduler", "alpha")
+    add_options(engine, EngineOptions, "scheduler", "alpha", "predictor")
     budget = engine.add_mutually_exclusive_group()
     add_options(budget, EngineOptions, "token_budget")
     add_options(budget, TokenBound)
@@ -54,7 +55,9 @@ def check_engine_options(options: argparse.Namespace) -> None:
     Raises:
         SpecError: an option cannot be used.
     """
-    read_options(EngineOptions, options)
+    predictor = read_options(EngineOptions, options).predictor
+    if predictor is not None and not getattr(options, "node_rank", 0):
+        read_length_model(predictor)
     read_options(LaunchOptions, options, leaves=["store"])
 
 

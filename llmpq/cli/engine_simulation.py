@@ -10,9 +10,10 @@ from typing import Any
 
 from llmpq.batching import RequestRecord
 from llmpq.batching.engine_step import DraftLimits, EngineLimits
-from llmpq.batching.queue_order import QUEUE_ORDERS, queue_order
+from llmpq.batching.queue_order import queue_order
 from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.cli.common import print_json, progress_bar
+from llmpq.cli.options import predictor_of
 from llmpq.errors import SpecError
 from llmpq.options.declare import add_options, read_options
 from llmpq.options.engine import EngineOptions
@@ -42,8 +43,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the engine's simulation."""
     group = parser.add_argument_group("online engine: packed steps, paged memory, a queue")
     add_options(group, EngineSimulation, "engine")
-    orders = {"choices": QUEUE_ORDERS}  # "trail" predicts lengths, which only a simulation has
-    add_options(group, EngineOptions, "scheduler", "alpha", scheduler=orders)
+    add_options(group, EngineOptions, "scheduler", "alpha")
     _, first, *others = (one.name for one in fields(EngineSimulation))
     add_options(group, EngineSimulation, first)
     limits = ("token_budget", "max_sequences", "num_blocks", "watermark", "prefix_caching")
@@ -85,6 +85,7 @@ def run_engine(
         order=order,
         acceptance_rate=acceptance_rate if limits.num_speculative_tokens else None,
         context=round(plan.workload.mean_context_tokens),
+        predictor=predictor_of(options, fitting),
     )
 
     def play(scale: float) -> FleetReport:
@@ -145,7 +146,7 @@ def simulated_limits(options: argparse.Namespace, plan: Plan, model: ModelSpec) 
     engine = read_options(
         EngineOptions,
         options,
-        leaves=("scheduler", "alpha"),
+        leaves=("scheduler", "alpha", "predictor"),
         speculative_config=_speculation(asked, plan),
     )
     limits = engine_limits(

@@ -8,7 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmpq.batching.length import Prediction
+from llmpq.batching.length import (
+    PREDICTOR_NAMES,
+    LengthPredictor,
+    Prediction,
+    make_predictor,
+)
 from llmpq.batching.policies.multibin import quantile_boundaries
 from llmpq.errors import SpecError
 from llmpq.options.declare import add_options, read_options
@@ -17,6 +22,7 @@ from llmpq.options.run import BatchingOptions, DriftOptions
 from llmpq.spec.catalog import GPUS, device, load_devices, with_device_types, with_known_types
 from llmpq.spec.cluster import Cluster, DeviceGroup
 from llmpq.spec.plan import Plan, Schedule, default_schedule
+from llmpq.spec.workload import TraceRequest
 from llmpq.units import GIB, format_bytes
 
 if TYPE_CHECKING:
@@ -62,8 +68,19 @@ def schedule_of(options: argparse.Namespace, plan: Plan, new_tokens: Sequence[in
 
 
 def prediction_of(options: argparse.Namespace) -> Prediction:
-    """Return the predictor of answer lengths."""
-    return Prediction(predictor=options.predictor, error=options.predictor_error)
+    """Return the settings of the predictor of answer lengths."""
+    name, error = options.predictor, options.predictor_error
+    if name in PREDICTOR_NAMES:
+        return Prediction(predictor=name, error=error)
+    return Prediction(predictor="learned", error=error, file=Path(name))
+
+
+def predictor_of(
+    options: argparse.Namespace, trace: Sequence[TraceRequest]
+) -> LengthPredictor | None:
+    """Return the predictor of the answers of a trace in a simulation, which has no prompts."""
+    prompts = [item.prompt_tokens for item in trace]
+    return make_predictor(prediction_of(options), prompts, [item.new_tokens for item in trace])
 
 
 def with_reserve(cluster: Cluster, reserve_gib: float | None) -> Cluster:

@@ -438,6 +438,13 @@ def schedule_text(plan: Plan) -> list[str]:
             f": {encoders} of {len(plan.stages)} stages encode {schedule.encode_batch} at a time, "
             f"the others decode {schedule.decode_batch} in micro-batches of {sizes.decode}"
         )
+    if schedule.policy == "multibin" and schedule.boundaries is not None:
+        edges = ", ".join(f"{edge:g}" for edge in schedule.boundaries)
+        bins = f"{len(schedule.boundaries) + 1} bins" if edges else "1 bin"
+        lines[0] += f": batches of {schedule.decode_batch}, {bins}" + (
+            f", answers from {edges} tokens" if edges else ""
+        )
+        lines.append("               if the lengths of answers are predicted right (--predictor)")
     found = schedule.estimate
     if found is not None:
         bound = "" if found.latency_bound_s is None else f" of {found.latency_bound_s:g} s allowed"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from llmpq.batching.queue_order import ALPHA, SERVED_ORDERS
+from llmpq.batching.queue_order import ALPHA, QUEUE_ORDERS
 from llmpq.batching.speculation import SpeculativeConfig, as_speculative_config
 from llmpq.errors import SpecError
 from llmpq.options.declare import Option, check_options
@@ -50,7 +50,7 @@ class EngineOptions(SpeculationOptions):
     scheduler: Annotated[
         str,
         Option(
-            choices=SERVED_ORDERS,
+            choices=QUEUE_ORDERS,
             help="order in which waiting requests are admitted (default %(default)s)",
         ),
     ] = "fcfs"
@@ -59,6 +59,15 @@ class EngineOptions(SpeculationOptions):
         Option(
             help="scheduler larry: weight of waiting, in mean prefill times of a prompt (default "
             f"{ALPHA:g}; 0 is shortest prompt first, above 1000 fcfs)",
+        ),
+    ] = None
+    predictor: Annotated[
+        Path | None,
+        Option(
+            parse=Path,
+            metavar="FILE.json",
+            help="scheduler trail: predicts the lengths of answers, as llmpq-profile lengths wrote "
+            "it",
         ),
     ] = None
     token_budget: Annotated[
@@ -156,6 +165,12 @@ class EngineOptions(SpeculationOptions):
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.scheduler == "trail" and self.predictor is None:
+            raise SpecError("scheduler: found trail without a predictor, expected both")
+        if self.scheduler != "trail" and self.predictor is not None:
+            raise SpecError(
+                f"predictor: found with scheduler {self.scheduler}, expected scheduler trail"
+            )
         if self.alpha is not None and self.scheduler != "larry":
             raise SpecError(
                 f"alpha: found with scheduler {self.scheduler}, expected scheduler larry"

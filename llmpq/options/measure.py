@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from llmpq.errors import SpecError
 from llmpq.options.declare import Option, check_options
 from llmpq.spec.cluster import CPU_ISAS
 from llmpq.spec.precision import BITS, DTYPE_BYTES
@@ -133,6 +134,44 @@ class MemoryOptions:
         8,
     )
     micro_batch: Annotated[tuple[int, int], Option(metavar=("PREFILL", "DECODE"), help="")] = (4, 8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthsOptions:
+    """From which answers a predictor of lengths learns.
+
+    Raises:
+        SpecError: neither a trace nor prompts with results are given, or both.
+    """
+
+    model: Annotated[
+        str | None, Option(metavar="DIR", help="directory of the model that answered")
+    ] = None
+    prompts: Annotated[
+        Path | None, Option(parse=Path, metavar="FILE.jsonl", help="prompts of llmpq-dist")
+    ] = None
+    results: Annotated[
+        Path | None, Option(parse=Path, metavar="FILE.jsonl", help="its --output for them")
+    ] = None
+    format: Annotated[
+        Literal["llmpq", "openai_batch"],
+        Option(help="of both, as llmpq-dist --format (default %(default)s)"),
+    ] = "llmpq"
+    trace: Annotated[
+        Path | None,
+        Option(
+            parse=Path,
+            metavar="FILE",
+            help="learn from lengths alone: a trace as llmpq-sim --trace takes it",
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        given = [self.model is not None, self.prompts is not None, self.results is not None]
+        if self.trace is not None and any(given):
+            raise SpecError("trace: found with model, prompts or results, expected it alone")
+        if self.trace is None and not all(given):
+            raise SpecError("trace: found none, expected one, or model, prompts and results")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from llmpq.errors import SpecError
 from llmpq.options.declare import Option, check_options
 from llmpq.spec.devices.figures import GPU_RESERVE_BYTES
 from llmpq.spec.plan import ACCEPTANCE_RATE, MOST_DRAFT_TOKENS, Formula
@@ -260,6 +261,15 @@ class ManualOptions:
     ] = None
 
 
+def _auto_or_count(text: str) -> int:
+    """Return the number, 0 for ``auto``."""
+    if text == "auto":
+        return 0
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"found '{text}', expected auto or a number from 1")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleOptions:
     """The batching policy of a plan, and the answers and the bound that it is searched for.
@@ -271,10 +281,10 @@ class ScheduleOptions:
     policy: Annotated[
         str | None,
         Option(
-            choices=("hybrid", "static", "iteration", "rra", "waa", "auto"),
+            choices=("hybrid", "static", "iteration", "multibin", "rra", "waa", "auto"),
             help="batching policy of the strategy (default: hybrid micro-batches); rra and waa are "
-            "searched, waa with separate stages for prefill and decode; auto is the policy with "
-            "the most requests per second in simulation",
+            "searched, waa with separate stages for prefill and decode; auto is the one of static, "
+            "iteration, rra and waa with the most requests per second in simulation",
         ),
     ] = None
     latency_bound: Annotated[
@@ -310,6 +320,33 @@ class ScheduleOptions:
             help="distribution of prompt lengths (default: all as long as --s)",
         ),
     ] = None
+    bins: Annotated[
+        int | None,
+        Option(
+            parse=_auto_or_count,
+            metavar="auto|K",
+            help="multibin: number of bins, each with the same share of the answers (default: "
+            "auto with --target, else 4)",
+        ),
+    ] = None
+    target: Annotated[
+        float | None,
+        Option(
+            above=0,
+            metavar="R",
+            help="multibin: as few bins as answer R requests a second, if lengths are predicted "
+            "right",
+        ),
+    ] = None
+    max_wait: Annotated[
+        float | None,
+        Option(
+            above=0,
+            metavar="SECONDS",
+            help="static, multibin: longest that a request waits for its batch to fill (default: "
+            "until it is full)",
+        ),
+    ] = None
     tensor_parallel: Annotated[
         tuple[int, ...],
         Option(
@@ -322,15 +359,15 @@ class ScheduleOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
-
-
-def _replicas(text: str) -> int:
-    """Return the number of replicas, 0 for ``auto``."""
-    if text == "auto":
-        return 0
-    if text.isdecimal() and int(text) > 0:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"found '{text}', expected auto or a number from 1")
+        for name in ("bins", "target"):
+            if getattr(self, name) is not None and self.policy != "multibin":
+                raise SpecError(f"{name}: found without --policy multibin, expected both")
+        if self.bins == 0 and self.target is None:
+            raise SpecError("bins: found auto without --target, expected both")
+        if self.bins and self.target is not None:
+            raise SpecError("bins: found a number and --target, expected one of them")
+        if self.max_wait is not None and self.policy not in ("static", "multibin"):
+            raise SpecError("max_wait: found without --policy static or multibin, expected both")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -340,7 +377,7 @@ class ReplicaOptions:
     replicas: Annotated[
         int | None,
         Option(
-            parse=_replicas,
+            parse=_auto_or_count,
             metavar="auto|K",
             help="plan K replicas, or as many as are best: for the most requests a second, or for "
             "--rate",

@@ -385,8 +385,9 @@ class BatchingOptions:
     predictor: Annotated[
         str,
         Option(
-            choices=PREDICTOR_NAMES,
-            help="multibin: predictor of answer lengths (default %(default)s)",
+            metavar="NAME|FILE.json",
+            help=f"multibin: predictor of answer lengths: {', '.join(PREDICTOR_NAMES)}, or what "
+            "llmpq-profile lengths wrote (default %(default)s)",
         ),
     ] = "oracle"
     predictor_error: Annotated[

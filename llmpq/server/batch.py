@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from llmpq.dist.io.prompts import lines_of, parse_line
-from llmpq.dist.io.results import LineWriter, finished_ids
+from llmpq.dist.io.results import LineWriter, finished_ids, read_lines
 from llmpq.errors import SpecError, StageError
 from llmpq.server.apis.embeddings import prepare_embeddings
 from llmpq.server.apis.openai import prepare_chat, prepare_completion
@@ -29,8 +29,10 @@ from llmpq.server.protocol import (
     EmbeddingRequest,
     ModelBody,
 )
-from llmpq.server.service import Service, Translate
+from llmpq.server.service import ServedModel, Service, Translate
+from llmpq.server.text.tokenizer import load_server_tokenizer
 from llmpq.spec.fields import Fields
+from llmpq.spec.huggingface.families import load_model_dir
 
 URLS: dict[str, tuple[type[ModelBody], Translate[Any]]] = {
     "/v1/completions": (CompletionRequest, prepare_completion),
@@ -39,6 +41,8 @@ URLS: dict[str, tuple[type[ModelBody], Translate[Any]]] = {
 }
 MAX_UNDER_WAY = 256
 """Requests that the engine has at once; the others wait in the file."""
+MAX_POSITIONS = 1 << 30
+"""Tokens of the longest sequence of a model that states none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,3 +205,60 @@ def _request_of(line: BatchLine) -> tuple[Translate[Any], ModelBody]:
     if body.stream:
         raise bad_request("stream: expected false in a batch.", "stream")
     return translate, body
+
+
+async def batch_prompts(path: Path, model_dir: Path) -> dict[str, tuple[int, ...]]:
+    """Return the tokens of the prompts of a batch file as the server encodes them, by custom id.
+
+    Requests of several prompts, and those that the server would refuse, are left out.
+
+    Args:
+        path: of the batch file.
+        model_dir: directory of the model.
+
+    Raises:
+        SpecError: a file cannot be read.
+    """
+    lines, _ = read_batch(path)
+    spec = load_model_dir(model_dir)
+    model = ServedModel(
+        names=(spec.name,),
+        root=str(model_dir),
+        tokenizer=load_server_tokenizer(model_dir),
+        max_model_len=spec.max_positions or MAX_POSITIONS,
+        vocab_size=spec.vocab_size,
+    )
+    found = {}
+    for line in lines:
+        try:
+            translate, request = _request_of(line)
+            form = await translate(request, model, line.custom_id)
+        except ApiError:
+            continue
+        prompts = form.request.prompts
+        if len(prompts) == 1:
+            found[line.custom_id] = prompts[0]
+    return found
+
+
+def read_answer_lengths(path: Path) -> dict[str, int]:
+    """Return the tokens of an answer to each answered request of an output file, by custom id.
+
+    Of several answers to a request it is their mean.
+
+    Raises:
+        SpecError: the file cannot be read.
+    """
+    found: dict[str, int] = {}
+    for fields in read_lines(path):
+        custom_id = fields.text("custom_id")
+        response = fields.child("response")
+        if response.integer("status_code") != 200:
+            continue
+        body = response.take("body")
+        choices = body.get("choices") if isinstance(body, dict) else None
+        usage = body.get("usage") if isinstance(body, dict) else None
+        tokens = usage.get("completion_tokens") if isinstance(usage, dict) else None
+        if choices and isinstance(tokens, int) and tokens > 0:
+            found[custom_id] = max(1, round(tokens / len(choices)))
+    return found

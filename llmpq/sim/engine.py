@@ -15,6 +15,7 @@ from random import Random
 
 from llmpq.batching.block_scheduler import BlockScheduler
 from llmpq.batching.engine_step import DraftWork, EngineLimits, EngineStep
+from llmpq.batching.length import LengthPredictor
 from llmpq.batching.queue_order import QueueOrder
 from llmpq.sim.costs import EngineCosts, StepSize, step_size
 from llmpq.sim.pipeline import Accepts, DraftSeconds, VirtualPipeline
@@ -64,6 +65,7 @@ def simulate_engine(
     trace: Sequence[TraceRequest],
     *,
     max_tokens: int | None = None,
+    predictor: LengthPredictor | None = None,
 ) -> SimReport:
     """Simulate a trace on one engine.
 
@@ -71,14 +73,15 @@ def simulate_engine(
         costs: seconds of a step.
         limits: of the engine.
         order: of the waiting queue.
-        trace: requests in order of arrival; their answer lengths are known to ``trail`` only.
+        trace: requests in order of arrival.
         max_tokens: ``max_tokens`` of requests whose answer is not longer; by default that of the
             answer. ``no_preempt`` reserves it.
+        predictor: predicts answer lengths, for ``trail``; ``None`` for the true ones.
 
     Raises:
         CapacityError: a request does not fit into the KV blocks.
     """
-    engine = SimulatedEngine(costs, limits, order)
+    engine = SimulatedEngine(costs, limits, order, predictor=predictor)
     for number, item in enumerate(trace):
         engine.advance(item.arrival_s)
         engine.add(number, item, max_tokens=max_tokens)
@@ -95,6 +98,7 @@ class SimulatedEngine(VirtualPipeline[StepSize]):
         order: of the waiting queue.
         accepts: which draft tokens are right; ``None`` for no speculative decoding.
         draft_s: seconds of the draft model that ``limits`` has.
+        predictor: predicts answer lengths; ``None`` for the true ones.
     """
 
     scheduler: BlockScheduler
@@ -106,6 +110,7 @@ class SimulatedEngine(VirtualPipeline[StepSize]):
         order: QueueOrder,
         accepts: Accepts | None = None,
         draft_s: DraftSeconds | None = None,
+        predictor: LengthPredictor | None = None,
     ) -> None:
         looks_up = accepts is not None and limits.draft is None
         propose = (lambda _request, most: most) if looks_up else None
@@ -116,6 +121,7 @@ class SimulatedEngine(VirtualPipeline[StepSize]):
             accepts=accepts,
             draft_s=draft_s,
             draft_stage=None if limits.draft is None else limits.draft.stage,
+            predictor=predictor,
         )
 
     def report(self) -> SimReport:

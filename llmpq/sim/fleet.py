@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from llmpq.batching.engine_step import EngineLimits
+from llmpq.batching.length import LengthPredictor
 from llmpq.batching.queue_order import QueueOrder
 from llmpq.routing import (
     LoadBalancer,
@@ -34,6 +35,7 @@ class FleetReplica:
         acceptance_rate: probability that a draft token is right, once those before it are;
             ``None`` for no speculative decoding.
         context: tokens of the sequence whose decode step is the unit of a draft model's cost.
+        predictor: predicts answer lengths, for the order ``trail``; ``None`` for the true ones.
     """
 
     costs: EngineCosts
@@ -41,6 +43,7 @@ class FleetReplica:
     order: QueueOrder
     acceptance_rate: float | None = None
     context: int = 1
+    predictor: LengthPredictor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +165,9 @@ def _engine(number: int, replica: FleetReplica) -> SimulatedEngine:
     rate = replica.acceptance_rate
     accepts = None if rate is None else random_acceptance(rate, number)
     draft_s = relative_draft_s(replica.costs, replica.limits, replica.context)
-    return SimulatedEngine(replica.costs, replica.limits, replica.order, accepts, draft_s)
+    return SimulatedEngine(
+        replica.costs, replica.limits, replica.order, accepts, draft_s, replica.predictor
+    )
 
 
 def _advance(engine: SimulatedEngine, replica: Replica, until_s: float) -> None:

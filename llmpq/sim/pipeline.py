@@ -15,7 +15,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Generic, TypeVar
 
@@ -28,6 +28,7 @@ from llmpq.batching.engine_step import (
     ScheduledChunk,
     StepScheduler,
 )
+from llmpq.batching.length import LengthPredictor
 from llmpq.batching.policy_scheduler import slot_limits
 from llmpq.errors import LlmpqError
 from llmpq.sim.costs import BatchShape, Hop, MicroBatchCosts, PipelineCosts, batch_shape
@@ -47,7 +48,7 @@ _TINY_S = 1e-12
 _NO_HOP = Hop(0.0, 0.0)
 
 
-def simulate(
+def simulate(  # noqa: PLR0913  the parts of a simulation
     costs: MicroBatchCosts,
     policy: BatchingPolicy,
     trace: Sequence[TraceRequest],
@@ -55,6 +56,7 @@ def simulate(
     num_slots: int,
     with_activities: bool = False,
     monitor: DriftMonitor | None = None,
+    predictor: LengthPredictor | None = None,
 ) -> SimReport:
     """Simulate a trace under a batching policy.
 
@@ -65,6 +67,7 @@ def simulate(
         num_slots: number of KV slots.
         with_activities: record every activity, for a timeline.
         monitor: compares answer lengths with the schedule, as in the runtime.
+        predictor: predicts answer lengths; ``None`` for the true ones.
 
     Raises:
         LlmpqError: the policy makes an invalid decision, or waits forever.
@@ -72,7 +75,9 @@ def simulate(
     longest = max((item.prompt_tokens + item.new_tokens for item in trace), default=1)
     limits = slot_limits(num_slots, longest, block_size=longest)
     scheduler = PolicyScheduler(policy, limits, costs.layout.depth, monitor=monitor)
-    pipeline = VirtualPipeline(costs, _micro_batch, scheduler, with_activities=with_activities)
+    pipeline = VirtualPipeline(
+        costs, _micro_batch, scheduler, predictor=predictor, with_activities=with_activities
+    )
     for number, item in enumerate(trace):
         pipeline.advance(item.arrival_s)
         pipeline.add(number, item)
@@ -145,6 +150,7 @@ class VirtualPipeline(Generic[Shape]):
         draft_s: seconds of the draft model, whose drafts the master waits for.
         draft_stage: stage whose device computes them, after the steps before; ``None`` for a device
             of its own.
+        predictor: predicts answer lengths, from the prompts' lengths; ``None`` for the true ones.
         with_activities: record every activity.
     """
 
@@ -157,12 +163,13 @@ class VirtualPipeline(Generic[Shape]):
         accepts: Accepts | None = None,
         draft_s: DraftSeconds | None = None,
         draft_stage: int | None = None,
+        predictor: LengthPredictor | None = None,
         with_activities: bool = False,
     ) -> None:
         layout = costs.layout
         self.now_s = 0.0
         self.scheduler = scheduler
-        self._costs, self._size = costs, size
+        self._costs, self._size, self._predictor = costs, size, predictor
         self._accepts, self._draft_s, self._draft_stage = accepts, draft_s, draft_stage
         self._paths = {phase: layout.path(phase) for phase in (None, *Phase)}
         self._is_split = layout.is_split
@@ -198,16 +205,17 @@ class VirtualPipeline(Generic[Shape]):
         Raises:
             CapacityError: the request does not fit into the KV blocks.
         """
-        self.scheduler.add(
-            EngineRequest(
-                request=request,
-                token_ids=_token_ids(item),
-                prompt_tokens=item.prompt_tokens,
-                max_tokens=max(item.new_tokens, max_tokens or 0),
-                arrival_s=item.arrival_s,
-                predicted_tokens=float(item.new_tokens),
-            )
+        asked = EngineRequest(
+            request=request,
+            token_ids=None,
+            prompt_tokens=item.prompt_tokens,
+            max_tokens=max(item.new_tokens, max_tokens or 0),
+            arrival_s=item.arrival_s,
         )
+        predictor = self._predictor
+        predicted = float(item.new_tokens) if predictor is None else predictor(asked)
+        tokens = _token_ids(item)
+        self.scheduler.add(replace(asked, token_ids=tokens, predicted_tokens=predicted))
         self._times[request] = _Times(item)
         self._not_started.add(request)
         self._unfinished += 1

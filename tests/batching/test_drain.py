@@ -43,7 +43,7 @@ def play(scheduler, wanted, before_step):
 def test_drain_finishes_what_has_begun_and_nothing_else(name, wanted, at):
     scheduler = slots_of(POLICIES[name](wanted), SLOTS)
     for number in range(len(wanted)):
-        scheduler.add(request_of(number))
+        scheduler.add(request_of(number, predicted=wanted[number]))
     scheduler.close()
     dropped: set[int] = set()
 
@@ -72,7 +72,7 @@ def test_drained_scheduler_admits_no_request():
 def test_aborted_requests_free_their_slots_and_the_others_are_answered(name, wanted, aborts):
     scheduler = slots_of(POLICIES[name](wanted), SLOTS)
     for number in range(len(wanted)):
-        scheduler.add(request_of(number))
+        scheduler.add(request_of(number, predicted=wanted[number]))
     scheduler.close()
     aborted: set[int] = set()
 

@@ -28,7 +28,6 @@ from llmpq.batching import (
     Wait,
     WaitingRequest,
 )
-from llmpq.batching.length import OraclePredictor
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import Phase
 
@@ -49,8 +48,8 @@ POLICIES: dict[str, MakePolicy] = {
     "shrinking": lambda slots, sizes, _: StaticPolicy(
         former=FirstComeFormer(batch=slots), micro_batching=sizes, holds_finished=False
     ),
-    "multibin": lambda slots, sizes, wanted: StaticPolicy(
-        former=MultiBinFormer(batch=slots, boundaries=(3, 6), predictor=OraclePredictor(wanted)),
+    "multibin": lambda slots, sizes, _: StaticPolicy(
+        former=MultiBinFormer(batch=slots, boundaries=(3, 6)),
         micro_batching=sizes,
     ),
     "iteration": lambda _, sizes, __: IterationPolicy(micro_batching=sizes),
@@ -121,10 +120,9 @@ def test_static_batches_wait_for_their_last_member():
 def test_multi_bin_equals_the_example_of_the_paper():
     wanted = [1, 5, 2, 6]  # Figure 1(b): 11 steps in order of arrival, 8 in two bins
     sizes = MicroBatching(prefill=2, decode=2)
-    predictor = OraclePredictor(wanted)
     served = {}
     for bins, boundaries in ((1, ()), (2, (4,))):
-        former = MultiBinFormer(batch=2, boundaries=boundaries, predictor=predictor)
+        former = MultiBinFormer(batch=2, boundaries=boundaries)
         pipeline = Pipeline(wanted, num_slots=2, limit=1)
         pipeline.run(StaticPolicy(former=former, micro_batching=sizes))
         served[bins] = len(pipeline.sizes)
@@ -132,7 +130,7 @@ def test_multi_bin_equals_the_example_of_the_paper():
 
 
 def test_multi_bin_serves_the_bin_that_is_full_first():
-    former = MultiBinFormer(batch=2, boundaries=(10,), predictor=OraclePredictor([1, 20, 21, 2]))
+    former = MultiBinFormer(batch=2, boundaries=(10,))
     sizes = MicroBatching(prefill=2, decode=2)
     pipeline = Pipeline([1, 20, 21, 2], num_slots=2, limit=1)
     pipeline.run(StaticPolicy(former=former, micro_batching=sizes))

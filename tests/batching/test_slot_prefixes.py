@@ -86,6 +86,7 @@ def run(name, prompts, answers, *, depth=3, part_tokens=None, abort=None, scores
             EngineRequest(
                 request=number, token_ids=tuple(prompt), prompt_tokens=len(prompt),
                 max_tokens=count, arrival_s=0.0, scores_prompt=number in scores,
+                predicted_tokens=float(count),
             )
         )  # fmt: skip
     scheduler.close()

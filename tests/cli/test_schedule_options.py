@@ -54,6 +54,38 @@ def test_a_schedule_is_searched_written_and_simulated(tmp_path, lengths, capsys)
     assert found["throughput_requests_per_s"] == pytest.approx(tight["requests_per_s"], rel=0.15)
 
 
+def test_bins_for_a_throughput_are_chosen_written_and_simulated(tmp_path, lengths, capsys):
+    found = {}
+    for bins in (1, 6):
+        words = ["--policy", "multibin", "--lengths", lengths, "--bins", bins]
+        found[bins] = _plan(tmp_path, capsys, *words)["schedule"]["estimate"]["requests_per_s"]
+    assert found[1] < found[6]
+    target = (found[1] + found[6]) / 2
+    words = ["--policy", "multibin", "--lengths", lengths, "--target", target, "--max_wait", 9]
+    made = _plan(tmp_path, capsys, *words)["schedule"]
+    assert 2 <= len(made["boundaries"]) + 1 <= 6
+    assert (made["decode_batch"], made["max_wait_s"]) == (64, 9)
+    assert target <= made["estimate"]["requests_per_s"] <= found[6]
+    options = ["--strategy", tmp_path / "plan.json", "--lengths", lengths, "--requests", 2000]
+    rates = {}
+    for predictor in ("oracle", "empirical"):
+        assert sim([*map(str, options), "--predictor", predictor, "--json"]) == 0
+        rates[predictor] = json.loads(capsys.readouterr().out)["throughput_requests_per_s"]
+    # The last batches are not full; one prediction for all is one bin.
+    assert rates["oracle"] == pytest.approx(made["estimate"]["requests_per_s"], rel=0.1)
+    assert rates["empirical"] < rates["oracle"]
+
+
+def test_people_are_told_the_bins(tmp_path, lengths, capsys):
+    output = ["--output", str(tmp_path / "p.json")]
+    words = ["--policy", "multibin", "--lengths", str(lengths), "--bins", "2"]
+    assert algo([*COMMAND, *words, *output]) == 0
+    assert "batches of 64, 2 bins, answers from 32 tokens" in capsys.readouterr().out
+    words[-2:] = ["--target", "100000"]
+    assert algo([*COMMAND, *words, *output]) == 3
+    assert "no number of bins answers 100000 requests" in capsys.readouterr().err
+
+
 def test_drift_is_reported_and_replanned(tmp_path, lengths, capsys):
     made = _plan(tmp_path, capsys, "--policy", "rra", "--lengths", lengths)["schedule"]
     other = tmp_path / "other.json"
@@ -140,6 +172,13 @@ def test_what_cannot_be_kept_is_infeasible(tmp_path, lengths, capsys):
     [
         (["--policy", "rra"], "found no --lengths"),
         (["--policy", "waa"], "found no --lengths"),
+        (["--policy", "multibin"], "found no --lengths"),
+        (["--policy", "multibin", "--bins", "auto"], "--bins: found auto without --target"),
+        (["--policy", "multibin", "--bins", "2", "--target", "1"], "expected one of them"),
+        (["--policy", "multibin", "--bins", "none"], "expected auto or a number from 1"),
+        (["--bins", "3"], "--bins: found without --policy multibin"),
+        (["--policy", "rra", "--target", "3"], "--target: found without --policy multibin"),
+        (["--policy", "iteration", "--max_wait", "3"], "--max_wait: found without --policy"),
         (["--latency_bound", "3"], "expected together with --policy rra, waa or auto"),
         (
             ["--policy", "rra", "--lengths", "LENGTHS", "--latency_bound", "0"],

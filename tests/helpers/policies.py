@@ -11,7 +11,6 @@ from llmpq.batching import (
     RraPolicy,
     StaticPolicy,
 )
-from llmpq.batching.length import OraclePredictor
 from llmpq.spec.plan import MicroBatching
 
 SLOTS = 4
@@ -19,8 +18,8 @@ SIZES = MicroBatching(prefill=2, decode=3)
 POLICIES = {
     "hybrid": lambda _: HybridPolicy(micro_batching=SIZES, num_slots=SLOTS, num_stages=2),
     "static": lambda _: StaticPolicy(former=FirstComeFormer(batch=SLOTS), micro_batching=SIZES),
-    "multibin": lambda wanted: StaticPolicy(
-        former=MultiBinFormer(batch=SLOTS, boundaries=(3,), predictor=OraclePredictor(wanted)),
+    "multibin": lambda _: StaticPolicy(
+        former=MultiBinFormer(batch=SLOTS, boundaries=(3,)),
         micro_batching=SIZES,
     ),
     "iteration": lambda _: IterationPolicy(micro_batching=SIZES),

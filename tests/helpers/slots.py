@@ -37,7 +37,11 @@ def slots_of(
 
 
 def request_of(
-    number: int, prompt_tokens: int = 1, max_tokens: int = 32, arrival_s: float = 0.0
+    number: int,
+    prompt_tokens: int = 1,
+    max_tokens: int = 32,
+    arrival_s: float = 0.0,
+    predicted: float | None = None,
 ) -> EngineRequest:
     return EngineRequest(
         request=number,
@@ -45,6 +49,7 @@ def request_of(
         prompt_tokens=prompt_tokens,
         max_tokens=max_tokens,
         arrival_s=arrival_s,
+        predicted_tokens=float(max_tokens) if predicted is None else predicted,
     )
 
 

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmpq.batching import MultiBinFormer, StaticPolicy
-from llmpq.batching.length import OraclePredictor
 from llmpq.errors import SpecError
 from llmpq.spec.plan import MicroBatching
 from reproduce.multibin import (
@@ -118,7 +117,7 @@ def test_policy_serves_batches_until_the_longest_answer(bins):
     chance = random.Random(bins)
     lengths = [chance.randint(1, 200) for _ in range(400)]
     boundaries = uniform_boundaries(0.5, 200.5, bins)
-    former = MultiBinFormer(batch=10, boundaries=boundaries, predictor=OraclePredictor(lengths))
+    former = MultiBinFormer(batch=10, boundaries=boundaries)
     pipeline = Pipeline(lengths, num_slots=10, limit=1)
     sizes = MicroBatching(prefill=10, decode=10)
     pipeline.run(StaticPolicy(former=former, micro_batching=sizes))

@@ -302,18 +302,19 @@ def test_runtime_and_simulator_make_the_same_decisions(policy, data, trace, cost
     answers = [item.new_tokens for item in trace]
     replans, group = data.draw(st.booleans()), data.draw(st.integers(1, 4))
 
+    prediction = Prediction(predictor="noisy", error=0.3)
+    predictor = make_predictor(prediction, [item.prompt_tokens for item in trace], answers)
+
     def fresh() -> tuple[Recorder, DriftMonitor | None]:
-        prediction = Prediction(predictor="noisy", error=0.3)
-        predictor = make_predictor(prediction, [item.prompt_tokens for item in trace], answers)
-        made = make_policy(schedule, shape, predictor)
+        made = make_policy(schedule, shape)
         return Recorder(made), DriftMonitor.of(
             schedule, made, replans=replans, group_requests=group
         )
 
     played, seen = fresh()
-    report = simulate(costs, played, trace, num_slots=slots, monitor=seen)
+    report = simulate(costs, played, trace, num_slots=slots, monitor=seen, predictor=predictor)
     obeyed, monitor = fresh()
-    made = run_engine(costs, trace, sizes, slots, obeyed, monitor)
+    made = run_engine(costs, trace, sizes, slots, obeyed, monitor, predictor)
     assert obeyed.decided == played.decided
     assert made.records == report.requests
     assert (monitor is None) == (seen is None)
@@ -358,7 +359,7 @@ def test_both_detect_the_same_drift_at_the_same_request(replans):
         assert (len(told), adjusted) == (1, ())
 
 
-def run_engine(costs, trace, sizes, slots, policy, monitor):
+def run_engine(costs, trace, sizes, slots, policy, monitor, predictor=None):
     """Run the runtime's engine on a clock that only costs advance; every request is answered."""
     clock = Clock()
     ends = TimedEnds(costs, clock)
@@ -378,6 +379,7 @@ def run_engine(costs, trace, sizes, slots, policy, monitor):
         limits=limits,
         clock=stage_clock,
         monitor=monitor,
+        predictor=predictor,
     )
     requests = [
         Request(

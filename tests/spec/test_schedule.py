@@ -6,9 +6,14 @@ import json
 
 import pytest
 
-from llmpq.batching import MultiBinFormer, PipelineShape, make_policy
-from llmpq.batching.length import OraclePredictor
-from llmpq.errors import SpecError
+from llmpq.batching import (
+    MultiBinFormer,
+    PipelineShape,
+    SchedulerView,
+    WaitingRequest,
+    make_policy,
+)
+from llmpq.errors import LlmpqError, SpecError
 from llmpq.spec.fields import Fields, from_json, to_json
 from llmpq.spec.plan import (
     POLICY_NAMES,
@@ -66,9 +71,9 @@ def test_batch_larger_than_slots_raises_an_error():
         make_policy(Schedule(policy="static", decode_batch=17), SHAPE)
 
 
-def test_multibin_requires_a_predictor():
-    schedule = Schedule(policy="multibin", decode_batch=4, boundaries=(8.0,))
-    with pytest.raises(SpecError, match="no length predictor"):
-        make_policy(schedule, SHAPE)
-    assert make_policy(schedule, SHAPE, OraclePredictor([1])).holds_finished
-    assert MultiBinFormer(batch=1, boundaries=(), predictor=OraclePredictor([])) is not None
+def test_multibin_needs_predictions_where_it_has_bins():
+    waiting = [WaitingRequest(request=3, prompt_tokens=1)]
+    view = SchedulerView(waiting=waiting, ready=[], free_slots=1)
+    assert MultiBinFormer(batch=1, boundaries=())(view) == (3,)
+    with pytest.raises(LlmpqError, match="no predicted length of request 3"):
+        MultiBinFormer(batch=1, boundaries=(8.0,))(view)

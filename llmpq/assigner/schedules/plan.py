@@ -240,7 +240,7 @@ def with_schedule(
         SpecError: the distributions hold lengths that the plan has no room for.
         InfeasibleError: no schedule meets the bound, or memory does not hold two copies (WAA).
     """
-    _check_lengths(plan, request)
+    check_lengths(plan, request)
     reached_s = math.inf
     bound_s = request.latency_bound_s / safety_factor(plan, costs, request.confidence)
     for _ in range(_TRIES):
@@ -522,7 +522,12 @@ def _reevaluated(plan: Plan, costs: ClusterCosts) -> Plan:
     return replace(plan, estimate=replace(estimate, quality=quality, objective_s=objective_s))
 
 
-def _check_lengths(plan: Plan, request: ScheduleRequest) -> None:
+def check_lengths(plan: Plan, request: ScheduleRequest) -> None:
+    """Check that the plan has room for the longest prompt and answer.
+
+    Raises:
+        SpecError: it has not.
+    """
     work = plan.workload
     prompt, new = request.prompt_tokens.longest, request.new_tokens.longest
     if prompt > work.prompt_tokens or prompt + new > work.max_context_tokens:

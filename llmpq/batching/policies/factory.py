@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmpq.batching.length import LengthPredictor
 from llmpq.batching.policies.hybrid import HybridPolicy
 from llmpq.batching.policies.iteration import IterationPolicy
 from llmpq.batching.policies.multibin import MultiBinFormer
@@ -46,18 +45,15 @@ class PipelineShape:
         )
 
 
-def make_policy(
-    schedule: Schedule, pipeline: PipelineShape, predictor: LengthPredictor | None = None
-) -> BatchingPolicy:
+def make_policy(schedule: Schedule, pipeline: PipelineShape) -> BatchingPolicy:
     """Return a new policy.
 
     Args:
         schedule: name and parameters of the policy.
         pipeline: sizes of the pipeline.
-        predictor: predicts answer lengths; required by multi-bin batching.
 
     Raises:
-        SpecError: a batch is larger than the number of slots, or a predictor is missing.
+        SpecError: a batch is larger than the number of slots.
     """
     _check_slots(schedule, pipeline)
     sizes = pipeline.micro_batching
@@ -79,24 +75,15 @@ def make_policy(
         )
     if schedule.policy == "waa":
         return WaaPolicy(admission=_admission(schedule), micro_batching=sizes)
-    return _static(schedule, sizes, predictor)
+    return _static(schedule, sizes)
 
 
-def _static(
-    schedule: Schedule, sizes: MicroBatching, predictor: LengthPredictor | None
-) -> BatchingPolicy:
+def _static(schedule: Schedule, sizes: MicroBatching) -> BatchingPolicy:
     assert schedule.decode_batch is not None
     batch, max_wait_s = schedule.decode_batch, schedule.max_wait_s
     former: FirstComeFormer | MultiBinFormer = FirstComeFormer(batch=batch, max_wait_s=max_wait_s)
     if schedule.policy == "multibin" and schedule.boundaries:
-        if predictor is None:
-            raise SpecError("multi-bin batching: found no length predictor, expected one")
-        former = MultiBinFormer(
-            batch=batch,
-            boundaries=schedule.boundaries,
-            predictor=predictor,
-            max_wait_s=max_wait_s,
-        )
+        former = MultiBinFormer(batch=batch, boundaries=schedule.boundaries, max_wait_s=max_wait_s)
     return StaticPolicy(
         former=former,
         micro_batching=sizes,

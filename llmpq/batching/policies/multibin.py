@@ -10,20 +10,20 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from llmpq.batching.length import LengthPredictor
 from llmpq.batching.policies.static import must_flush
 from llmpq.batching.policy_scheduler import SchedulerView, WaitingRequest
-from llmpq.errors import SpecError
+from llmpq.errors import LlmpqError, SpecError
 
 
 class MultiBinFormer:
     """Chooses the batches of multi-bin batching.
 
+    Requests carry the predicted lengths of their answers.
+
     Args:
         batch: requests of a batch.
         boundaries: the k - 1 boundaries of k bins, ascending. A length on a boundary belongs to the
             bin above.
-        predictor: predicts answer lengths.
         max_wait_s: serve an incomplete batch when the oldest request has waited that long.
     """
 
@@ -32,7 +32,6 @@ class MultiBinFormer:
         *,
         batch: int,
         boundaries: Sequence[float],
-        predictor: LengthPredictor,
         max_wait_s: float | None = None,
     ) -> None:
         if batch < 1:
@@ -43,9 +42,7 @@ class MultiBinFormer:
             )
         self._batch = batch
         self._boundaries = tuple(boundaries)
-        self._predictor = predictor
         self.max_wait_s = max_wait_s
-        self._bins: dict[int, int] = {}  # request -> bin
 
     def __call__(self, view: SchedulerView) -> tuple[int, ...]:
         """Return the batch that became full first, or an incomplete one that must be served."""
@@ -54,29 +51,32 @@ class MultiBinFormer:
             members = bins[self._bin_of(item)]
             members.append(item)
             if len(members) == self._batch:
-                return self._remove(members, view.free_slots)
+                return _first_fitting(members, view.free_slots)
         if not must_flush(view, self.max_wait_s):
             return ()
         oldest = next(iter(view.waiting))
-        return self._remove(bins[self._bin_of(oldest)], view.free_slots)
+        return _first_fitting(bins[self._bin_of(oldest)], view.free_slots)
 
     def _bin_of(self, item: WaitingRequest) -> int:
-        found = self._bins.get(item.request)
-        if found is None:
-            found = bisect_right(self._boundaries, self._predictor(item))
-            self._bins[item.request] = found
-        return found
+        if not self._boundaries:
+            return 0
+        if item.predicted_tokens is None:
+            raise LlmpqError(
+                f"multi-bin batching: found no predicted length of request {item.request}, "
+                "expected one"
+            )
+        return bisect_right(self._boundaries, item.predicted_tokens)
 
-    def _remove(self, members: list[WaitingRequest], free_slots: int) -> tuple[int, ...]:
-        """Take the first members of a batch that the slots hold."""
-        chosen = []
-        for item in members:
-            free_slots -= item.slots
-            if free_slots < 0:
-                break
-            del self._bins[item.request]
-            chosen.append(item.request)
-        return tuple(chosen)
+
+def _first_fitting(members: Sequence[WaitingRequest], free_slots: int) -> tuple[int, ...]:
+    """Return the first members of a batch that the slots hold."""
+    chosen = []
+    for item in members:
+        free_slots -= item.slots
+        if free_slots < 0:
+            break
+        chosen.append(item.request)
+    return tuple(chosen)
 
 
 def quantile_boundaries(lengths: Sequence[float], bins: int) -> tuple[float, ...]:

@@ -280,7 +280,7 @@ def _supervise_with_others(
 
 def _job(options: argparse.Namespace, plan: Plan, task: Task | None) -> Job:
     model_dir = model_dir_of(plan, options.model)
-    engine = read_options(EngineOptions, options)
+    engine = read_options(EngineOptions, options, leaves=("predictor",))  # that of policies
     config = checked_speculation(plan, engine.speculative_config, model_dir)
     return Job(
         strategy=Path(options.strat_file_name).resolve(),

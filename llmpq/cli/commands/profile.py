@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 
 from llmpq.cli.common import add_json, make_parser, run_command
-from llmpq.cli.measuring import device, layer, link, memory, tables
+from llmpq.cli.measuring import device, layer, lengths, link, memory, tables
 
-_VERBS = "layer|device|link|memory|fit|import|recalibrate|describe"
+_VERBS = "layer|device|link|memory|lengths|fit|import|recalibrate|describe"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("llmpq-profile", __doc__ or "")
     verbs = parser.add_subparsers(dest="what", required=True, metavar=_VERBS)
-    for module in (layer, device, link, memory):
+    for module in (layer, device, link, memory, lengths):
         module.add_parser(verbs)
     tables.add_fit(verbs)
     tables.add_import(verbs)

@@ -11,7 +11,6 @@ from typing import Any
 from llmpq.assigner.forecast import costs_of_plan
 from llmpq.batching import PipelineShape, make_policy
 from llmpq.batching.drift import Drift, DriftMonitor
-from llmpq.batching.length import make_predictor
 from llmpq.cli.common import make_parser, print_json, run_command
 from llmpq.cli.engine_simulation import (
     add_engine_options,
@@ -22,7 +21,7 @@ from llmpq.cli.engine_simulation import (
 )
 from llmpq.cli.options import (
     add_policy_options,
-    prediction_of,
+    predictor_of,
     schedule_of,
     with_described,
 )
@@ -85,10 +84,7 @@ def _run(options: argparse.Namespace) -> int:
     trace, skipped = fit_trace(_requests(options, plan), plan.workload, options.too_long)
     answers = [item.new_tokens for item in trace]
     schedule = schedule_of(options, plan, answers)
-    shape = PipelineShape.of(plan)
-    prompts = [item.prompt_tokens for item in trace]
-    predictor = make_predictor(prediction_of(options), prompts, answers)
-    policy = make_policy(schedule, shape, predictor)
+    policy = make_policy(schedule, PipelineShape.of(plan))
     monitor = DriftMonitor.of(schedule, policy, replans=options.replan)
     report = simulate(
         _costs(plan, options.profile),
@@ -97,6 +93,7 @@ def _run(options: argparse.Namespace) -> int:
         num_slots=plan.workload.batch,
         with_activities=options.trace_out is not None,
         monitor=monitor,
+        predictor=predictor_of(options, trace),
     )
     if options.trace_out is not None:
         write_text(options.trace_out, chrome_trace(report, _stage_names(plan)))

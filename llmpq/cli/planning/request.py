@@ -13,7 +13,8 @@ from typing import cast, get_args
 from llmpq.assigner import METHODS, PlanRequest
 from llmpq.assigner.constraints.fixed_bits import with_average_bits, with_stored_bits
 from llmpq.assigner.constraints.resolve import HEAD, Overrides
-from llmpq.assigner.request import default_gap
+from llmpq.assigner.request import costs_of, default_gap
+from llmpq.assigner.schedules.multibin import with_bins
 from llmpq.assigner.schedules.plan import ScheduleRequest, SearchedPolicy, schedule_plan
 from llmpq.cli.options import with_described, with_reserve
 from llmpq.errors import SpecError
@@ -232,17 +233,35 @@ def scheduled(
             degrees=degrees,
             planned=planned,
         )
+    if asked.latency_bound is not None:
+        raise SpecError("--latency_bound: expected together with --policy rra, waa or auto")
+    if policy == "multibin" and degrees == (1,):
+        plan = with_bins(
+            plan,
+            costs_of(request, plan.cluster),
+            _schedule_request(asked, request),
+            bins=asked.bins or None,
+            target=asked.target,
+        )
+        return request, _with_wait(plan, asked.max_wait)
     if degrees != (1,):
         raise SpecError("--tensor_parallel: expected together with --policy rra, waa or auto")
-    if asked.latency_bound is not None or asked.lengths or asked.prompt_lengths:
+    if asked.lengths or asked.prompt_lengths:
         raise SpecError(
-            "--latency_bound, --lengths, --prompt_lengths: expected together with --policy rra, "
-            "waa or auto"
+            "--lengths, --prompt_lengths: expected together with --policy multibin, rra, waa or "
+            "auto"
         )
     if policy in (None, "hybrid"):
         return request, plan
     schedule = default_schedule(cast(PolicyName, policy), plan.workload.batch)
-    return request, replace(plan, schedule=schedule)
+    return request, _with_wait(replace(plan, schedule=schedule), asked.max_wait)
+
+
+def _with_wait(plan: Plan, max_wait_s: float | None) -> Plan:
+    if max_wait_s is None:
+        return plan
+    assert plan.schedule is not None
+    return replace(plan, schedule=replace(plan.schedule, max_wait_s=max_wait_s))
 
 
 def _schedule_request(asked: ScheduleOptions, request: PlanRequest) -> ScheduleRequest:

@@ -11,19 +11,16 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from llmpq.batching import (
-    BatchingPolicy,
-    PipelineShape,
     PolicyScheduler,
     RequestRecord,
-    make_policy,
 )
 from llmpq.batching.drift import DriftMonitor
 from llmpq.batching.engine_step import EngineLimits, EngineRequest
-from llmpq.batching.length import Prediction, make_predictor
+from llmpq.batching.length import LengthPredictor, Prediction, make_predictor
 from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.dist.engine.drafters import Drafter
 from llmpq.dist.engine.engine import (
@@ -41,7 +38,6 @@ from llmpq.dist.io.structured_outputs import GrammarCompiler
 from llmpq.dist.metrics.progress import Event, RunProgress, SilentProgress
 from llmpq.dist.metrics.stats import StageClock
 from llmpq.errors import StageError
-from llmpq.spec.plan import Plan, Schedule
 
 
 class FinishedAnswer(NamedTuple):
@@ -154,6 +150,7 @@ class BatchRun:
         grammars: compiles the forms of answers; ``None`` where no request has one.
         lookup: finds drafts in the text so far; ``None`` for none.
         draft_model: proposes them where ``limits.draft`` has its size.
+        predictor: predicts the lengths of answers; ``None`` for none.
         progress: receives the number of tokens.
     """
 
@@ -168,9 +165,11 @@ class BatchRun:
         grammars: GrammarCompiler | None = None,
         lookup: SpeculativeConfig | None = None,
         draft_model: Drafter | None = None,
+        predictor: LengthPredictor | None = None,
         progress: RunProgress | None = None,
     ) -> None:
         self._executor = executor
+        self._predictor = predictor
         self._scheduler = scheduler
         self._clock = clock
         self._monitor = monitor
@@ -298,6 +297,8 @@ class BatchRun:
             arrival_s=request.arrival_s,
             scores_prompt=request.sampling_params.prompt_logprobs is not None,
         )
+        if self._predictor is not None:
+            added = replace(added, predicted_tokens=self._predictor(added))
         self.engine.add(
             added,
             lambda: RunningSequence.of(
@@ -374,21 +375,20 @@ def in_order(requests: Sequence[Request]) -> list[Request]:
     return sorted(requests, key=lambda request: request.arrival_s)
 
 
-def policy_of(
-    plan: Plan, schedule: Schedule, prediction: Prediction, requests: Sequence[Request]
-) -> BatchingPolicy:
-    """Return a new policy for these requests.
+def predictor_of(
+    prediction: Prediction, requests: Sequence[Request], vocab_size: int
+) -> LengthPredictor | None:
+    """Return the predictor of the answers to these requests.
 
     The most tokens that a request asks for are the known length of its answer.
     """
-    shape = PipelineShape.of(plan)
     ordered = in_order(requests)
-    predictor = make_predictor(
+    return make_predictor(
         prediction,
         [len(request.prompt_token_ids) for request in ordered],
         [request.max_new_tokens for request in ordered],
+        vocab_size,
     )
-    return make_policy(schedule, shape, predictor)
 
 
 def result_of(answer: FinishedAnswer, tokenizer: Tokenizer | None) -> Result:

@@ -10,12 +10,13 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from operator import mul
 from typing import Protocol
 
 from llmpq.batching.block_scheduler import OFFLOAD_TIERS, BlockScheduler
 from llmpq.batching.engine_step import EngineLimits, EngineRequest
+from llmpq.batching.length import LengthPredictor
 from llmpq.batching.queue_order import QueueOrder
 from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.dist.engine.drafters import Drafter
@@ -72,6 +73,7 @@ class OnlineRun:
         grammars: compiles the forms of answers; ``None`` refuses requests that have one.
         speculative: where drafts come from; ``None`` for no speculative decoding.
         draft_model: proposes them where ``limits.draft`` has its size.
+        predictor: predicts the lengths of answers; ``None`` for none.
         clock: seconds, for arrivals.
         block_bytes: of a block on all stages, and of one of layers with windows.
         stored: blocks in files of the ranks before, as ``BlockScheduler.restore`` takes them.
@@ -88,6 +90,7 @@ class OnlineRun:
         grammars: GrammarCompiler | None = None,
         speculative: SpeculativeConfig | None = None,
         draft_model: Drafter | None = None,
+        predictor: LengthPredictor | None = None,
         clock: Callable[[], float] = time.monotonic,
         block_bytes: tuple[int, int] = (0, 0),
         stored: Sequence[tuple[bool, bytes, int]] = (),
@@ -98,6 +101,7 @@ class OnlineRun:
         self._limits = limits
         self._model = model
         self._grammars = grammars
+        self._predictor = predictor
         self.scheduler = BlockScheduler(limits, order)
         self.scheduler.copy_blocks = executor.copy_blocks
         self.scheduler.restore(stored)
@@ -244,6 +248,11 @@ class OnlineRun:
             group=request.group,
             scores_prompt=added.needs_prompt_logprobs or request.pooling == "mean",
         )
+        if self._predictor is not None:
+            prompt = request.prompt_token_ids
+            whole = replace(asked, token_ids=prompt, prompt_tokens=len(prompt))
+            left = self._predictor(whole) - len(added.token_ids)  # after a restart
+            asked = replace(asked, predicted_tokens=max(1.0, left))
         sequence = RunningSequence.of(asked, request.prompt_token_ids, state, request.pooling)
         self._engine.add(asked, lambda: sequence)
         self._numbers[request.id] = number

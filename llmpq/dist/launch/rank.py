@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig
 
-from llmpq.batching import PipelineDepth, PolicyScheduler
+from llmpq.batching import PipelineDepth, PipelineShape, PolicyScheduler, make_policy
 from llmpq.batching.blocks import NOTHING_KEPT, blocks_of
 from llmpq.batching.engine_step import EngineLimits
+from llmpq.batching.length import LearnedPredictor
 from llmpq.batching.queue_order import queue_order
 from llmpq.batching.speculation import MAX_STEP_TOKENS
 from llmpq.dist.engine.batch_run import (
@@ -21,7 +22,7 @@ from llmpq.dist.engine.batch_run import (
     OnFinish,
     OnTokens,
     ShouldAbort,
-    policy_of,
+    predictor_of,
 )
 from llmpq.dist.engine.compiled_steps import step_runner_of
 from llmpq.dist.engine.cuda_graphs import DecodeSizes
@@ -657,7 +658,8 @@ class MasterRank:
             LlmpqError: what went wrong here or on any other rank.
         """
         plan, job, config = self._context.plan, self._context.job, self._config
-        offload = self._runner.offload
+        offload, vocab_size = self._runner.offload, config.get_text_config().vocab_size
+        predictor = job.engine.predictor
         OnlineRun(
             channel=channel,
             executor=self._executor,
@@ -665,13 +667,14 @@ class MasterRank:
             order=queue_order(job.engine.scheduler, alpha=job.engine.alpha),
             model=ModelLimits(
                 max_model_len=max_context_of(job, plan),
-                vocab_size=config.get_text_config().vocab_size,
+                vocab_size=vocab_size,
                 eos_token_ids=eos_token_ids(job.model_dir, config),
                 max_tokens=plan.workload.new_tokens,
             ),
             grammars=self._grammars,
             speculative=job.engine.speculative_config,
             draft_model=self._draft_model,
+            predictor=None if predictor is None else LearnedPredictor(predictor, vocab_size),
             block_bytes=block_bytes(plan, config),
             stored=() if offload is None else offload.stored(),
         ).run(self._context.recorder.start.seconds)
@@ -702,8 +705,8 @@ class MasterRank:
 
     def _batch_run(self, requests: Sequence[Request]) -> tuple[PolicyScheduler, BatchRun]:
         context, plan = self._context, self._context.plan
-        policy = policy_of(plan, self._schedule, context.job.prediction, requests)
         job = context.job
+        policy = make_policy(self._schedule, PipelineShape.of(plan))
         monitor = drift_monitor(self._schedule, policy, replans=job.replans, lengths=job.lengths)
         scheduler = PolicyScheduler(
             policy,
@@ -725,6 +728,9 @@ class MasterRank:
             grammars=self._grammars,
             lookup=context.job.engine.speculative_config,
             draft_model=self._draft_model,
+            predictor=predictor_of(
+                job.prediction, requests, self._config.get_text_config().vocab_size
+            ),
             progress=context.progress,
         )
         context.recorder.trace_calls(run.engine, "sample", "sample", self._runner.device)

@@ -187,7 +187,8 @@ def test_itl_bound_sets_the_token_budget(served, capsys):
         ("--drain_timeout", "-1"),
         ("--ttft_bound", "1", "--max_num_queued_tokens", "5"),
         ("--scheduler", "best"),
-        ("--scheduler", "trail"),  # nothing predicts the lengths of answers
+        ("--scheduler", "trail"),  # without a predictor of the lengths of answers
+        ("--predictor", "lengths.json"),  # that no scheduler reads
         ("--alpha", "1"),
         ("--alpha", "-1", "--scheduler", "larry"),
         ("--alpha", "nan", "--scheduler", "larry"),

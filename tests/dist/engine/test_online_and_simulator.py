@@ -221,7 +221,7 @@ def recorded(scheduler: BlockScheduler) -> list[tuple[float, EngineStep]]:
     num_blocks=st.integers(11, 30),
     max_sequences=st.integers(1, 6),
     prefix_caching=st.booleans(),
-    order=st.sampled_from(["fcfs", "spf", "no_preempt", "larry", "hrrn"]),
+    order=st.sampled_from(["fcfs", "spf", "no_preempt", "larry", "hrrn", "trail"]),
     drafts=st.sampled_from([0, 0, 1, 5]),
     draft_blocks=st.none() | st.integers(1, 30),
     window=st.none() | st.tuples(st.integers(1, 20), st.integers(0, 8)),
@@ -257,7 +257,12 @@ def test_decisions_are_equal(
     arrivals = np.cumsum([8.0 * gap for gap, _, _ in items]).tolist()
 
     simulated = SimulatedEngine(
-        Costs(num_stages), limits, queue_order(order), accepts if drafts else None, draft_s
+        Costs(num_stages),
+        limits,
+        queue_order(order),
+        accepts if drafts else None,
+        draft_s,
+        predicted_tokens,
     )
     expected = recorded(simulated.scheduler)
     requests = []
@@ -284,6 +289,7 @@ def test_decisions_are_equal(
         model=ModelLimits(max_model_len=1000, vocab_size=VOCAB),
         speculative=SpeculativeConfig(num_speculative_tokens=drafts) if drafts else None,
         draft_model=None if draft is None else TimedDrafts(pipeline),
+        predictor=predicted_tokens,
         clock=pipeline.clock,
     )
     found = recorded(engine.scheduler)
@@ -298,6 +304,11 @@ def test_decisions_are_equal(
     )
     assert engine.scheduler.free_blocks == num_blocks
     assert engine.scheduler.free_window_blocks == limits.num_window_blocks
+
+
+def predicted_tokens(request):
+    """Predict lengths that have nothing to do with the true ones."""
+    return 1.0 + 7 * request.prompt_tokens % 11
 
 
 def windowed(limits, window, more):
