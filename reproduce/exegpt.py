@@ -262,6 +262,7 @@ class Served:
             prompt_tokens=self.prompts,
             new_tokens=self.answers,
             latency_bound_s=bound_s,
+            sla="length",
             balances=variant.balances,
             pads_prompts=True,
         )

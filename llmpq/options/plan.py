@@ -18,7 +18,7 @@ OrderMode = Literal["auto", "types", "all"]
 """All distinct orders; those that keep the devices of a group together; or all where they are few,
 and those in groups where they are many."""
 SolverName = Literal["highs", "cbc", "gurobi"]
-Sla = Literal["length", "queries"]
+Sla = Literal["both", "length", "queries"]
 SCHEDULE_FILE, PICTURE_FILE = "schedule.json", "schedule.png"
 """What is written of an application, in the folder of its output."""
 WIDTHS = tuple(sorted(BITS))
@@ -298,10 +298,11 @@ class ScheduleOptions:
     sla: Annotated[
         Sla,
         Option(
-            help="the bound is for an answer of the 99th percentile's length (default), or for 99 "
-            "%% of all requests in simulation"
+            help="the bound is for 99 %% of all requests in simulation (queries), also for 99 %% "
+            "of the answers of about the 99th percentile's length (both, the default), or for an "
+            "answer of that length by closed form (length)"
         ),
-    ] = "length"
+    ] = "both"
     bound_confidence: Annotated[
         float,
         Option(

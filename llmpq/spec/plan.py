@@ -40,9 +40,9 @@ class ScheduleEstimate:
     """Expected performance of a schedule.
 
     Attributes:
-        requests_per_s: finished requests per second in steady state.
-        latency_s: of an answer of ``new_tokens`` tokens (such as the 99th percentile), from the
-            start of its prefill.
+        requests_per_s: finished requests per second, as simulated or in steady state.
+        latency_s: of an answer of ``new_tokens`` tokens (such as the 99th percentile), or what 99 %
+            of the requests take in simulation where that is longer; from the start of the prefill.
         latency_bound_s: requested bound, ``None`` without one.
     """
 

@@ -139,7 +139,7 @@ def test_a_plan_that_nothing_beats_is_returned_itself(problem):
 
 def test_the_schedule_is_a_local_optimum_with_its_own_estimate(problem):
     plan, costs = problem
-    made = with_schedule(plan, costs, LAW)
+    made = with_schedule(plan, costs, replace(LAW, sla="length"))
     *_, again = local_search(
         made,
         PROMPTS,
@@ -161,6 +161,10 @@ def test_the_schedule_is_a_local_optimum_with_its_own_estimate(problem):
     )
     assert made.schedule.estimate.requests_per_s == pytest.approx(found.requests_per_s)
     assert made.schedule.estimate.latency_s == pytest.approx(found.latency_s)
+    played = with_schedule(plan, costs, LAW)
+    assert variables(played) == variables(made)
+    report = simulated(played, costs, LAW)
+    assert played.schedule.estimate.requests_per_s == report.throughput_requests_per_s
 
 
 def test_the_local_search_keeps_a_bound_of_all_queries(problem):
@@ -170,3 +174,15 @@ def test_the_local_search_keeps_a_bound_of_all_queries(problem):
     wanted = replace(LAW, sla="queries", latency_bound_s=0.95 * slow_s)
     report = simulated(with_schedule(plan, costs, wanted), costs, wanted)
     assert percentile([record.service_s for record in report.requests], 99) <= 0.95 * slow_s
+
+
+def test_by_default_a_bound_is_kept_for_all_queries_and_for_long_answers(problem):
+    plan, costs = problem
+    bound_s = 0.9 * with_schedule(plan, costs, LAW).schedule.estimate.latency_s
+    made = with_schedule(plan, costs, replace(LAW, latency_bound_s=bound_s))
+    report = simulated(made, costs, LAW)
+    longest = ANSWERS.quantile(0.99)
+    long = [one.service_s for one in report.requests if 0.97 * longest <= one.new_tokens <= longest]
+    assert percentile([one.service_s for one in report.requests], 99) <= bound_s
+    assert percentile(long, 99) <= bound_s
+    assert made.schedule.estimate.latency_s <= bound_s
