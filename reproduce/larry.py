@@ -44,7 +44,7 @@ from llmpq.spec.workload import (
     slice_trace,
     with_arrivals,
 )
-from reproduce.output import Record, run_on_traces, say, table
+from reproduce.output import Record, run_on_data, say, table
 from reproduce.worker_costs import WorkerCosts
 
 # --- Servers and requests ---
@@ -261,7 +261,7 @@ def p95(figures: Figures) -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Simulate and print the tables."""
-    return run_on_traces("larry", __doc__, collect, report, _draw, argv)
+    return run_on_data("larry", __doc__, collect, report, _draw, argv, option="--traces")
 
 
 def _draw(record: Record, path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Multi-bin batching's Figures 3, 4, 6, 8 and 9 and its predictor's accuracies, in simulation.
+"""Multi-bin batching's figures and its predictor, in simulation.
+
+    python -m reproduce.multibin --data FOLDER
 
 The paper's numbers stand in pictures and its text leaves the parameters out, so that only what it
 says in words can be put beside ours. Here: batches of 8, service times uniform on 1 to 20 s
@@ -6,24 +8,49 @@ says in words can be put beside ours. Here: batches of 8, service times uniform 
 (Figure 6; a truncated normal of mean 130 tokens stands for them). Requests arrive by a Poisson
 process, full batches wait in one queue, and a batch is served as long as its longest member.
 
+Figures 1(a), 5, 7, 10 and 11 and Table 1 take the shipped policy, predictor and simulator: batches
+of 8 on rooflines of an A100-80G, Phi-3-mini and Llama-2-13b for the paper's Phi-3.5-mini and
+Vicuna-13b, which have the same shapes. FOLDER holds pairs of prompts' and answers' lengths:
+``azure/`` the Azure traces of 2023 (CC-BY-4.0; Splitwise), ``helix/lengths_alpaca.csv`` those of
+Alpaca (Helix, Apache-2.0). The paper's texts (GSM8K, LMSYS-Chat-1M) are not at hand, so the
+predictor learns from lengths alone. One half of the requests teaches, the other is served.
+
 The theory (Sec. 4 and Appendix A.4) is in closed form: the throughput of batches of ``B`` requests
 of one bin is ``B / E[T_k]``.
 """
 
 from __future__ import annotations
 
+import csv
 import heapq
 import math
 import random
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from statistics import fmean
+from pathlib import Path
+from statistics import fmean, linear_regression
 
+from llmpq.assigner import PlanRequest, make_plan
+from llmpq.assigner.request import costs_of
+from llmpq.batching import PipelineShape, make_policy
+from llmpq.batching.length import (
+    Answered,
+    EmpiricalPredictor,
+    LengthModel,
+    LengthPredictor,
+    fit_length_model,
+)
 from llmpq.batching.policies.multibin import quantile_boundaries
 from llmpq.errors import SpecError
-from reproduce.output import IMAGES, Record, number, run, table
+from llmpq.sim import simulate
+from llmpq.sim.costs import PlanCosts
+from llmpq.spec.catalog import resolve_model
+from llmpq.spec.cluster import Cluster, DeviceGroup, Node
+from llmpq.spec.plan import MicroBatching, Schedule, default_schedule
+from llmpq.spec.workload import TraceRequest, Workload, load_trace
+from reproduce.output import Record, number, run_on_data, say, table
 
 # --- Theory ---
 
@@ -214,11 +241,16 @@ class Queue:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Play and print."""
-    return run("multibin", __doc__, collect, report, argv)
+    return run_on_data("multibin", __doc__, collect, report, _draw, argv)
 
 
-def collect() -> Record:
+def collect(data: Path) -> Record:
     """Return the points of every figure."""
+    return theory() | engine() | predicted(data)
+
+
+def theory() -> Record:
+    """Return what the paper's own queue plays."""
     best = BATCH / ((SHORTEST_S + LONGEST_S) / 2)
     record: Record = {
         "figures 3, 4": [
@@ -247,8 +279,188 @@ def collect() -> Record:
         "one bin": _rate(_uniform(1)),
         "bins for 95 %": bins_needed(SHORTEST_S, LONGEST_S, BATCH, 0.95 * best),
     }  # fmt: skip
-    _draw(record)
     return record
+
+
+# --- The shipped policy, predictor and simulator ---
+
+PHI, VICUNA = "microsoft/Phi-3-mini-4k-instruct", "meta-llama/Llama-2-13b-hf"
+ENGINE_PROMPT, ENGINE_ANSWER = 128, 512
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+LONGEST_PROMPT, LONGEST_ANSWER = 3000, 512
+SERVED = 4800
+"""Requests of a run: six times the paper's, so that the last batches, not full, weigh little."""
+DATA = ("Azure, conversation", "Azure, code", "Alpaca")
+MODELS = {name: (PHI,) for name in DATA} | {DATA[0]: (PHI, VICUNA)}
+"""Gains hardly depend on the model."""
+PREDICTORS = ("oracle", "learned")
+MEAN_BINS = 4
+"""Where the mean of all answers is the prediction, which is one bin whatever the number."""
+
+
+def engine() -> Record:
+    """Return tokens a second by batch (Figure 1a) and seconds by answer (Figure 5)."""
+    prices = _prices(PHI, max(BATCHES))
+    batches = []
+    for batch in BATCHES:
+        seconds = _static_s(prices, batch, ENGINE_ANSWER)
+        batches.append({"batch": batch, "tokens_per_s": batch * ENGINE_ANSWER / seconds})
+    answers = [64, 128, 192, 256, 320, 384, 448, 512]
+    seconds_of = [_static_s(prices, 1, count) for count in answers]
+    slope, intercept = linear_regression(answers, seconds_of)
+    misses = [
+        abs(intercept + slope * count - found) / found
+        for count, found in zip(answers, seconds_of, strict=True)
+    ]
+    return {
+        "figure 1a": batches,
+        "figure 5": {
+            "answers": answers,
+            "seconds": seconds_of,
+            "token_s": slope,
+            "largest_error": max(misses),
+        },
+    }
+
+
+def predicted(folder: Path) -> Record:
+    """Return throughput by bins and predictor (Figures 7 and 11), and the predictor's bins."""
+    rows, scores = [], []
+    prices = {name: _prices(name, BATCH) for name in (PHI, VICUNA)}
+    for name in DATA:
+        taught, served = halves(lengths_of(folder, name))
+        model, found = fit_length_model([Answered(*pair) for pair in taught])
+        truth = [new for _, new in taught]
+        scores.append(
+            {
+                "data": name,
+                "samples": found.samples,
+                "explained": found.explained,
+                "rank_correlation": found.rank_correlation,
+                "bins": [confusion(model, truth, served, bins) for bins in ACCURACY],
+            }
+        )
+        trace = [
+            TraceRequest(arrival_s=0.0, prompt_tokens=prompt, new_tokens=new)
+            for prompt, new in served[:SERVED]
+        ]
+        predictors: dict[str, LengthPredictor | None] = {
+            "oracle": None,
+            "learned": _by_length(model),
+            "mean": EmpiricalPredictor(truth),
+        }
+        for model_name in MODELS[name]:
+            costs = prices[model_name]
+            for bins in BINS:
+                schedule = Schedule(
+                    policy="multibin",
+                    decode_batch=BATCH,
+                    boundaries=quantile_boundaries(truth, bins),
+                )
+                rates = {}
+                for kind, predictor in predictors.items():
+                    wanted = {"oracle": BINS, "learned": BINS[1:], "mean": (MEAN_BINS,)}[kind]
+                    if bins in wanted:
+                        rates[kind] = _play(costs, schedule, trace, predictor)
+                rows.append({"data": name, "model": model_name, "bins": bins, "rates": rates})
+            say(f"{name}, {model_name}")
+    return {"figures 7, 11": rows, "figure 10": scores}
+
+
+def lengths_of(folder: Path, name: str) -> list[tuple[int, int]]:
+    """Return pairs of prompt and answer lengths that the models have room for."""
+    if name == "Alpaca":
+        with (folder / "helix" / "lengths_alpaca.csv").open(encoding="utf-8") as file:
+            found = [
+                (int(row["input_len"]), int(row["output_len"])) for row in csv.DictReader(file)
+            ]
+    else:
+        kind = {"Azure, conversation": "conv", "Azure, code": "code"}[name]
+        path = folder / "azure" / f"AzureLLMInferenceTrace_{kind}.csv"
+        found = [(one.prompt_tokens, one.new_tokens) for one in load_trace(path)]
+    return [
+        (max(1, prompt), min(LONGEST_ANSWER, max(1, new)))
+        for prompt, new in found
+        if prompt <= LONGEST_PROMPT
+    ]
+
+
+def halves(
+    pairs: Sequence[tuple[int, int]],
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Return two random halves."""
+    mixed = random.Random(0).sample(list(pairs), len(pairs))
+    return mixed[: len(mixed) // 2], mixed[len(mixed) // 2 :]
+
+
+def _by_length(model: LengthModel) -> LengthPredictor:
+    return lambda request: model.predict(request.prompt_tokens)
+
+
+def confusion(
+    model: LengthModel, taught: Sequence[int], served: Sequence[tuple[int, int]], bins: int
+) -> Record:
+    """Return the shares of requests by true and predicted bin, of equal probability (Figure 10)."""
+    edges = quantile_boundaries(taught, bins)
+    counts = [[0] * bins for _ in range(bins)]
+    for prompt, new in served:
+        counts[bisect_right(edges, new)][bisect_right(edges, model.predict(prompt))] += 1
+    return {
+        "bins": bins,
+        "shares": [[count / len(served) for count in row] for row in counts],
+        "right": sum(counts[one][one] for one in range(bins)) / len(served),
+        "near": sum(
+            counts[one][other]
+            for one in range(bins)
+            for other in range(max(0, one - 1), min(bins, one + 2))
+        ) / len(served),
+    }  # fmt: skip
+
+
+def _prices(name: str, batch: int) -> PlanCosts:
+    cluster = Cluster(
+        name="A100", nodes=(Node(name="n", devices=(DeviceGroup(type="A100-80G", count=1),)),)
+    )
+    work = Workload(batch=batch, prompt_tokens=ENGINE_PROMPT, new_tokens=ENGINE_ANSWER)
+    request = PlanRequest(
+        model=resolve_model(name)[0],
+        cluster=cluster,
+        workload=work,
+        dtype="float16",
+        kv_bits=16,
+        bits=(16,),
+    )
+    plan = make_plan(request, "llmpq")
+    sizes = MicroBatching(prefill=batch, decode=batch)
+    return PlanCosts(replace(plan, micro_batching=sizes), costs_of(request, plan.cluster))
+
+
+def _static_s(prices: PlanCosts, batch: int, answer: int) -> float:
+    one = TraceRequest(arrival_s=0.0, prompt_tokens=ENGINE_PROMPT, new_tokens=answer)
+    shape = PipelineShape(
+        micro_batching=MicroBatching(prefill=batch, decode=batch), num_slots=batch, num_stages=1
+    )
+    policy = make_policy(default_schedule("static", batch), shape)
+    return simulate(prices, policy, [one] * batch, num_slots=batch).makespan_s
+
+
+def _play(
+    prices: PlanCosts,
+    schedule: Schedule,
+    trace: Sequence[TraceRequest],
+    predictor: LengthPredictor | None,
+) -> float:
+    """Return answered requests a second."""
+    shape = PipelineShape(
+        micro_batching=MicroBatching(prefill=BATCH, decode=BATCH), num_slots=BATCH, num_stages=1
+    )
+    report = simulate(
+        prices, make_policy(schedule, shape), trace, num_slots=BATCH, predictor=predictor
+    )
+    return report.throughput_requests_per_s
+
+
+# --- The report ---
 
 
 def report(record: Record) -> str:
@@ -297,9 +509,51 @@ def report(record: Record) -> str:
         table(("bins", *(f"p = {error:g}" for error in ERRORS)), eight),
         "## Figure 9: exponential service times",
         table(("bins", "most requests/s", "lower bound", "latency at 10 % load, s"), nine),
-        "## The predictor's accuracies, throughput over one bin (mistakes into neighbours)",
+        "## The paper's predictor's accuracies, throughput over one bin (mistakes into neighbours)",
         table(("bins", "accuracy, paper", "oracle", "predictor"), first),
+        *_engine_tables(record),
     ])  # fmt: skip
+
+
+def _engine_tables(record: Record) -> Iterator[str]:
+    yield "## Figure 1(a): Phi-3-mini on an A100-80G, tokens/s by batch"
+    batches = record["figure 1a"]
+    yield table(
+        [str(row["batch"]) for row in batches],
+        [[number(row["tokens_per_s"], 0) for row in batches]],
+    )
+    five = record["figure 5"]
+    yield (
+        f"Figure 5: an answer takes {1000 * five['token_s']:.2f} ms a token, a line within "
+        f"{five['largest_error']:.1%}."
+    )
+    yield "## Figures 7 and 11: throughput over one bin, by what is known of lengths"
+    rows = []
+    for name in DATA:
+        for model in MODELS[name]:
+            for kind in PREDICTORS:
+                gains = gains_of(record, name, model, kind)
+                rows.append([name, model.rpartition("/")[2], kind, *map(number, gains)])
+    yield table(("lengths", "model", "known", *map("{} bins".format, BINS[1:])), rows)
+    yield "## Table 1 and Figure 10: the learned predictor's bins (lengths of prompts alone)"
+    found = [
+        [
+            score["data"], f"{score['rank_correlation']:.2f}",
+            *(f"{one['right']:.1%}, {one['near']:.1%}" for one in score["bins"]),
+        ]
+        for score in record["figure 10"]
+    ]  # fmt: skip
+    head = [
+        f"{bins} bins: right, next to it (paper {share:.1%})" for bins, share in ACCURACY.items()
+    ]
+    yield table(("lengths", "rank correlation", *head), found)
+
+
+def gains_of(record: Record, data: str, model: str, kind: str) -> list[float]:
+    """Return throughput over one bin, for every number of bins from two on."""
+    rows = [row for row in record["figures 7, 11"] if (row["data"], row["model"]) == (data, model)]
+    one = next(row["rates"]["oracle"] for row in rows if row["bins"] == 1)
+    return [row["rates"][kind] / one for row in rows if row["bins"] > 1]
 
 
 def _uniform(bins: int, error: float = 0.0) -> Queue:
@@ -357,12 +611,10 @@ def _curve(queue: Queue, best: float) -> Record:
     }
 
 
-def _draw(record: Record) -> None:
-    try:
-        from reproduce.pictures import draw_multibin  # noqa: PLC0415  matplotlib is extra
-    except ImportError:
-        return
-    draw_multibin(record, LOADS, IMAGES / "reproduce_multibin.png")
+def _draw(record: Record, path: Path) -> None:
+    from reproduce.pictures import draw_multibin  # noqa: PLC0415  matplotlib is extra
+
+    draw_multibin(record, LOADS, path)
 
 
 if __name__ == "__main__":

@@ -36,22 +36,24 @@ def run(
     return 0
 
 
-def run_on_traces(
+def run_on_data(  # noqa: PLR0913  what scripts differ in
     name: str,
     description: str | None,
     collect: Callable[[Path], Record],
     report: Callable[[Record], str],
     draw: Callable[[Record, Path], None],
     argv: Sequence[str] | None,
+    *,
+    option: str = "--data",
 ) -> int:
-    """Parse the options of an evaluation on traces, collect, draw, and print as ``run`` does."""
+    """Parse the options of an evaluation on data, collect, draw, and print as ``run`` does."""
     parser = argparse.ArgumentParser(prog=f"reproduce.{name}", description=description)
-    parser.add_argument("--traces", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument(option, type=Path, required=True, metavar="FOLDER", dest="data")
     parser.add_argument("--picture", type=Path, metavar="FILE.png")
     parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
     options = parser.parse_args(argv)
     try:
-        record = collect(options.traces)
+        record = collect(options.data)
     except LlmpqError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return error.exit_status

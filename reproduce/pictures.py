@@ -29,6 +29,7 @@ ORDER_COLOURS = {
 }
 PLACE_SHADES = {"p50": "#8fadcc", "p95": "#41729f", "p99": "#12304d"}
 BIN_SHADES = ("#b7c9de", "#8fadcc", "#678fb8", "#41729f", "#1f4e79", "#12304d")
+DATA_COLOURS = ("#1f4e79", "#d1495b", "#f2a541")
 BALANCER_COLOURS = {
     "SAL": "#1f4e79", "SAL in seconds": "#2a9d8f", "LMetric": "#f2a541", "P2C": "#d1495b",
     "Random": "#9aa5b1", "round robin": "#c3cad1", "least loaded": "#8e6c8a",
@@ -258,15 +259,15 @@ def _name_logarithmic(axes: Axes, title: str, label: str) -> None:
 
 
 def draw_multibin(record: Record, loads: Sequence[float], path: Path) -> None:
-    """Draw Figures 3, 4, 8 and 9 of multi-bin batching.
+    """Draw Figures 3, 4, 7, 8, 9 and 10 of multi-bin batching.
 
     Args:
         record: what ``multibin.collect`` returns.
         loads: shares of the throughput without waste, of the curves' points.
         path: the PNG file.
     """
-    with new_figure(path, 10, 7) as figure:
-        (three, four), (eight, nine) = figure.subplots(2, 2)
+    with new_figure(path, 14, 7) as figure:
+        (three, four, seven), (eight, nine, ten) = figure.subplots(2, 3)
         for row, color in zip(record["figures 3, 4"], BIN_SHADES, strict=True):
             label = f"{row['bins']} bins" if row["bins"] > 1 else "1 bin"
             three.plot(loads, row["rate"], "o-", color=color, ms=3, label=label)
@@ -290,6 +291,41 @@ def draw_multibin(record: Record, loads: Sequence[float], path: Path) -> None:
         for row, color in zip(record["figure 9"], BIN_SHADES, strict=True):
             nine.plot(loads, row["rate"], "o-", color=color, ms=3)
         _title(nine, "Figure 9: exponential times, requests/s", "")
+        _draw_learned(seven, record["figures 7, 11"])
+        _draw_confusion(ten, record["figure 10"][0])
+
+
+def _draw_learned(axes: Axes, rows: Sequence[Record]) -> None:
+    """Draw throughput over one bin, with known and with predicted lengths."""
+    model = rows[0]["model"]
+    for name, color in zip(dict.fromkeys(row["data"] for row in rows), DATA_COLOURS, strict=True):
+        own = [row for row in rows if (row["data"], row["model"]) == (name, model)]
+        one = own[0]["rates"]["oracle"]
+        for kind, style in (("oracle", "o-"), ("learned", "o--")):
+            found = [(row["bins"], row["rates"].get(kind, one) / one) for row in own]
+            axes.plot(*zip(*found, strict=True), style, color=color, ms=3,
+                      label=name if kind == "oracle" else None)  # fmt: skip
+    axes.set_xscale("log", base=2)
+    bins = sorted({row["bins"] for row in rows})
+    axes.set_xticks(bins, list(map(str, bins)))
+    axes.legend(loc="upper left")
+    _title(axes, "Figures 7, 11: over one bin (dashed: learned)", "", "bins")
+
+
+def _draw_confusion(axes: Axes, score: Record) -> None:
+    """Draw true and predicted bins, of four."""
+    (found,) = (one for one in score["bins"] if one["bins"] == 4)
+    shares = [[share / sum(row) for share in row] for row in found["shares"]]
+    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    for true, row in enumerate(shares):
+        for guess, share in enumerate(row):
+            axes.text(guess, true, f"{share:.0%}", ha="center", va="center",
+                      color="white" if share > 0.5 else INK)  # fmt: skip
+    axes.set_title(f"Figure 10: {score['data']}")
+    axes.set_xlabel("predicted bin")
+    axes.set_ylabel("true bin")
+    axes.set_xticks(range(4), ["1", "2", "3", "4"])
+    axes.set_yticks(range(4), ["1", "2", "3", "4"])
 
 
 def _title(

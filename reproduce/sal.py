@@ -45,7 +45,7 @@ from reproduce.larry import (
     mean_of,
     rate_of_pressure,
 )
-from reproduce.output import Record, run_on_traces, say, table
+from reproduce.output import Record, run_on_data, say, table
 
 # --- Fleets and runs ---
 
@@ -260,7 +260,7 @@ class Job:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Simulate and print the tables."""
-    return run_on_traces("sal", __doc__, _collect, report, _draw, argv)
+    return run_on_data("sal", __doc__, _collect, report, _draw, argv, option="--traces")
 
 
 def _draw(record: Record, path: Path) -> None:

@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import math
 import random
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, ClassVar, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
@@ -309,7 +311,8 @@ class LengthModel:
         length_weights: by class of the prompt's length, as :func:`length_classes` counts them.
         token_weights: by hashed token; none if only lengths were known.
         mean_token_score: score of the tokens of a mean prompt, where content is unknown.
-        scores, lengths: rising; a score between two stands for a length between theirs.
+        scores, lengths: ``KNOTS`` quantiles of either, from the least to the largest; a score
+            between two stands for a length between theirs, equal ones for their mean.
         provenance: what it was fitted to.
     """
 
@@ -356,7 +359,16 @@ class LengthModel:
                 score += self.mean_token_score
             else:
                 score += float(token_features(token_ids) @ np.array(self.token_weights))
+        low, high = bisect_left(self.scores, score), bisect_right(self.scores, score)
+        if low < high:
+            return fmean(self.lengths[low:high])
         return float(np.interp(score, self.scores, self.lengths))
+
+    def boundaries(self, bins: int) -> tuple[float, ...]:
+        """Return the lengths between bins of equal probability."""
+        shares = [number / bins for number in range(1, bins)]
+        places = np.linspace(0.0, 1.0, len(self.lengths))
+        return tuple(map(float, np.interp(shares, places, self.lengths)))
 
 
 def read_length_model(path: str | Path) -> LengthModel:
@@ -449,15 +461,15 @@ def fit_length_model(
     tokens = weights[LENGTH_FEATURES:]
     mean_tokens = features[:, LENGTH_FEATURES:].mean(axis=0) @ tokens
     lengths = np.array([max(1.0, float(item.new_tokens)) for item in answered])
-    knots, meant = _quantile_map(scores, lengths)
+    shares = np.linspace(0.0, 1.0, KNOTS)
     model = LengthModel(
         vocab_size=vocab_size,
         intercept=float(intercept),
         length_weights=tuple(map(float, weights[:LENGTH_FEATURES])),
         token_weights=tuple(map(float, tokens)),
         mean_token_score=float(mean_tokens) if len(tokens) else 0.0,
-        scores=tuple(map(float, knots)),
-        lengths=tuple(map(float, meant)),
+        scores=tuple(map(float, np.quantile(scores, shares))),
+        lengths=tuple(map(float, np.quantile(lengths, shares))),
         provenance=provenance,
     )
     places, truth = _ranks(scores), _ranks(lengths)
@@ -470,14 +482,6 @@ def fit_length_model(
         accuracy=tuple((str(bins), _accuracy(places, truth, bins)) for bins in (2, 4, 8)),
     )
     return model, report
-
-
-def _quantile_map(scores: Array, lengths: Array) -> tuple[Array, Array]:
-    """Return rising scores, and the lengths of the same ranks; equal scores share their mean."""
-    shares = np.linspace(0.0, 1.0, KNOTS)
-    knots, place = np.unique(np.quantile(scores, shares), return_inverse=True)
-    sums = np.bincount(place, np.quantile(lengths, shares))
-    return knots, sums / np.bincount(place)
 
 
 def _features(answered: Sequence[Answered], *, with_tokens: bool) -> Array:

@@ -13,6 +13,7 @@ from llmpq.batching.length import (
     LengthPredictor,
     Prediction,
     make_predictor,
+    read_length_model,
 )
 from llmpq.batching.policies.multibin import quantile_boundaries
 from llmpq.errors import SpecError
@@ -49,7 +50,8 @@ def schedule_of(options: argparse.Namespace, plan: Plan, new_tokens: Sequence[in
     Args:
         options: parsed.
         plan: the strategy.
-        new_tokens: answer lengths, from which multi-bin boundaries are computed.
+        new_tokens: answer lengths, from which multi-bin boundaries are computed where the
+            predictor's file does not state them.
     """
     own = plan.schedule
     name = options.policy or (own.policy if own is not None else "hybrid")
@@ -63,7 +65,13 @@ def schedule_of(options: argparse.Namespace, plan: Plan, new_tokens: Sequence[in
     schedule = default_schedule(name, plan.workload.batch)
     if name == "multibin":
         bins = 4 if options.bins is None else options.bins
-        schedule = replace(schedule, boundaries=quantile_boundaries(new_tokens, bins))
+        file = prediction_of(options).file
+        schedule = replace(
+            schedule,
+            boundaries=quantile_boundaries(new_tokens, bins)
+            if file is None
+            else read_length_model(file).boundaries(bins),
+        )
     return schedule
 
 
