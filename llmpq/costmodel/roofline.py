@@ -65,8 +65,9 @@ class RooflineLatencyModel:
         work = layer_work(layer, phase, batch, tokens)
         cost = self.device.precision_cost(bits)
         stored, kept = touched_bytes(
-            layer, self.model.precision(bits), DTYPE_BYTES[self.dtype], work.rows
-        )
+            layer, self.model.precision(bits), DTYPE_BYTES[self.dtype], work.rows,
+            cost.passes(work.rows),
+        )  # fmt: skip
         weights_s = (stored / cost.stream_of(phase, work.rows) + kept) / self._stream
         is_prefill = phase is Phase.PREFILL
         share = 1.0 if is_prefill else self.device.decode_efficiency / cost.thin
@@ -109,6 +110,7 @@ class RooflineLatencyModel:
         shape = self.model.vocab_size, self.model.head_in_features
         stored = linear_bytes(*shape, self.model.head_precision(head_bits), value_bytes)
         # As many rows as in decode: one position a sequence.
+        stored *= cost.passes(batch)
         weights_s = stored / (self._stream * cost.stream_of(Phase.DECODE, batch))
         head_s = self._overlapped(weights_s, compute_s, cost)
         sample_s = 2.0 * batch * self.model.vocab_size * 4 / self._stream  # float32, written, read
@@ -193,18 +195,20 @@ def experts_hit(op: LinearSpec, rows: float) -> float:
 
 
 def touched_bytes(
-    layer: LayerSpec, precision: Precision, dtype_bytes: int, rows: float
+    layer: LayerSpec, precision: Precision, dtype_bytes: int, rows: float, passes: int = 1
 ) -> tuple[float, float]:
     """Return the bytes of weights that ``rows`` tokens make a layer read.
 
     They are those of the quantizable operators at ``precision``, and of what stays in the dtype.
+    The former are read in several ``passes``, an expert's in no more than its tokens need.
     """
     stored = 0.0
     kept = float(layer.norm_parameters * dtype_bytes)
     for op in layer.linears:
         hits = experts_hit(op, rows)
         if op.quantizable:
-            stored += hits * linear_bytes(op.out_features, op.in_features, precision, dtype_bytes)
+            read = hits if passes == 1 else max(hits, op.active * passes)
+            stored += read * linear_bytes(op.out_features, op.in_features, precision, dtype_bytes)
         else:
             kept += hits * op.out_features * op.in_features * dtype_bytes
         kept += hits * (op.out_features * dtype_bytes if op.bias else 0)

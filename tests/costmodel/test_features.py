@@ -78,6 +78,15 @@ def test_touched_bytes_of_a_mixture_reach_all_its_bytes():
     assert few < many / 3
 
 
+def test_experts_are_read_as_often_as_their_tokens_need():
+    # 64 tokens visit two experts of eight each: 128 visits, though there are eight matrices.
+    precision = default_precision(4)
+    (one, _), (many, _) = (touched_bytes(MIXTRAL, precision, 2, n, n) for n in (1, 64))
+    (once, _), (twice, _) = (touched_bytes(MIXTRAL, precision, 2, 64, n) for n in (1, 2))
+    assert many == pytest.approx(64 * one)
+    assert once < twice < 1.05 * once
+
+
 def test_routers_are_not_quantizable_parameters():
     routers = sum(op.weight_parameters for op in MIXTRAL.linears if not op.quantizable)
     assert routers == 8 * 4096

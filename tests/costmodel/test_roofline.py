@@ -158,6 +158,49 @@ def test_a_kernel_for_few_rows_ends_where_the_catalogue_says(bits):
     assert 0.95 * dense < many < 1.15 * dense
 
 
+def passing(model, rows_per_pass, **figures):
+    """A roofline on an A100 whose 4-bit kernel reads the weights again after so many rows."""
+    cost = PrecisionCost(bits=4, compute=1.0, stream=0.5, rows_per_pass=rows_per_pass)
+    device = replace(catalog.device("A100-40G"), precision_costs=(cost,), **figures)
+    return replace(roofline(model), device=device)
+
+
+def test_a_kernel_of_one_pass_a_row_reads_the_packed_weights_for_every_row():
+    # Of a device that takes no time for all else: OPT-30b has 12 h^2 weights a layer, h 7168, and
+    # in groups of 128 a 16-bit scale and zero point for each.
+    free = {
+        "overlap_loss": 0.0, "layer_overhead_s": 0.0, "flops": (("float16", 1e24),),
+        "attention_memory_efficiency": 1e9, "memory_bytes_per_s": 1e12, "memory_efficiency": 1.0,
+    }  # fmt: skip
+    packed = 12 * 7168**2 * (0.5 + 4 / 128)
+    kept = 2 * 13 * 7168  # biases of 9 h outputs, two norms of 2 h
+    for phase, batch, tokens, rows_per_pass, passes in (
+        (DECODE, 1, 512, 1, 1), (DECODE, 8, 512, 1, 8), (DECODE, 8, 512, 3, 3),
+        (PREFILL, 2, 512, 1, 1024), (PREFILL, 2, 512, 1000, 2), (PREFILL, 2, 512, None, 1),
+    ):  # fmt: skip
+        seconds = passing(OPT_30B, rows_per_pass, **free).layer_s(phase, 4, batch, tokens, 0)
+        assert seconds == pytest.approx((packed * passes / 0.5 + kept) / 1e12, rel=1e-4)
+    # The head, too, which has as many rows as there are sequences.
+    heads = [passing(OPT_30B, 1, **free).master_s(DECODE, batch, 512, 4) for batch in (1, 8)]
+    assert heads[1] == pytest.approx(8 * heads[0], rel=1e-2)
+
+
+@given(
+    model=models, phase=st.sampled_from(Phase), batch=st.integers(1, 512),
+    tokens=st.integers(1, 8192), more=st.integers(1, 300), rows_per_pass=st.integers(1, 600),
+)  # fmt: skip
+def test_passes_over_the_weights_grow_with_batch_and_tokens(
+    model, phase, batch, tokens, more, rows_per_pass
+):
+    once, many = passing(model, None), passing(model, rows_per_pass)
+    kind = len(model.layer_types) - 1
+    here = many.layer_s(phase, 4, batch, tokens, kind)
+    assert here >= once.layer_s(phase, 4, batch, tokens, kind) > 0
+    assert many.layer_s(phase, 4, batch + more, tokens, kind) > here
+    assert many.layer_s(phase, 4, batch, tokens + more, kind) > here
+    assert many.master_s(phase, batch + more, tokens, 4) > many.master_s(phase, batch, tokens, 4)
+
+
 def test_bandwidth_stops_growing_with_threads():
     eight, many = (
         roofline(device="cpu", dtype="bfloat16", threads=n).layer_s(DECODE, 16, 1, 1, 0)

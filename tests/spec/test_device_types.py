@@ -56,6 +56,10 @@ def devices_file(folder, *entries):
         ({"like": "RTX9999"}, "field 'like': found 'RTX9999'.*did you mean"),
         ({"like": "M1"}, "field 'kind': found 'cuda', expected 'mps', as M1 has"),
         ({"precision_costs": [COST] * 2}, "each bitwidth once"),
+        ({"precision_costs": [COST | {"rows_per_pass": 0}]},
+         r"precision_costs\[0\]\.rows_per_pass': found 0, expected a whole number"),
+        ({"precision_costs": [COST | {"rows_per_pass": 1.5}]},
+         r"precision_costs\[0\]\.rows_per_pass': found 1.5, expected a whole number"),
     ],
 )  # fmt: skip
 def test_a_wrong_entry_names_file_and_field(tmp_path, change, message):

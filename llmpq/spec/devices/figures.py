@@ -14,6 +14,7 @@ has. Between stages a hidden state travels in the sender's format and is rounded
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, ClassVar, Literal
@@ -64,6 +65,8 @@ class PrecisionCost:
         thin: further factor on arithmetic time in decode, where another kernel multiplies few rows.
         few_rows: most rows of a decode step that this kernel takes; ``None`` for any number.
         stream_beyond: on achieved memory bandwidth in decode with more rows than those.
+        rows_per_pass: rows that a kernel multiplies while it reads the weights once, prompt tokens
+            and sequences alike; ``None``: all rows of a micro-batch.
         overlap_loss, saturation_tokens, prefill_deviation, decode_deviation: of this bitwidth,
             where they differ from the device's.
     """
@@ -76,6 +79,7 @@ class PrecisionCost:
     thin: Annotated[float, Rule(minimum=0.01, optional=True)] = 1.0
     few_rows: Annotated[int | None, Rule(minimum=1)] = None
     stream_beyond: Annotated[float, Rule(minimum=0.01, optional=True)] = 1.0
+    rows_per_pass: Annotated[int | None, Rule(minimum=1)] = None
     overlap_loss: Share | None = None
     saturation_tokens: Annotated[float | None, Rule(minimum=0)] = None
     prefill_deviation: Deviation | None = None
@@ -90,6 +94,10 @@ class PrecisionCost:
         if phase is Phase.DECODE and self.few_rows is not None and rows > self.few_rows:
             return min(self.stream, self.stream_beyond)
         return self.stream
+
+    def passes(self, rows: float) -> int:
+        """Return how often a kernel reads the weights for so many rows."""
+        return 1 if self.rows_per_pass is None else max(1, math.ceil(rows / self.rows_per_pass))
 
 
 Rate = Annotated[float, Rule(minimum=1)]
