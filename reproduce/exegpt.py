@@ -180,8 +180,6 @@ TABLE_5: dict[str, dict[int, dict[str, Falls]]] = {
 MODEL, DEVICE, DEVICES = "facebook/opt-13b", "A40", 4
 KV_BYTES = 120e9
 """Left for keys and values of the four devices' 192 GB beside weights and temporary tensors."""
-EIGHTHS = (8, 6, 5, 4, 3, 2)
-"""Of the slots: the shares at which WAA is searched."""
 ROUNDS = 4
 """Requests simulated: so many times the slots."""
 
@@ -254,10 +252,6 @@ class Served:
 
     def scheduled(self, bound_s: float, variant: Variant = VARIANTS[0]) -> Plan | None:
         """Return the best schedule whose 99th-percentile answer keeps a bound."""
-        found = list(self._tried(bound_s, variant))
-        return max(found, key=expected_rate, default=None)
-
-    def _tried(self, bound_s: float, variant: Variant) -> Iterator[Plan]:
         wanted = ScheduleRequest(
             prompt_tokens=self.prompts,
             new_tokens=self.answers,
@@ -266,12 +260,10 @@ class Served:
             balances=variant.balances,
             pads_prompts=True,
         )
-        for share in EIGHTHS if variant.policy == "waa" else EIGHTHS[:1]:
-            plan = with_slots(self.plan, self.slots * share // 8)
-            try:
-                yield with_schedule(plan, self.costs, wanted, variant.policy)
-            except InfeasibleError:
-                continue
+        try:
+            return with_schedule(self.plan, self.costs, wanted, variant.policy)
+        except InfeasibleError:
+            return None
 
 
 def expected_rate(plan: Plan) -> float:
@@ -279,18 +271,6 @@ def expected_rate(plan: Plan) -> float:
     assert plan.schedule is not None
     assert plan.schedule.estimate is not None
     return plan.schedule.estimate.requests_per_s
-
-
-def with_slots(plan: Plan, slots: int) -> Plan:
-    """Return the plan for so many sequences at once."""
-    sizes = plan.micro_batching
-    return replace(
-        plan,
-        workload=replace(plan.workload, batch=slots),
-        micro_batching=MicroBatching(
-            prefill=min(sizes.prefill, slots), decode=min(sizes.decode, slots)
-        ),
-    )
 
 
 def variables(plan: Plan) -> str:

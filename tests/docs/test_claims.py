@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from helpers.docs_pages import ROOT
 
-from reproduce import exegpt, larry, llm_pq_kernels, run_all, sal, samullm
+from reproduce import exegpt, larry, llm_pq_kernels, multibin, run_all, sal, samullm
 from scripts.docs_site import evidence
 
 Record = dict[str, Any]
@@ -172,6 +172,32 @@ def bins_of_the_predictor() -> str:
     found = record("multibin")
     (row,) = (row for row in found["table 1"] if row["bins"] == 4)
     return f"4 {row['rate'] / found['one bin']:.2f}x {row['oracle'] / found['one bin']:.2f}x 1.08x"
+
+
+def learned_bins() -> str:
+    found = record("multibin")
+    conversations, *_ = found["figure 10"]
+    right = [f"{100 * one['right']:.0f}" for one in conversations["bins"]]
+    paper = [f"{100 * share:.0f}" for share in multibin.ACCURACY.values()]
+    gains = [
+        multibin.gains_of(found, conversations["data"], multibin.PHI, kind)[1]
+        for kind in ("learned", "oracle")
+    ]
+    return " ".join([*right, *paper, "4", *(f"{gain:.2f}x" for gain in gains)])
+
+
+def unpredictable_lengths() -> str:
+    found = record("multibin")
+    _, *others = multibin.DATA
+    learned, known = (
+        [gain for name in others for gain in multibin.gains_of(found, name, multibin.PHI, kind)]
+        for kind in ("learned", "oracle")
+    )
+    return f"{min(learned):.2f}x {max(learned):.2f}x {max(known):.2f}x"
+
+
+def seconds_of_answers() -> str:
+    return f"{100 * record('multibin')['figure 5']['largest_error']:.1f}"
 
 
 # --- Forecasts, index ---
@@ -803,6 +829,9 @@ CLAIMS: dict[str, dict[str, Callable[[], str] | str]] = {
         "Throughput agrees with": theorems,
         "oracle lengths": bins_of_a_model,
         "accuracy of the paper's predictor": bins_of_the_predictor,
+        "For Azure's conversations": learned_bins,
+        "Prompts of Azure's code": unpredictable_lengths,
+        "are a line within": seconds_of_answers,
     },
     "evidence/larry": {
         "Azure traces of 2023": SET_UP,

@@ -15,7 +15,7 @@ the decoding batch varies too. A neighbour encodes the ``B_E`` that its ``B_D`` 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from statistics import NormalDist
@@ -149,6 +149,8 @@ def _moved(
 PERCENT = 99
 NEARLY = 97
 """Answers from this percentile on are about as long as that of ``PERCENT``."""
+SLOT_EIGHTHS = (8, 6, 5, 4, 3, 2)
+"""Of the slots: the shares that WAA is searched with."""
 _TRIES = 6
 _ROUNDING = 1.0 + 1e-9
 _TRACE_REQUESTS = 2000
@@ -238,14 +240,50 @@ def with_schedule(
     """Return the plan with the schedule of highest throughput within the bound.
 
     The workload's batch is the number of KV slots. WAA assigns the layers anew to separate stages
-    per phase. The estimate of the schedule is what the simulator plays, with ``length`` the closed
-    form.
+    per phase, and may use fewer slots: with less memory for keys and values other cuts fit. The
+    estimate of the schedule is what the simulator plays, with ``length`` the closed form.
 
     Raises:
         SpecError: the distributions hold lengths that the plan has no room for.
         InfeasibleError: no schedule meets the bound, or memory does not hold two copies (WAA).
     """
     check_lengths(plan, request)
+    found: list[Plan] = []
+    failure: InfeasibleError | None = None
+    for one in _with_fewer_slots(plan) if policy == "waa" else [plan]:
+        try:
+            found.append(_with_schedule(one, costs, request, policy))
+        except InfeasibleError as error:
+            failure = failure or error
+    if not found:
+        assert failure is not None
+        raise failure
+    return max(found, key=_expected_rate)
+
+
+def _with_fewer_slots(plan: Plan) -> Iterator[Plan]:
+    """Yield the plan with all its slots, and with eighths of them."""
+    slots, sizes = plan.workload.batch, plan.micro_batching
+    for count in dict.fromkeys(max(1, slots * share // 8) for share in SLOT_EIGHTHS):
+        yield replace(
+            plan,
+            workload=replace(plan.workload, batch=count),
+            micro_batching=MicroBatching(
+                prefill=min(sizes.prefill, count), decode=min(sizes.decode, count)
+            ),
+        )
+
+
+def _expected_rate(plan: Plan) -> float:
+    assert plan.schedule is not None
+    assert plan.schedule.estimate is not None
+    return plan.schedule.estimate.requests_per_s
+
+
+def _with_schedule(
+    plan: Plan, costs: ClusterCosts, request: ScheduleRequest, policy: Searched
+) -> Plan:
+    """Return the plan with the best schedule for its slots."""
     reached_s = math.inf
     bound_s = request.latency_bound_s / safety_factor(plan, costs, request.confidence)
     for _ in range(_TRIES):
