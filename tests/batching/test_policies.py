@@ -225,6 +225,22 @@ def test_rra_keeps_its_decoding_batch_near_the_mean():
     assert sum(decodes) / len(decodes) > 0.7 * 24
 
 
+def test_an_encoding_batch_holds_at_most_a_threshold_more_tokens_than_the_mean():
+    admission = Admission(encode_batch=4, decode_batch=16, mean_prompt_tokens=10, threshold=0.25)
+
+    def taken(*prompts):
+        waiting = [
+            WaitingRequest(request=number, prompt_tokens=tokens)
+            for number, tokens in enumerate(prompts)
+        ]
+        return admission.take(SchedulerView(waiting=waiting, ready=[], free_slots=16), 4)
+
+    assert taken(10, 10, 20, 10, 10) == (0, 1, 2, 3)  # 50 tokens are 1.25 times 4 x 10
+    assert taken(10, 10, 21, 10, 10) == (0, 1, 2)
+    assert taken(99, 10) == (0,)  # one request is encoded, however long
+    assert taken(1, 1, 1, 1, 1) == (0, 1, 2, 3)  # the paper's holds no fewer tokens, either
+
+
 def test_waa_merges_encoded_requests_into_one_decoding_batch():
     pipeline = Pipeline([8] * 40, num_slots=16, limit=2)
     policy = WaaPolicy(

@@ -20,6 +20,9 @@ from llmpq.multillm.planner.search import (
     find,
     greedy_stage,
     lower_bound,
+    max_stage,
+    min_stage,
+    throughput,
 )
 from llmpq.multillm.workload import Item, ModelLengths, build_workload
 
@@ -109,6 +112,47 @@ def test_algorithm_1_takes_the_largest_gain_a_device():
     ready = own.ready(progress, ())
     best = max((rate(model, plan), model) for model in ready for plan in own.candidates[model])
     assert list(stage) == [best[1]]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_max_heuristic_gives_all_devices_to_the_first_ready_model(seed):
+    own = problem(seed, models=3, devices=4)
+    progress = own.simulator.begin()
+    ((model, plan),) = max_stage(own, progress).items()
+    assert model == own.ready(progress, ())[0]
+    most = max(one.devices for one in own.candidates[model])
+    rates = {
+        one: throughput(own.simulator.run(progress, {model: one}), None)
+        for one in own.candidates[model]
+        if one.devices == most
+    }
+    assert rates[plan] == max(rates.values())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_min_heuristic_runs_as_many_models_as_fit_on_even_shares(seed):
+    own = problem(seed, models=4, devices=4)
+    progress = own.simulator.begin()
+    stage = min_stage(own, progress)
+    stages = [
+        {model: plan for model, plan in enumerate(plans) if plan is not None}
+        for plans in product(*[(None, *plans) for plans in own.candidates])
+    ]
+    fitting = [
+        one
+        for one in stages
+        if one and own.fits(one.values()) and set(one) <= set(own.ready(progress, one))
+        and own.simulator.run(progress, one) is not None
+    ]  # fmt: skip
+    assert len(stage) == max(map(len, fitting))
+    alike = [one for one in fitting if set(one) == set(stage)]
+    shares = sorted(plan.devices for plan in stage.values())
+    used = [sorted(plan.devices for plan in one.values()) for one in alike]
+    # No partition that uses as many devices has a larger smallest share.
+    assert shares[0] == max(one[0] for one in used if sum(one) == sum(shares))
+    same = [one for one in alike if sorted(plan.devices for plan in one.values()) == shares]
+    rates = [throughput(own.simulator.run(progress, one), None) for one in same]
+    assert throughput(own.simulator.run(progress, stage), None) == max(rates)
 
 
 def test_an_unknown_method_is_an_error():

@@ -73,6 +73,18 @@ def test_a_measured_engine_has_the_seconds_of_its_iterations():
     assert law.token_budget == 4096
 
 
+def test_operations_are_twice_those_of_the_paper_without_padding():
+    # SamuLLM, Eq. 1 and 2, count a product and a sum as one: L (c B s + 2 B h s^2) for prompts,
+    # L (c B + 2 h S) for a decode iteration.
+    layers, hidden, inner = 24, 2048, 4 * 2048
+    weights = 4 * hidden**2 + 2 * hidden * inner
+    count = FlopCount.of(catalog.model("facebook/opt-1.3b"))
+    prefill = layers * (weights * 100 + 2 * hidden * 100**2)
+    assert count.prefill(np.array([100.0])) == pytest.approx([2 * prefill])
+    decode = layers * (weights * 3 + 2 * hidden * (50 + 60 + 70))
+    assert 3 * count.token + count.key * (50 + 60 + 70) == pytest.approx(2 * decode)
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_plans_engine_is_close_to_the_engine_simulated_step_by_step(devices):
     model = catalog.model("facebook/opt-1.3b")

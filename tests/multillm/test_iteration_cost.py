@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.iteration_costs import FORMS, errors, main
+from benchmarks.iteration_costs import FORMS, PaperModel, errors, main
 from llmpq.costmodel.tables.latency import RegressionLatencyModel
 from llmpq.errors import SpecError
 from llmpq.multillm.engine.law import COLUMNS, IterationModel, IterationTable, read_iterations
@@ -63,6 +63,17 @@ def test_a_law_is_found_at_measured_and_unmeasured_batches(tmp_path):
             wanted_ms = law_ms(is_prefill, batch, batch * length, length)[0]
             found = model.seconds(phase, batch, length)
             assert found == pytest.approx(1e-3 * wanted_ms, rel=0.06)
+
+
+def test_the_papers_form_recovers_three_parts_that_are_linear_for_each_batch(tmp_path):
+    paper = PaperModel(read_iterations(table(tmp_path / "t.csv", rows())))
+    for batch in (1, 7, 40):
+        for is_prefill, tokens, longest in ((True, batch * 100, 100), (False, batch * 90, 200)):
+            _, *parts = law_ms(is_prefill, batch, tokens, longest)
+            phase = Phase.PREFILL if is_prefill else Phase.DECODE
+            shape = (np.array([float(one)]) for one in (batch, tokens, longest))
+            (found,) = paper.seconds(phase, *shape)
+            assert found == pytest.approx(1e-3 * sum(parts), rel=1e-6)
 
 
 def test_uneven_requests_take_the_time_of_the_longest(tmp_path):

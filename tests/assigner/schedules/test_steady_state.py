@@ -65,6 +65,9 @@ def test_the_paper_formula_is_wrong_where_lengths_differ():
 def test_the_paper_formula_equals_ours_for_equal_lengths():
     assert paper_ending(constant(10), 4) == pytest.approx((0, 1 / 3, 0, 0))
     assert paper_ending(constant(3), 4) == (0, 0, 1, 0)
+    # By hand, N_D = 3: 2 tokens end at U = 2; of 5 tokens half of the phases end at 1 + 4 mod 3.
+    assert paper_ending(empirical([2, 5]), 3) == pytest.approx((0, 0.75, 0))
+    assert paper_encode_batch(empirical([2, 5]), 3, 16) == pytest.approx(12)
     steady = SteadyBatch(prompt_tokens=constant(1), new_tokens=constant(11), decode_iterations=4)
     assert steady.ending == pytest.approx((0, 1 / 3, 0, 0))
 
