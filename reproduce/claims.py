@@ -22,8 +22,19 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from llmpq.spec.plan import Plan
 from llmpq.spec.workload import TraceRequest
-from reproduce import exegpt, fleets, larry, multibin, run_all, sal, samullm, vllm_run
+from reproduce import (
+    exegpt,
+    fleets,
+    larry,
+    llm_pq_kernels,
+    multibin,
+    run_all,
+    sal,
+    samullm,
+    vllm_run,
+)
 from scripts.docs_site import evidence
 
 Json = Any
@@ -548,6 +559,11 @@ def all_errors(data: Path) -> Json:
 # --- Multi-bin batching ---
 
 
+DATA_OF: Mapping[str, tuple[str, ...]] = {
+    name: ("helix",) if name == "Alpaca" else ("azure",) for name in multibin.DATA
+}
+
+
 def multibin_claims(found: Json) -> Iterator[Claim]:
     """Yield the points of all figures, and the bins of Theorem 4.3."""
     record = found["record"]
@@ -576,6 +592,26 @@ def multibin_claims(found: Json) -> Iterator[Claim]:
                 path=("record", "table 1", at, name), seconds=0.2,
                 compute=_without_data(uniform_rate, row["bins"], error),
             )  # fmt: skip
+    yield claim(
+        kind="figure 1a", name="tokens a second", path=("record", "figure 1a"), seconds=2.0,
+        compute=_without_data(multibin.batch_rates),
+    )  # fmt: skip
+    yield claim(
+        kind="figure 5", name="seconds", path=("record", "figure 5"), seconds=2.0,
+        compute=_without_data(multibin.answer_seconds),
+    )  # fmt: skip
+    for at, row in enumerate(record["figure 10"]):
+        yield claim(
+            kind="figure 10", name=row["data"], path=("record", "figure 10", at), seconds=5.0,
+            compute=partial(multibin.score_of, name=row["data"]), data=DATA_OF[row["data"]],
+        )  # fmt: skip
+    for at, row in enumerate(record["figures 7, 11"]):
+        asked = {"name": row["data"], "model_name": row["model"], "bins": row["bins"]}
+        yield claim(
+            kind="figures 7, 11", name=f"{row['data']}, {row['model']}, {row['bins']} bins",
+            path=("record", "figures 7, 11", at, "rates"), seconds=25.0,
+            compute=partial(multibin.rates_of, **asked), data=DATA_OF[row["data"]],
+        )  # fmt: skip
     yield claim(
         kind="theorem 4.3", name="bins for 95 %", path=("record", "bins for 95 %"), seconds=0.1,
         compute=_without_data(bins_for_95),
@@ -612,6 +648,46 @@ def bins_for_95() -> Json:
     """Return the bins of 95 % of the throughput without waste."""
     shortest_s, longest_s = multibin.SHORTEST_S, multibin.LONGEST_S
     return multibin.bins_needed(shortest_s, longest_s, multibin.BATCH, 0.95 * _most())
+
+
+# --- LLM-PQ with the paper's kernels ---
+
+
+def kernel_claims(found: Json) -> Iterator[Claim]:
+    """Yield the timed layers, the rows of the tables by cluster, and the logged runs."""
+    record = found["record"]
+    claim = partial(Claim, topic="llm-pq-kernels")
+    yield claim(
+        kind="layers", name="all", path=("record", "layers"), seconds=1.0,
+        compute=_without_data(llm_pq_kernels.layer_rows),
+    )  # fmt: skip
+    cases = dict.fromkeys((row["cluster"], row["workload"]) for row in record["serving"])
+    for cluster, workload in cases:
+        for at, row in enumerate(record["serving"]):
+            if (row["cluster"], row["workload"]) == (cluster, workload) and row["ours"]:
+                yield claim(
+                    kind="serving", name=f"cluster {cluster}, {workload}, {row['scheme']}",
+                    path=("record", "serving", at, "ours", "latency_s"), seconds=2.0,
+                    compute=_without_data(served_as_then, cluster, workload, row["scheme"]),
+                )  # fmt: skip
+    for at, (row, logged) in enumerate(zip(record["runs"], llm_pq_kernels.RUNS, strict=True)):
+        yield claim(
+            kind="runs", name=f"{at}: cluster {row['cluster']}, {row['scheme']}",
+            path=("record", "runs", at, "ours_s"), seconds=0.5,
+            compute=_without_data(llm_pq_kernels.priced_s, logged),
+        )  # fmt: skip
+
+
+@cache
+def _plans_of_then(cluster: int, workload: str) -> Mapping[str, Plan | None]:
+    case = run_all.Case(cluster=cluster, workload=workload)
+    return llm_pq_kernels.plans_of(case, today=False)
+
+
+def served_as_then(cluster: int, workload: str, scheme: str) -> Json:
+    """Return the seconds of a scheme's plan with the paper's kernels."""
+    plan = _plans_of_then(cluster, workload)[scheme]
+    return None if plan is None else plan.estimate.latency_s
 
 
 # --- vLLM, fleets, planner, forecasts ---
@@ -809,6 +885,7 @@ TOPICS: Mapping[str, Callable[[Json], Iterator[Claim]]] = {
     "samullm": samullm_claims,
     "iteration-costs": iteration_claims,
     "multibin": multibin_claims,
+    "llm-pq-kernels": kernel_claims,
     "vllm": vllm_claims,
     "fleets": fleet_claims,
     "planner-claims": planner_claims,
@@ -852,6 +929,7 @@ NOT_CHECKED: Mapping[str, str] = {
     "long-contexts": MODELS,
     "memory": MODELS,
     "mtp": MODELS,
+    "multibin-measured": MODELS,
     "one-engine": EARLIER,
     "online": MODELS,
     "prompts": MODELS,

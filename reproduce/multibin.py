@@ -28,9 +28,11 @@ import random
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, linear_regression
+from typing import NamedTuple
 
 from llmpq.assigner import PlanRequest, make_plan
 from llmpq.assigner.request import costs_of
@@ -38,6 +40,7 @@ from llmpq.batching import PipelineShape, make_policy
 from llmpq.batching.length import (
     Answered,
     EmpiricalPredictor,
+    FitReport,
     LengthModel,
     LengthPredictor,
     fit_length_model,
@@ -300,71 +303,109 @@ MEAN_BINS = 4
 
 def engine() -> Record:
     """Return tokens a second by batch (Figure 1a) and seconds by answer (Figure 5)."""
+    return {"figure 1a": batch_rates(), "figure 5": answer_seconds()}
+
+
+def batch_rates() -> list[Record]:
+    """Return tokens a second by batch."""
     prices = _prices(PHI, max(BATCHES))
-    batches = []
-    for batch in BATCHES:
-        seconds = _static_s(prices, batch, ENGINE_ANSWER)
-        batches.append({"batch": batch, "tokens_per_s": batch * ENGINE_ANSWER / seconds})
+    return [
+        {
+            "batch": batch,
+            "tokens_per_s": batch * ENGINE_ANSWER / _static_s(prices, batch, ENGINE_ANSWER),
+        }
+        for batch in BATCHES
+    ]
+
+
+def answer_seconds() -> Record:
+    """Return the seconds of single answers, and how far they are from a line."""
+    prices = _prices(PHI, max(BATCHES))
     answers = [64, 128, 192, 256, 320, 384, 448, 512]
-    seconds_of = [_static_s(prices, 1, count) for count in answers]
-    slope, intercept = linear_regression(answers, seconds_of)
+    seconds = [_static_s(prices, 1, count) for count in answers]
+    slope, intercept = linear_regression(answers, seconds)
     misses = [
         abs(intercept + slope * count - found) / found
-        for count, found in zip(answers, seconds_of, strict=True)
+        for count, found in zip(answers, seconds, strict=True)
     ]
     return {
-        "figure 1a": batches,
-        "figure 5": {
-            "answers": answers,
-            "seconds": seconds_of,
-            "token_s": slope,
-            "largest_error": max(misses),
-        },
+        "answers": answers,
+        "seconds": seconds,
+        "token_s": slope,
+        "largest_error": max(misses),
     }
 
 
 def predicted(folder: Path) -> Record:
     """Return throughput by bins and predictor (Figures 7 and 11), and the predictor's bins."""
     rows, scores = [], []
-    prices = {name: _prices(name, BATCH) for name in (PHI, VICUNA)}
     for name in DATA:
-        taught, served = halves(lengths_of(folder, name))
-        model, found = fit_length_model([Answered(*pair) for pair in taught])
-        truth = [new for _, new in taught]
-        scores.append(
-            {
-                "data": name,
-                "samples": found.samples,
-                "explained": found.explained,
-                "rank_correlation": found.rank_correlation,
-                "bins": [confusion(model, truth, served, bins) for bins in ACCURACY],
-            }
-        )
-        trace = [
-            TraceRequest(arrival_s=0.0, prompt_tokens=prompt, new_tokens=new)
-            for prompt, new in served[:SERVED]
-        ]
-        predictors: dict[str, LengthPredictor | None] = {
-            "oracle": None,
-            "learned": _by_length(model),
-            "mean": EmpiricalPredictor(truth),
-        }
-        for model_name in MODELS[name]:
-            costs = prices[model_name]
-            for bins in BINS:
-                schedule = Schedule(
-                    policy="multibin",
-                    decode_batch=BATCH,
-                    boundaries=quantile_boundaries(truth, bins),
-                )
-                rates = {}
-                for kind, predictor in predictors.items():
-                    wanted = {"oracle": BINS, "learned": BINS[1:], "mean": (MEAN_BINS,)}[kind]
-                    if bins in wanted:
-                        rates[kind] = _play(costs, schedule, trace, predictor)
-                rows.append({"data": name, "model": model_name, "bins": bins, "rates": rates})
-            say(f"{name}, {model_name}")
+        scores.append({"data": name, **score_of(folder, name)})
+        for model in MODELS[name]:
+            say(f"{name}, {model}")
+            rows += [
+                {
+                    "data": name,
+                    "model": model,
+                    "bins": bins,
+                    "rates": rates_of(folder, name, model, bins),
+                }
+                for bins in BINS
+            ]
     return {"figures 7, 11": rows, "figure 10": scores}
+
+
+class Lesson(NamedTuple):
+    """What one half of a data set teaches, and the other half.
+
+    Attributes:
+        model: the predictor.
+        report: on its held-out fifths.
+        truth: lengths of the answers that it learned from.
+        served: pairs of lengths of the other half.
+    """
+
+    model: LengthModel
+    report: FitReport
+    truth: list[int]
+    served: list[tuple[int, int]]
+
+
+@cache
+def lesson(folder: Path, name: str) -> Lesson:
+    """Learn from one half of a data set."""
+    taught, served = halves(lengths_of(folder, name))
+    model, report = fit_length_model([Answered(*pair) for pair in taught])
+    return Lesson(model, report, [new for _, new in taught], served)
+
+
+def score_of(folder: Path, name: str) -> Record:
+    """Return how well lengths are predicted, and the bins of Figure 10."""
+    model, report, truth, served = lesson(folder, name)
+    return {
+        "samples": report.samples,
+        "explained": report.explained,
+        "rank_correlation": report.rank_correlation,
+        "bins": [confusion(model, truth, served, bins) for bins in ACCURACY],
+    }
+
+
+def rates_of(folder: Path, name: str, model_name: str, bins: int) -> dict[str, float]:
+    """Return requests a second by what is known of lengths."""
+    model, _, truth, served = lesson(folder, name)
+    costs = _prices(model_name, BATCH)
+    edges = quantile_boundaries(truth, bins)
+    schedule = Schedule(policy="multibin", decode_batch=BATCH, boundaries=edges)
+    trace = [
+        TraceRequest(arrival_s=0.0, prompt_tokens=prompt, new_tokens=new)
+        for prompt, new in served[:SERVED]
+    ]
+    found = {"oracle": _play(costs, schedule, trace, None)}
+    if bins > 1:
+        found["learned"] = _play(costs, schedule, trace, _by_length(model))
+    if bins == MEAN_BINS:
+        found["mean"] = _play(costs, schedule, trace, EmpiricalPredictor(truth))
+    return found
 
 
 def lengths_of(folder: Path, name: str) -> list[tuple[int, int]]:
@@ -417,6 +458,7 @@ def confusion(
     }  # fmt: skip
 
 
+@cache
 def _prices(name: str, batch: int) -> PlanCosts:
     cluster = Cluster(
         name="A100", nodes=(Node(name="n", devices=(DeviceGroup(type="A100-80G", count=1),)),)

@@ -9,17 +9,18 @@ from functools import cache
 import pytest
 from helpers.docs_pages import PAGES, ROOT, name_of
 
-MAX_WORDS = 18_127
+MAX_WORDS = 17_966
 """Of all pages that have no bound of their own, with the changelog."""
 MAX_WORDS_OF = {
     "docs/evidence/larry.md": 300,
+    "docs/evidence/multibin.md": 260,
     "docs/evidence/online.md": 250,
     "docs/evidence/sal.md": 320,
     "docs/evidence/samullm.md": 380,
     "docs/evidence/speed.md": 330,
     "docs/how/applications.md": 330,
     "docs/how/draft-models.md": 480,
-    "docs/how/equations.md": 1_720,
+    "docs/how/equations.md": 1_790,
     "docs/how/fleets.md": 750,
     "docs/how/head.md": 350,
     "docs/how/mtp.md": 300,

@@ -2,14 +2,14 @@
 
 A block of the grid is searched when its lower corner meets the latency bound and the best
 throughput of its corners exceeds the best found. Tolerances, a few seed points and a local search
-compensate for functions that are slightly non-monotone.
+compensate for functions that are slightly non-monotone. Small grids are tried whole.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count, product
 from typing import NamedTuple
@@ -32,6 +32,11 @@ Point = tuple[int, int]
 Evaluate = Callable[[Point], Value]
 
 _STRIDES = (-4, -2, -1, 0, 1, 2, 4)
+_NEAR = range(-8, 9)
+"""Of the local search: along the second axis, and along the first, where batches that divide evenly
+stand out from their neighbours."""
+_WHOLE = 150
+"""Points of a grid that is tried whole."""
 _SEEDS = 7
 _FEW_POINTS = 2000
 
@@ -104,9 +109,8 @@ def branch_and_bound(
     ties = count()
     whole = _Block(low=(0, 0), high=(shape[0] - 1, shape[1] - 1))
     value_of(whole.low)
-    if shape[0] * shape[1] > _FEW_POINTS:
-        for point in product(_seeds(shape[0]), _seeds(shape[1])):
-            value_of(point)
+    for point in _first_points(shape):
+        value_of(point)
     queue: list[tuple[float, int, _Block]] = [(-_upper(value_of, whole), next(ties), whole)]
     while queue:
         bound, _, block = heapq.heappop(queue)
@@ -126,12 +130,20 @@ def branch_and_bound(
     )
 
 
+def _first_points(shape: tuple[int, int]) -> Iterator[Point]:
+    """Return all points of a small grid, a few of a large one."""
+    points = shape[0] * shape[1]
+    if points <= _WHOLE:
+        return product(range(shape[0]), range(shape[1]))
+    return product(*(map(_seeds, shape) if points > _FEW_POINTS else ((), ())))
+
+
 def _local_search(value_of: MemoizedEvaluator, shape: tuple[int, int]) -> None:
     """Move from the best point to better neighbours until there are none."""
     center: Point | None = None
     while value_of.best is not None and value_of.best != center:
         center = value_of.best
-        for step, other in product(_STRIDES, _STRIDES):
+        for step, other in product(_NEAR, _STRIDES):
             point = center[0] + step, center[1] + other
             if 0 <= point[0] < shape[0] and 0 <= point[1] < shape[1]:
                 value_of(point)
