@@ -80,7 +80,13 @@ def prediction_of(options: argparse.Namespace) -> Prediction:
     name, error = options.predictor, options.predictor_error
     if name in PREDICTOR_NAMES:
         return Prediction(predictor=name, error=error)
-    return Prediction(predictor="learned", error=error, file=Path(name))
+    file = Path(name).resolve()
+    if not file.exists():
+        raise SpecError(
+            f"--predictor: found '{name}', expected one of {', '.join(PREDICTOR_NAMES)}, or a file "
+            "that llmpq-profile lengths wrote"
+        )
+    return Prediction(predictor="learned", error=error, file=file)
 
 
 def predictor_of(

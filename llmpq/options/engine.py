@@ -10,7 +10,7 @@ from llmpq.batching.queue_order import ALPHA, QUEUE_ORDERS
 from llmpq.batching.speculation import SpeculativeConfig, as_speculative_config
 from llmpq.errors import SpecError
 from llmpq.options.declare import Option, check_options
-from llmpq.options.run import folder
+from llmpq.options.run import absolute_path
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE, PROMPT_CHUNK_TOKENS
 from llmpq.units import GIB
 
@@ -64,7 +64,7 @@ class EngineOptions(SpeculationOptions):
     predictor: Annotated[
         Path | None,
         Option(
-            parse=Path,
+            accept=absolute_path,
             metavar="FILE.json",
             help="scheduler trail: predicts the lengths of answers, as llmpq-profile lengths wrote "
             "it",
@@ -147,7 +147,7 @@ class EngineOptions(SpeculationOptions):
     kv_offloading_folder: Annotated[
         Path | None,
         Option(
-            accept=folder,
+            accept=absolute_path,
             metavar="DIR",
             help="write what leaves that memory into files here, which are removed at the end",
         ),

@@ -65,8 +65,8 @@ def address_text(address: tuple[str, int]) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def folder(given: str | Path | None) -> Path | None:
-    """Return the absolute path of a folder that an option names."""
+def absolute_path(given: str | Path | None) -> Path | None:
+    """Return the absolute path of a file or folder that an option names."""
     return None if given is None else Path(given).resolve()
 
 
@@ -115,7 +115,7 @@ class RunOptions:
     store: Annotated[
         Path | None,
         Option(
-            accept=folder,
+            accept=absolute_path,
             metavar="DIR|off",
             help="cache of quantized layers, so that the next start quantizes nothing",
         ),

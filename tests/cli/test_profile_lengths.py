@@ -84,6 +84,12 @@ def test_answers_of_a_run_teach_lengths(is_batch, tiny_model, tmp_path, capsys):
     assert found["accuracy"]["2"] > 0.9
 
 
+def test_an_unknown_predictor_is_named_with_the_known_ones(trace, capsys):
+    words = ["--strategy", PLAN, "--trace", str(trace), "--policy", "multibin"]
+    assert sim([*words, "--predictor", "orcale"]) == 2
+    assert "--predictor: found 'orcale', expected one of oracle, noisy" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
