@@ -229,6 +229,11 @@ NO_WORSE, NO_WORSE_AT_BEST = (
 )
 BUDGET_SLACK = 1e-9
 """Keeps rounding from forbidding the rival's own bitwidths."""
+SCHEMES = {
+    PIPEEDGE: "pipeedge", AT_BEST: "pipeedge", UNIFORM: "uniform", LLM_PQ: "llmpq",
+    NO_WORSE: "llmpq", NO_WORSE_AT_BEST: "llmpq",
+}  # fmt: skip
+"""The method of each."""
 
 
 def with_kernels(request: PlanRequest) -> PlanRequest:
@@ -249,19 +254,20 @@ def plans_of(case: Case, *, today: bool) -> dict[str, Plan | None]:
     The rivals' micro-batches are the batch over the number of devices: PipeEdge's by Sec. 6.1,
     Uniform's in every plan that the authors kept.
     """
+    return {scheme: plan_of(case, scheme, today=today) for scheme in SCHEMES}
+
+
+def plan_of(case: Case, scheme: str, *, today: bool) -> Plan | None:
+    """Return the plan of one case by one scheme of ``plans_of``."""
     request = case.request() if today else with_kernels(case.request())
     size = math.ceil(request.workload.batch / len(request.cluster.devices))
     sizes = Overrides(micro_batching=MicroBatching(prefill=size, decode=size))
     fixed = replace(request, overrides=sizes)
-    rival, best = _planned(fixed, "pipeedge"), _planned(request, "pipeedge")
-    return {
-        PIPEEDGE: rival,
-        AT_BEST: best,
-        UNIFORM: _planned(fixed, "uniform"),
-        LLM_PQ: _planned(request, "llmpq"),
-        NO_WORSE: _no_worse(request, rival),
-        NO_WORSE_AT_BEST: _no_worse(request, best),
-    }
+    if scheme in (NO_WORSE, NO_WORSE_AT_BEST):
+        rival = _planned(fixed if scheme == NO_WORSE else request, "pipeedge")
+        return _no_worse(request, rival)
+    asked = fixed if scheme in (PIPEEDGE, UNIFORM) else request
+    return _planned(asked, SCHEMES[scheme])
 
 
 def _planned(request: PlanRequest, method: str) -> Plan | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
 import pytest
 
+from llmpq.cli.commands import algo as algo_module
 from llmpq.cli.commands.algo import main as algo
 from llmpq.cli.commands.check import main as check
 from llmpq.cli.commands.dist import main as dist
@@ -261,3 +263,18 @@ def test_degrees_that_mean_nothing_are_refused(tmp_path, lengths, capsys, option
     words = [*COMMAND, *options, *more, "--output", str(tmp_path / "plan.json")]
     assert algo(words) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_search_reports_how_far_it_is(lengths, capsys, monkeypatch):
+    seen = []
+
+    @contextlib.contextmanager
+    def bar(name):
+        yield lambda done, total, _: seen.append((name, done, total))
+
+    monkeypatch.setattr(algo_module, "progress_bar", bar)
+    words = ["--policy", "waa", "--lengths", str(lengths), "--output", str(lengths) + ".plan"]
+    assert algo([*COMMAND, *words]) == 0
+    assert [one for one in seen if one[0] == "schedules"] == [
+        ("schedules", done, 6) for done in range(1, 7)
+    ]

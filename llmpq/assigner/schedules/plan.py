@@ -14,6 +14,7 @@ the decoding batch varies too. A neighbour encodes the ``B_E`` that its ``B_D`` 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 
 from llmpq.assigner.forecast import evaluate_plan, excess_bytes, micro_batches_of, policy_of
-from llmpq.assigner.request import PlanRequest, costs_of
+from llmpq.assigner.request import PlanRequest, Progress, costs_of, silent
 from llmpq.assigner.schedules.rra import ChosenSchedule, ScheduleTask, best_rra, with_estimate
 from llmpq.assigner.schedules.steady_state import SteadyBatch
 from llmpq.assigner.schedules.waa import BALANCES, Balance, WaaSpace, best_waa, split_plans
@@ -186,9 +187,14 @@ class ScheduleRequest:
 Searched = Literal["rra", "waa"]
 SEARCHED: tuple[Searched, ...] = get_args(Searched)
 SearchedPolicy = Literal["rra", "waa", "auto"]
+_SEARCHED_BY: dict[SearchedPolicy, tuple[Searched, ...]] = {
+    "rra": ("rra",),
+    "waa": ("waa",),
+    "auto": SEARCHED,
+}
 
 
-def schedule_plan(
+def schedule_plan(  # noqa: PLR0913  what a search needs
     request: PlanRequest,
     plan: Plan,
     wanted: ScheduleRequest,
@@ -196,11 +202,13 @@ def schedule_plan(
     *,
     degrees: Sequence[int],
     planned: Callable[[PlanRequest], Plan],
+    progress: Progress = silent,
 ) -> tuple[PlanRequest, Plan]:
     """Return the plan with a searched schedule, and the request that it is a plan of.
 
     Every degree gets its own plan by ``planned``; the result is the one with the most requests per
     second in simulation. Degree 1 is ``plan`` itself; the policy ``auto`` compares all.
+    ``progress`` receives the searches that are done, and how many there are.
 
     Raises:
         SpecError: no group of devices divides into teams of a degree.
@@ -208,6 +216,14 @@ def schedule_plan(
     """
     found: list[tuple[float, PlanRequest, Plan]] = []
     failures: list[InfeasibleError] = []
+    done, searches = (
+        itertools.count(1),
+        len(set(degrees)) * sum(map(_searches_of, _SEARCHED_BY[policy])),
+    )
+
+    def step() -> None:
+        progress(next(done), searches, None)
+
     for degree in sorted(set(degrees)):
         if degree < 1:
             raise SpecError(f"--tensor_parallel: found {degree}, expected 1 or more")
@@ -218,9 +234,9 @@ def schedule_plan(
                 base = planned(own)
             costs = costs_of(own, base.cluster)
             if policy == "auto":
-                made = best_of_policies(base, costs, wanted)
+                made = best_of_policies(base, costs, wanted, step)
             else:
-                made = with_schedule(base, costs, wanted, policy)
+                made = with_schedule(base, costs, wanted, policy, step)
         except InfeasibleError as error:
             failures.append(error)
             continue
@@ -234,14 +250,24 @@ def schedule_plan(
     return best, made
 
 
+def _searches_of(policy: Searched) -> int:
+    """Return how many numbers of slots a policy is searched with, at most."""
+    return len(SLOT_EIGHTHS) if policy == "waa" else 1
+
+
 def with_schedule(
-    plan: Plan, costs: ClusterCosts, request: ScheduleRequest, policy: Searched = "rra"
+    plan: Plan,
+    costs: ClusterCosts,
+    request: ScheduleRequest,
+    policy: Searched = "rra",
+    step: Callable[[], None] = lambda: None,
 ) -> Plan:
     """Return the plan with the schedule of highest throughput within the bound.
 
     The workload's batch is the number of KV slots. WAA assigns the layers anew to separate stages
     per phase, and may use fewer slots: with less memory for keys and values other cuts fit. The
-    estimate of the schedule is what the simulator plays, with ``length`` the closed form.
+    estimate of the schedule is what the simulator plays, with ``length`` the closed form. ``step``
+    is called after each search.
 
     Raises:
         SpecError: the distributions hold lengths that the plan has no room for.
@@ -255,6 +281,7 @@ def with_schedule(
             found.append(_with_schedule(one, costs, request, policy))
         except InfeasibleError as error:
             failure = failure or error
+        step()
     if not found:
         assert failure is not None
         raise failure
@@ -307,10 +334,16 @@ def _with_schedule(
     )
 
 
-def best_of_policies(plan: Plan, costs: ClusterCosts, request: ScheduleRequest) -> Plan:
+def best_of_policies(
+    plan: Plan,
+    costs: ClusterCosts,
+    request: ScheduleRequest,
+    step: Callable[[], None] = lambda: None,
+) -> Plan:
     """Return the plan under the policy that answers most requests a second within the bound.
 
     The simulator compares the best RRA and WAA schedules, iteration-level and static batching.
+    ``step`` is called after each search.
 
     Raises:
         InfeasibleError: none keeps the bound; the message is that of RRA.
@@ -319,7 +352,7 @@ def best_of_policies(plan: Plan, costs: ClusterCosts, request: ScheduleRequest) 
     failure: InfeasibleError | None = None
     for policy in SEARCHED:
         try:
-            found.append(with_schedule(plan, costs, request, policy))
+            found.append(with_schedule(plan, costs, request, policy, step))
         except InfeasibleError as error:
             failure = failure or error
     names: tuple[PolicyName, ...] = ("iteration", "static")

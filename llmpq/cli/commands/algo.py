@@ -90,8 +90,15 @@ def _run(options: argparse.Namespace, started_s: float) -> int:
         lambda show: make_plan(request, options.method, command=options.command, progress=show),
     )
     request = replace(request, head_bits=(plan.head_width,))
-    request, plan = scheduled(
-        options, request, plan, lambda own: make_plan(own, options.method, command=options.command)
+    request, plan = _with_progress(
+        "schedules",
+        lambda show: scheduled(
+            options,
+            request,
+            plan,
+            lambda own: make_plan(own, options.method, command=options.command),
+            show,
+        ),
     )
     plan, places = _with_draft(options, request, plan)
     commands: tuple[Command, ...] = ()

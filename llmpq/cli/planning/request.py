@@ -13,7 +13,7 @@ from typing import cast, get_args
 from llmpq.assigner import METHODS, PlanRequest
 from llmpq.assigner.constraints.fixed_bits import with_average_bits, with_stored_bits
 from llmpq.assigner.constraints.resolve import HEAD, Overrides
-from llmpq.assigner.request import costs_of, default_gap
+from llmpq.assigner.request import Progress, costs_of, default_gap
 from llmpq.assigner.schedules.multibin import with_bins
 from llmpq.assigner.schedules.plan import ScheduleRequest, SearchedPolicy, schedule_plan
 from llmpq.cli.options import with_described, with_reserve
@@ -213,6 +213,7 @@ def scheduled(
     request: PlanRequest,
     plan: Plan,
     planned: Callable[[PlanRequest], Plan],
+    progress: Progress,
 ) -> tuple[PlanRequest, Plan]:
     """Return the plan with the schedule of the options, and the request that it is a plan of.
 
@@ -221,6 +222,7 @@ def scheduled(
         request: what was planned.
         plan: its plan, without tensor parallelism.
         planned: makes a plan of another request.
+        progress: receives the searches that are done, and how many there are.
     """
     asked = read_options(ScheduleOptions, options)
     policy, degrees = asked.policy, asked.tensor_parallel or (1,)
@@ -232,6 +234,7 @@ def scheduled(
             cast(SearchedPolicy, policy),
             degrees=degrees,
             planned=planned,
+            progress=progress,
         )
     if asked.latency_bound is not None:
         raise SpecError("--latency_bound: expected together with --policy rra, waa or auto")
