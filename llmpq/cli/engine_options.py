@@ -55,7 +55,7 @@ def check_engine_options(options: argparse.Namespace) -> None:
     Raises:
         SpecError: an option cannot be used.
     """
-    predictor = read_options(EngineOptions, options).predictor
+    predictor = _engine_options(options).predictor
     if predictor is not None and not getattr(options, "node_rank", 0):
         read_length_model(predictor)
     read_options(LaunchOptions, options, leaves=["store"])
@@ -122,10 +122,16 @@ def run_stages(
 
 def _engine_values(options: argparse.Namespace, plan: Plan, model_dir: Path) -> dict[str, Any]:
     """Return the options of an engine by name."""
-    engine = read_options(EngineOptions, options)
+    engine = _engine_options(options)
     if engine.max_model_len is not None:
         check_context_memory(plan, load_model_dir(model_dir), engine.max_model_len)
     return values_of(engine) | values_of(read_run_options(LaunchOptions, options))
+
+
+def _engine_options(options: argparse.Namespace) -> EngineOptions:
+    """Return the options of the engine; without an order of its own, it predicts nothing."""
+    leaves = () if "scheduler" in options else ("predictor",)
+    return read_options(EngineOptions, options, leaves=leaves)
 
 
 def check_context_memory(plan: Plan, model: ModelSpec, max_model_len: int) -> None:
