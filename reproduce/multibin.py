@@ -37,12 +37,11 @@ from typing import NamedTuple
 from llmpq.assigner import PlanRequest, make_plan
 from llmpq.assigner.request import costs_of
 from llmpq.batching import PipelineShape, make_policy
-from llmpq.batching.length import (
+from llmpq.batching.length import EmpiricalPredictor, LengthPredictor
+from llmpq.batching.length.learned import (
     Answered,
-    EmpiricalPredictor,
     FitReport,
     LengthModel,
-    LengthPredictor,
     fit_length_model,
 )
 from llmpq.batching.policies.multibin import quantile_boundaries

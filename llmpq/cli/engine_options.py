@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from llmpq.batching.length import read_length_model
 from llmpq.cli.common import words_without
 from llmpq.cli.run_options import add_store_options, read_run_options
 from llmpq.costmodel.memory import context_bytes
@@ -57,6 +56,8 @@ def check_engine_options(options: argparse.Namespace) -> None:
     """
     predictor = _engine_options(options).predictor
     if predictor is not None and not getattr(options, "node_rank", 0):
+        from llmpq.batching.length.learned import read_length_model
+
         read_length_model(predictor)
     read_options(LaunchOptions, options, leaves=["store"])
 

@@ -13,7 +13,6 @@ from llmpq.batching.length import (
     LengthPredictor,
     Prediction,
     make_predictor,
-    read_length_model,
 )
 from llmpq.batching.policies.multibin import quantile_boundaries
 from llmpq.errors import SpecError
@@ -66,12 +65,12 @@ def schedule_of(options: argparse.Namespace, plan: Plan, new_tokens: Sequence[in
     if name == "multibin":
         bins = 4 if options.bins is None else options.bins
         file = prediction_of(options).file
-        schedule = replace(
-            schedule,
-            boundaries=quantile_boundaries(new_tokens, bins)
-            if file is None
-            else read_length_model(file).boundaries(bins),
-        )
+        boundaries = quantile_boundaries(new_tokens, bins)
+        if file is not None:
+            from llmpq.batching.length.learned import read_length_model
+
+            boundaries = read_length_model(file).boundaries(bins)
+        schedule = replace(schedule, boundaries=boundaries)
     return schedule
 
 

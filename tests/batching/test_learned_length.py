@@ -11,15 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmpq.batching.engine_step import EngineRequest
-from llmpq.batching.length import (
+from llmpq.batching.length import LearnedPredictor, Prediction, make_predictor
+from llmpq.batching.length.learned import (
     LENGTH_FEATURES,
     MIN_SAMPLES,
     Answered,
-    LearnedPredictor,
-    Prediction,
     fit_length_model,
     length_classes,
-    make_predictor,
     read_length_model,
     token_features,
     write_length_model,

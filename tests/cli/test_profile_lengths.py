@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from llmpq.batching.length import read_length_model
+from llmpq.batching.length.learned import read_length_model
 from llmpq.cli.commands.profile import main as profile
 from llmpq.cli.commands.sim import main as sim
 

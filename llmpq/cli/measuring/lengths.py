@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from llmpq.batching.length import (
+from llmpq.batching.length.learned import (
     Answered,
     FitReport,
     fit_length_model,
