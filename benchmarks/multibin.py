@@ -62,28 +62,27 @@ def main() -> int:
         folder / "runs.jsonl", cases, options.rounds,
         lambda case: _run(folder, options.cpu_isa, case), here(options.cpu_isa),
     )  # fmt: skip
-    rates = {
-        (one["known"], one["bins"]): statistics.median(
-            run["requests_per_s"]
-            for run in runs
-            if (run["known"], run["bins"]) == (one["known"], one["bins"])
-        )
-        for one in cases
-    }
     rows = [
-        [known, *(round(rates[known, bins] / rates["oracle", 1], 3) for bins in BINS[1:])]
-        for known in ("oracle", "learned")
+        [known, *(_gain(runs, known, bins) for bins in BINS[1:])] for known in ("oracle", "learned")
     ]
-    table = {"title": "Throughput over one bin", "columns": COLUMNS, "keys": 1, "rows": rows,
-             "formats": ["", *["{:.2f}"] * len(BINS[1:])]}  # fmt: skip
+    table = {"title": "Throughput over one bin", "columns": COLUMNS, "keys": 1, "rows": rows}
     print(text_of(table))
-    print(f"one bin: {rates['oracle', 1]:.1f} requests/s; {learned}")
     if options.results is not None:
         words = f"python benchmarks/multibin.py --folder DIR --rounds {options.rounds}"
         run = run_of(options.cpu_isa, f"{words} --cpu_isa {options.cpu_isa}")
         document = {**run, "predictor": learned, "samples": runs, "tables": [table]}
         keep_run(options.results / f"{TOPIC}.json", TOPIC, document)
     return 0
+
+
+def _gain(runs: list[dict[str, Any]], known: str, bins: int) -> str:
+    """Return the throughput over that of one bin in the same round: median and range."""
+    rates, one = (
+        [run["requests_per_s"] for run in runs if (run["known"], run["bins"]) == case]
+        for case in ((known, bins), ("oracle", 1))
+    )
+    gains = [rate / base for rate, base in zip(rates, one, strict=True)]
+    return f"{statistics.median(gains):.2f} ({min(gains):.2f}-{max(gains):.2f})"
 
 
 def _prepare(folder: Path, cpu_isa: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from llmpq.batching.length import (
     Prediction,
     make_predictor,
 )
-from llmpq.batching.policies.multibin import quantile_boundaries
+from llmpq.batching.policies.multibin import DEFAULT_BINS, quantile_boundaries
 from llmpq.errors import SpecError
 from llmpq.options.declare import add_options, read_options
 from llmpq.options.quality import CalibrationOptions
@@ -63,7 +63,7 @@ def schedule_of(options: argparse.Namespace, plan: Plan, new_tokens: Sequence[in
         return own
     schedule = default_schedule(name, plan.workload.batch)
     if name == "multibin":
-        bins = 4 if options.bins is None else options.bins
+        bins = DEFAULT_BINS if options.bins is None else options.bins
         file = prediction_of(options).file
         boundaries = quantile_boundaries(new_tokens, bins)
         if file is not None:

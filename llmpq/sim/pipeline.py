@@ -207,15 +207,17 @@ class VirtualPipeline(Generic[Shape]):
         """
         asked = EngineRequest(
             request=request,
-            token_ids=None,
+            token_ids=_token_ids(item),
             prompt_tokens=item.prompt_tokens,
             max_tokens=max(item.new_tokens, max_tokens or 0),
             arrival_s=item.arrival_s,
+            predicted_tokens=float(item.new_tokens),
         )
-        predictor = self._predictor
-        predicted = float(item.new_tokens) if predictor is None else predictor(asked)
-        tokens = _token_ids(item)
-        self.scheduler.add(replace(asked, token_ids=tokens, predicted_tokens=predicted))
+        if self._predictor is not None:
+            # Its content is made up: the tokens of a real prompt would say more.
+            predicted = self._predictor(replace(asked, token_ids=None))
+            asked = replace(asked, predicted_tokens=predicted)
+        self.scheduler.add(asked)
         self._times[request] = _Times(item)
         self._not_started.add(request)
         self._unfinished += 1

@@ -32,9 +32,9 @@ Point = tuple[int, int]
 Evaluate = Callable[[Point], Value]
 
 _STRIDES = (-4, -2, -1, 0, 1, 2, 4)
+"""Steps of the local search along the second axis."""
 _NEAR = range(-8, 9)
-"""Of the local search: along the second axis, and along the first, where batches that divide evenly
-stand out from their neighbours."""
+"""Steps along the first, where batches that divide evenly stand out from their neighbours."""
 _WHOLE = 150
 """Points of a grid that is tried whole."""
 _SEEDS = 7

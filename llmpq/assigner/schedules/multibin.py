@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from llmpq.assigner.forecast import policy_of
 from llmpq.assigner.schedules.plan import PERCENT, ScheduleRequest, check_lengths
+from llmpq.batching.policies.multibin import DEFAULT_BINS
 from llmpq.costmodel import ClusterCosts
 from llmpq.errors import InfeasibleError
 from llmpq.sim import simulate
@@ -31,7 +32,6 @@ from llmpq.spec.plan import Plan, Schedule, ScheduleEstimate, default_schedule
 from llmpq.spec.workload import LengthDistribution, TraceRequest
 from llmpq.units import format_number
 
-DEFAULT_BINS = 4
 MAX_BINS = 256
 _PLAYED = 12
 """Lengths of the longest answer for which a batch is played; between them seconds are linear."""

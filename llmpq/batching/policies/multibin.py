@@ -14,6 +14,9 @@ from llmpq.batching.policies.static import must_flush
 from llmpq.batching.policy_scheduler import SchedulerView, WaitingRequest
 from llmpq.errors import LlmpqError, SpecError
 
+DEFAULT_BINS = 4
+"""Bins where neither their number nor a throughput is asked for."""
+
 
 class MultiBinFormer:
     """Chooses the batches of multi-bin batching.
