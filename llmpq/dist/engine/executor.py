@@ -82,9 +82,11 @@ class StageRunner:
         return self.is_last and not self.returns_all
 
     def close(self) -> None:
-        """Close the links for keys and values."""
+        """Close the links for keys and values, and write what waits to be written."""
         if self.kv_connector is not None:
             self.kv_connector.close()
+        if self.offload is not None:
+            self.offload.close()
 
     def acquire(self, rows: Sequence[Row]) -> Sequence[Row]:
         """Wait until the layers may run; return the rows as :meth:`run` wants them."""

@@ -5,9 +5,10 @@ copies of its own layers, in the same order: those of a ``COPY`` frame, between 
 device host memory is pinned, and copies queue up with the steps; a file is read at once.
 
 A file holds one block: a header with digest, key and CRC-32, and the bytes of its layers. Its name
-is its place, so the files never take more than their budget. They are written under a temporary
-name and renamed. A file that is missing, damaged, or of another key or digest is a miss. The first
-error of a disk is a warning; the run goes on.
+is its place, so the files never take more than their budget. A thread writes them, under a
+temporary name, and renames them: steps wait for a disk only when ``WRITE_BUFFER_BYTES`` wait for
+it. A file that is missing, damaged, or of another key or digest is a miss. The first error of a
+disk is a warning; the run goes on.
 
 Shapes: n blocks, N tokens, B bytes of a block.
 """
@@ -18,9 +19,10 @@ import contextlib
 import json
 import os
 import struct
+import threading
 import zlib
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
@@ -33,12 +35,15 @@ from llmpq.dist.transport.frames import Frame, FrameKind
 from llmpq.errors import StageError
 from llmpq.logging import get_logger
 from llmpq.spec.runtime_constants import KV_FILE_HEADER_BYTES
+from llmpq.units import MIB
 
 _log = get_logger(__name__)
 MAX_COPIES = 500
 """Copies of a frame, whose text with all keys is less than ``MAX_TEXT_BYTES``."""
 BLOCKS_AT_ONCE = 16
 """Blocks that are gathered or scattered together: more would take memory alone."""
+WRITE_BUFFER_BYTES = 32 * MIB
+"""Bytes of blocks that wait to be written."""
 _MAGIC = b"LPKV"
 _FIXED = struct.Struct("<4sI32s32sQ")
 _DIGEST_END = struct.calcsize("<4sI32s")
@@ -76,32 +81,79 @@ def copies_of_frame(frame: Frame) -> tuple[list[BlockCopy], list[int]]:
         raise StageError("found unreadable copies of KV blocks, expected those of a step") from None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockFiles:
-    """Files of blocks in a folder that only this user can enter.
+    """Files of blocks in a folder that only this user can enter; the folder is made.
+
+    Blocks are written by a thread, in order; :meth:`close` waits for it. What is not written yet is
+    read from memory.
 
     Args:
         folder: of the run; each rank has a folder of its own in it.
         digest: 32 bytes of everything that the content depends on, besides the tokens.
-        warned: errors so far: only the first one is reported.
+        buffer_bytes: of blocks that wait to be written, or one block; :meth:`write` waits for room.
     """
 
-    folder: Path
-    digest: bytes
-    warned: list[str]
-
-    @classmethod
-    def opened(cls, folder: Path, digest: bytes) -> BlockFiles:
-        """Make the folder, where it is not there."""
-        found = cls(folder=folder, digest=digest, warned=[])
+    def __init__(self, folder: Path, digest: bytes, buffer_bytes: int = WRITE_BUFFER_BYTES) -> None:
+        self.folder = folder
+        self._digest = digest
+        self._buffer_bytes = buffer_bytes
+        self._is_warned = False  # only the first error is reported
+        self._changed = threading.Condition()
+        self._waiting: dict[str, tuple[bytes, Tensor]] = {}  # key and bytes by name
+        self._names: deque[str] = deque()
+        self._num_bytes = 0
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
-            found._warn(error)
-        return found
+            self._warn(error)
 
     def write(self, name: str, key: bytes, data: Tensor) -> None:
-        """Write a block, uint8 ``[B]``; an error is a warning."""
+        """Have a block written, uint8 ``[B]``, which stays as it is; an error is a warning."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write_all, name="kv-files", daemon=True)
+            self._thread.start()
+        size = data.numel()
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not self._waiting or self._num_bytes + size <= self._buffer_bytes
+            )
+            self._waiting[name] = key, data
+            self._names.append(name)
+            self._num_bytes += size
+            self._changed.notify_all()
+
+    def flush(self) -> None:
+        """Wait until all blocks are written."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting)
+
+    def close(self) -> None:
+        """Write what waits, and end the thread."""
+        self.flush()
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _write_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._names or self._is_closed)
+                if not self._names:
+                    return
+                name = self._names.popleft()
+                block = self._waiting[name]
+            self._write(name, *block)
+            with self._changed:
+                self._num_bytes -= block[1].numel()
+                if name not in self._names:  # else it has another content since
+                    del self._waiting[name]
+                self._changed.notify_all()
+
+    def _write(self, name: str, key: bytes, data: Tensor) -> None:
         path, temporary = self.folder / name, self.folder / f"{name}.tmp"
         try:
             path.unlink(missing_ok=True)  # what it held is forgotten; two would exceed the budget
@@ -120,6 +172,10 @@ class BlockFiles:
 
     def read(self, name: str, key: bytes, size: int) -> Tensor | None:
         """Return the ``size`` bytes of a block, ``None`` if its file does not have them."""
+        with self._changed:
+            if name in self._waiting:
+                own_key, data = self._waiting[name]
+                return data if own_key == key and data.numel() == size else None
         expected = self._header(key, size)
         try:
             found = bytearray((self.folder / name).read_bytes())
@@ -153,16 +209,16 @@ class BlockFiles:
             (self.folder / name).unlink()
 
     def _header(self, key: bytes, size: int) -> bytes:
-        return _FIXED.pack(_MAGIC, 1, self.digest, key, size)
+        return _FIXED.pack(_MAGIC, 1, self._digest, key, size)
 
     def _warn(self, error: OSError) -> None:
-        if not self.warned:
+        if not self._is_warned:
             _log.warning(
                 "KV blocks on disk: %s: %s; what cannot be written is computed again",
                 self.folder,
                 error.strerror or error,
             )
-            self.warned.append(str(error))
+            self._is_warned = True
 
 
 class OffloadedKV:
@@ -191,6 +247,11 @@ class OffloadedKV:
                 (limits.sizes[0], limits.window_sizes[0]), self._sizes, strict=True
             )
         ]
+
+    def close(self) -> None:
+        """Wait until all files are written."""
+        if self._files is not None:
+            self._files.close()
 
     @property
     def nbytes(self) -> int:
@@ -303,7 +364,8 @@ class OffloadedKV:
             torch.cuda.synchronize(self._cache.device)  # copies to host memory may be queued
         for row, one in zip(data, group, strict=True):
             assert isinstance(one.key, bytes)
-            self._files.write(_name(one.target_place, has_window=window), one.key, row.cpu())
+            own = row.clone() if one.source == "host" else row.cpu()
+            self._files.write(_name(one.target_place, has_window=window), one.key, own)
 
     def _data_of(self, group: Sequence[BlockCopy]) -> Sequence[Tensor]:
         """Return the bytes of blocks or of host memory: each uint8 ``[B]``."""

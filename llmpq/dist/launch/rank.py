@@ -425,7 +425,7 @@ def offloaded_kv(
         return None
     if job.engine.kv_offloading_folder is not None:
         folder = job.engine.kv_offloading_folder / f"rank-{context.rank}"
-        files = BlockFiles.opened(folder, content_digest(plan, job.model_dir, context.rank))
+        files = BlockFiles(folder, content_digest(plan, job.model_dir, context.rank))
     return OffloadedKV(cache, limits, files)
 
 

@@ -218,10 +218,9 @@ def test_damaged_files_of_one_stage_are_computed_again(tiny_model, tmp_path, mon
     """A stage that is not the master's misses what it wrote: all stages compute it."""
     model_dir, prompts = tiny_model("llama", seed=1), growing((7, 11, 5), 2, 38)
     plan, block = plan_of(model_dir, 2)
-    write = rank_module.BlockFiles.write
 
     def damage(self, name, key, data):
-        write(self, name, key, data)
+        self._write(name, key, data)
         path = self.folder / name
         if self.folder.name == "rank-1":
             path.write_bytes(path.read_bytes()[:-1] + b"x")

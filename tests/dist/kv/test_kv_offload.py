@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import stat
+import threading
 
 import pytest
 import torch
@@ -67,8 +68,8 @@ def file_copy(source, target, key=KEYS[0]):
     return BlockCopy(*source, *target, key, False)
 
 
-def opened(folder, digest=b"d" * 32):
-    return BlockFiles.opened(folder / "rank-0", digest)
+def opened(folder, digest=b"d" * 32, **options):
+    return BlockFiles(folder / "rank-0", digest, **options)
 
 
 COPIES = st.lists(
@@ -84,12 +85,15 @@ COPIES = st.lists(
 
 
 @pytest.mark.parametrize("kv_bits", [None, 8])
-@given(asked=COPIES)
-def test_copies_in_any_order_move_the_bytes_of_blocks(tmp_path_factory, kv_bits, asked):
-    """Against a model: what each place holds."""
+@given(asked=COPIES, buffer_bytes=st.sampled_from([0, 1 << 20]))
+def test_copies_in_any_order_move_the_bytes_of_blocks(
+    tmp_path_factory, kv_bits, asked, buffer_bytes
+):
+    """Against a model: what each place holds, whether or not it is written by then."""
     cache = filled_cache(kv_bits, has_windows=True)
     limits = OffloadLimits(host_blocks=3, disk_blocks=3, host_window_blocks=3, disk_window_blocks=3)
-    kept = OffloadedKV(cache, limits, opened(tmp_path_factory.mktemp("files")))
+    files = opened(tmp_path_factory.mktemp("files"), buffer_bytes=buffer_bytes)
+    kept = OffloadedKV(cache, limits, files)
     places = {
         ("blocks", block, window): content(cache, block, has_window=window)
         for block in range(BLOCKS)
@@ -111,6 +115,7 @@ def test_copies_in_any_order_move_the_bytes_of_blocks(tmp_path_factory, kv_bits,
             expected.append(len(copies))
         copies.append(BlockCopy(source, place, target, other, key, window))
     assert kept.copy(copies) == expected
+    kept.close()
     for block in range(BLOCKS):
         for window in (False, True):
             found = content(cache, block, has_window=window)
@@ -128,6 +133,7 @@ def test_files_belong_to_one_user_and_have_the_size_of_their_block(tmp_path):
     kept = OffloadedKV(cache, LIMITS, opened(tmp_path))
     for number in range(6):
         kept.copy([file_copy(("blocks", 0), ("disk", number % DISK), KEYS[number])])
+    kept.close()
     folder = tmp_path / "rank-0"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     files = sorted(folder.iterdir())
@@ -142,6 +148,7 @@ def test_a_damaged_file_is_a_miss(tmp_path, damage):
     cache = filled_cache()
     kept = OffloadedKV(cache, LIMITS, opened(tmp_path))
     kept.copy([file_copy(("blocks", 0), ("disk", 2), KEYS[1])])
+    kept.close()
     path, key = tmp_path / "rank-0/block-2", KEYS[1]
     data = bytearray(path.read_bytes())
     if damage == "missing":
@@ -162,6 +169,7 @@ def test_files_of_another_model_plan_or_rank_are_a_miss(tmp_path):
     cache = filled_cache()
     kept = OffloadedKV(cache, LIMITS, opened(tmp_path))
     kept.copy([file_copy(("blocks", 0), ("disk", 0))])
+    kept.close()
     read = [file_copy(("disk", 0), ("blocks", 1))]
     assert OffloadedKV(cache, LIMITS, opened(tmp_path, b"e" * 32)).copy(read) == [0]
     assert OffloadedKV(cache, LIMITS, opened(tmp_path)).copy(read) == []
@@ -171,6 +179,7 @@ def test_files_of_ranks_that_ended_are_found_by_the_next_ones(tmp_path):
     kept = OffloadedKV(filled_cache(), LIMITS, opened(tmp_path))
     for number in range(6):
         kept.copy([file_copy(("blocks", 0), ("disk", number % DISK), KEYS[number])])
+    kept.close()
     folder = tmp_path / "rank-0"
     (folder / "block-1").write_bytes(b"damaged")
     (folder / "block-9").write_bytes((folder / "block-2").read_bytes())  # beyond the budget
@@ -184,11 +193,13 @@ def test_files_of_ranks_that_ended_are_found_by_the_next_ones(tmp_path):
 
 def test_a_full_disk_is_one_warning_and_a_miss(tmp_path, caplog):
     cache = filled_cache()
-    kept = OffloadedKV(cache, LIMITS, opened(tmp_path))
+    files = opened(tmp_path)
+    kept = OffloadedKV(cache, LIMITS, files)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))  # no file can be larger
     try:
         kept.copy([file_copy(("blocks", 0), ("disk", place)) for place in range(3)])
+        files.flush()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [*(tmp_path / "rank-0").iterdir()] == []
@@ -196,13 +207,53 @@ def test_a_full_disk_is_one_warning_and_a_miss(tmp_path, caplog):
     assert [one.levelname for one in caplog.records] == ["WARNING"]
     assert "what cannot be written is computed again" in caplog.text
     kept.copy([file_copy(("blocks", 0), ("disk", 1))])  # there is room again
+    files.flush()
     assert kept.copy([file_copy(("disk", 1), ("blocks", 1))]) == []
+
+
+def test_steps_do_not_wait_for_a_slow_disk(tmp_path, monkeypatch):
+    write, may_go_on, begun = BlockFiles._write, threading.Event(), threading.Event()
+
+    def slow(self, *block):
+        begun.set()
+        assert may_go_on.wait(60)
+        write(self, *block)
+
+    monkeypatch.setattr(BlockFiles, "_write", slow)
+    cache, size = filled_cache(), SIZE * sum(filled_cache().token_bytes)
+    files = opened(tmp_path, buffer_bytes=3 * size)
+    kept = OffloadedKV(cache, LIMITS, files)
+    kept.copy([file_copy(("blocks", 0), ("disk", 0), KEYS[0])])
+    assert begun.wait(60)
+    expected = content(cache, 1, has_window=False)
+    # The place that is being written gets another block; both are read from memory.
+    kept.copy([file_copy(("blocks", 1), ("disk", 0), KEYS[1])])
+    kept.copy([file_copy(("blocks", 2), ("disk", 1), KEYS[2])])
+    assert [*(tmp_path / "rank-0").iterdir()] == []
+    assert kept.copy([file_copy(("disk", 0), ("blocks", 3), KEYS[0])]) == [0]
+    assert kept.copy([file_copy(("disk", 0), ("blocks", 3), KEYS[1])]) == []
+    assert content(cache, 3, has_window=False) == expected
+
+    # The buffer is full: the next block waits until one is written.
+    fourth = [file_copy(("blocks", 2), ("disk", 2), KEYS[3])]
+    waiting = threading.Thread(target=kept.copy, args=(fourth,))
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    may_go_on.set()
+    waiting.join(60)
+    kept.close()
+    again = OffloadedKV(cache, LIMITS, opened(tmp_path))
+    assert set(again.stored()) == {(False, KEYS[1], 0), (False, KEYS[2], 1), (False, KEYS[3], 2)}
+    assert again.copy([file_copy(("disk", 0), ("blocks", 4), KEYS[1])]) == []
+    assert content(cache, 4, has_window=False) == expected
 
 
 def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path, caplog):
     (tmp_path / "rank-0").write_text("a file")
     kept = OffloadedKV(filled_cache(), LIMITS, opened(tmp_path))
     kept.copy([file_copy(("blocks", 0), ("disk", 0))])
+    kept.close()
     assert kept.copy([file_copy(("disk", 0), ("blocks", 1))]) == [0]
     assert len(caplog.records) == 1
 
