@@ -69,7 +69,8 @@ def main() -> int:
 def build(folder: Path, cpu_isa: str) -> None:
     """Compile llama.cpp's batched benchmark and its server for an instruction set.
 
-    The native build has the RPC worker too (``two_machines.py``).
+    The native build has the RPC worker (``two_machines.py``) and the command that answers a prompt
+    (``first_answer.py``) too.
     """
     folder.mkdir(parents=True, exist_ok=True)
     python = folder / "venv" / "bin" / "python"
@@ -79,7 +80,7 @@ def build(folder: Path, cpu_isa: str) -> None:
             [python, "-m", "pip", "install", "-q", "gguf", "scikit-build-core"], check=True
         )
     wanted = [bench_of(folder, cpu_isa), server_of(folder, cpu_isa)]
-    wanted += [worker_of(folder)] * (cpu_isa == NATIVE)
+    wanted += [worker_of(folder), command_of(folder)] * (cpu_isa == NATIVE)
     if all(made.exists() for made in wanted):
         return
     if not list(folder.glob("llama_cpp_python-*/vendor")):
@@ -128,6 +129,11 @@ def server_of(folder: Path, cpu_isa: str = NATIVE) -> Path:
 def worker_of(folder: Path) -> Path:
     """Where llama.cpp's RPC worker is."""
     return build_of(folder, NATIVE) / "bin" / "ggml-rpc-server"
+
+
+def command_of(folder: Path) -> Path:
+    """Where llama.cpp's command is that answers a prompt."""
+    return build_of(folder, NATIVE) / "bin" / "llama-completion"
 
 
 def prepare(folder: Path, case: str, shape: Mapping[str, int]) -> None:
