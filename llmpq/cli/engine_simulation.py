@@ -17,7 +17,7 @@ from llmpq.cli.options import predictor_of
 from llmpq.errors import SpecError
 from llmpq.options.declare import add_options, read_options
 from llmpq.options.engine import EngineOptions
-from llmpq.options.limits import engine_limits, planned_speculation
+from llmpq.options.limits import check_state_cache, engine_limits, planned_speculation
 from llmpq.options.simulate import EngineSimulation
 from llmpq.routing import load_balancer
 from llmpq.sim.costs import PlanCosts, PlanEngineCosts
@@ -47,7 +47,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     _, first, *others = (one.name for one in fields(EngineSimulation))
     add_options(group, EngineSimulation, first)
     limits = ("token_budget", "max_sequences", "num_blocks", "watermark", "prefix_caching")
-    add_options(group, EngineOptions, *limits)
+    add_options(group, EngineOptions, *limits, "state_cache_bytes")
     add_options(group, EngineSimulation, *others)
 
 
@@ -149,6 +149,7 @@ def simulated_limits(options: argparse.Namespace, plan: Plan, model: ModelSpec) 
         leaves=("scheduler", "alpha", "predictor"),
         speculative_config=_speculation(asked, plan),
     )
+    check_state_cache(engine, model)
     limits = engine_limits(
         plan,
         engine,

@@ -31,6 +31,7 @@ from llmpq.options.limits import (
 from llmpq.spec import catalog
 from llmpq.spec.plan import Plan, PlannedDraft, read_plan
 from llmpq.spec.runtime_constants import KV_FILE_HEADER_BYTES
+from llmpq.units import GIB
 
 ROOT = Path(__file__).resolve().parents[2]
 STRATEGIES = sorted((ROOT / "strategies").glob("*.json"))
@@ -66,6 +67,18 @@ def test_a_simulation_has_the_limits_of_the_run(file, words, tmp_path):
     assert sim_limits(words, plan) == run_limits(words, plan, tmp_path)
 
 
+def test_saved_states_are_simulated_as_they_run():
+    plan, model = read_plan(STRATEGIES[0]), catalog.model("Qwen/Qwen3.5-0.8B")
+    own, slots = model.state_bytes(), []
+    for words in ((), ("--state_cache_size", "1")):
+        run, simulated = serve._parser(), sim._parser()
+        engine = read_options(EngineOptions, run.parse_args(["--strat_file_name", "a", *words]))
+        asked = simulated.parse_args(["--strategy", "a", "--engine", *words])
+        slots.append(simulated_limits(asked, plan, model).num_state_slots)
+        assert slots[-1] == engine_limits(plan, engine, state_bytes=own).num_state_slots
+    assert slots[1] == slots[0] + GIB // own
+
+
 @pytest.mark.parametrize("words", [(), ("--num_speculative_tokens", "2")], ids=" ".join)
 def test_a_planned_draft_model_is_simulated_as_it_runs(words, tmp_path):
     plan = read_plan(STRATEGIES[0])
@@ -89,9 +102,6 @@ def test_applications_are_planned_with_the_limits_of_the_run(file, tmp_path):
     for name in ("token_budget", "num_blocks", "block_size"):
         assert getattr(law, name) == getattr(limits, name)
     assert law.max_sequences <= limits.max_sequences
-
-
-GIB = 2**30
 
 
 @pytest.mark.parametrize("window", [None, 6])

@@ -128,7 +128,8 @@ def _run(options: argparse.Namespace, start: StartLog) -> int:
         with other_hosts_of(options, "llmpq-serve") or contextlib.nullcontext() as others:
             model = PlannedModel(options, others)
             options.max_model_len = None  # that of the plan
-            if not options.no_prefix_caching and not options.state_cache_size:
+            given = {name for name, _ in options.given_words}
+            if not options.no_prefix_caching and "state_cache_size" not in given:
                 saved = saved_state_bytes(model.found)
                 options.state_cache_size = (saved + 1) / GIB if saved else 0  # no state is lost
             return _serve_plan(options, start, model)

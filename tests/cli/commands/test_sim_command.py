@@ -211,6 +211,7 @@ def test_engine_has_the_draft_model_of_the_strategy(strategy, trace, tmp_path, c
         (["--engine", "--num_blocks", "3"], "requests: found 16 of 16 too long"),
         (["--engine", "--token_budget", "0"], "--token_budget: found 0, expected at least 1"),
         (["--engine", "--acceptance_rate", "1.5"], "--acceptance_rate: found 1.5"),
+        (["--engine", "--state_cache_size", "1"], "state_cache_size: found 1.00 GiB, expected 0"),
         (
             ["--engine", "--num_speculative_tokens", "-1"],
             "--num_speculative_tokens: found -1, expected at least 0",

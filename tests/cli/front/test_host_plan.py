@@ -172,7 +172,12 @@ def test_a_server_saves_states_where_there_is_room(memory, drafting):
 
 @pytest.mark.parametrize(
     ("words", "states"),
-    [([], 16), (["--no_prefix_caching"], 0), (["--state_cache_size", "0.001"], 9)],
+    [
+        ([], 16),
+        (["--no_prefix_caching"], 0),
+        (["--state_cache_size", "0.001"], 9),
+        (["--state_cache_size", "0"], 0),
+    ],
 )
 def test_a_server_of_a_model_is_given_them(memory, drafting, monkeypatch, words, states):
     kept = []
