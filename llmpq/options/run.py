@@ -165,7 +165,7 @@ class RunOptions:
         Option(
             help="sockets: unix sockets and shared memory inside a host, TCP between hosts; torch "
             "(gloo: its old name): torch.distributed, unauthenticated, NCCL between GPUs; auto: "
-            "torch where torchrun, srun or mpirun start the command"
+            "torch between GPUs of one host, and where torchrun, srun or mpirun start the command"
         ),
     ] = "auto"
 

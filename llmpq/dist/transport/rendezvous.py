@@ -42,7 +42,13 @@ from llmpq.dist.transport.endpoint import (
 from llmpq.dist.transport.frames import FrameLimits
 from llmpq.dist.transport.socket_links import SocketLinks
 from llmpq.dist.transport.topology import Link, Topology, one_ring
-from llmpq.dist.transport.torch_links import CPU, TorchLinks, gpu_of, open_store
+from llmpq.dist.transport.torch_links import (
+    CPU,
+    TorchLinks,
+    gpu_of,
+    open_store,
+    payload_backend,
+)
 from llmpq.errors import SpecError, StageError
 from llmpq.options.run import Transport
 from llmpq.spec.fields import Fields, Rule, from_json, to_json
@@ -167,7 +173,7 @@ def connect(
                     "and options on every host"
                 )
         names = [peer.name for peer in table.peers]
-        if transport in ("torch", "gloo"):
+        if uses_torch(transport, table.peers, topology):
             links: Links = _torch_links(identity, rendezvous, table, topology)
         else:
             links = SocketLinks(rank, _connect_links(rank, table, token, listeners, topology))
@@ -177,6 +183,19 @@ def connect(
         return replace(
             channels, clock_offset_s=table.clock_offset_s, clock_error_s=table.clock_error_s
         )
+
+
+def uses_torch(transport: Transport, peers: Sequence[PeerInfo], topology: Topology) -> bool:
+    """Return whether torch.distributed carries the frames; all ranks find the same.
+
+    ``auto`` takes it where NCCL can connect two ranks of one host. Between hosts it must be asked
+    for, because neither gloo nor NCCL checks who connects.
+    """
+    if transport != "auto":
+        return transport != "sockets"
+    pairs = ((peers[link.source].gpu, peers[link.target].gpu) for link in topology.links)
+    has_nccl = any(payload_backend(*pair) == "nccl" for pair in pairs)
+    return has_nccl and len({peer.host for peer in peers}) == 1
 
 
 def _torch_links(

@@ -41,6 +41,7 @@ from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from llmpq.dist.io.job import START_TIMEOUT_S, Rendezvous
 from llmpq.dist.transport.communicator import LinkClosedError
+from llmpq.dist.transport.endpoint import is_loopback
 from llmpq.dist.transport.frames import (
     TENSOR_KINDS,
     Frame,
@@ -176,6 +177,8 @@ class TorchLinks:
         options._timeout, options._threads = LINK_TIMEOUT, 1
         # torch's own choice would be the address of the host's name, which others may reach.
         options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+        if is_loopback(host):  # so NCCL's would be, that of the first other interface
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         for link in own:
             end = int(rank == link.target)
             group = PrefixStore(f"{link.name} {link.source} {link.target}", store)

@@ -12,12 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.clocks import PATIENCE_S
 from helpers.frames import SMALL
 from helpers.ranks import make_plan
+from torch.distributed import ProcessGroupGloo
 
 from llmpq.dist.io.job import Rendezvous
 from llmpq.dist.launch.rank import frame_limits
+from llmpq.dist.transport import torch_links
 from llmpq.dist.transport.channels import RankChannels
 from llmpq.dist.transport.endpoint import MAX_PENDING_HANDSHAKES, Endpoint, read_token
 from llmpq.dist.transport.frames import Frame, FrameKind, FrameLimits
@@ -106,6 +109,42 @@ def test_ranks_of_one_host_with_an_address_use_unix_sockets_and_stop_listening(t
     assert abs(made[1].clock_offset_s) <= made[1].clock_error_s + 1e-3
     assert not is_listening(port)
     assert passes_round(made)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "num_hosts", "expected"),
+    [
+        (("a", "b", None), 1, ["nccl", "gloo", "gloo"]),
+        (("a", "b", None), 3, ["tcp"] * 3),  # NCCL checks no token
+        (("a", "a", None), 1, ["unix"] * 3),  # one GPU
+        ((None, "b", None), 1, ["unix"] * 3),
+    ],
+)
+def test_gpus_of_one_host_are_joined_by_nccl(tmp_path, monkeypatch, gpus, num_hosts, expected):
+    def open_gloo(store, end):
+        return ProcessGroupGloo(store, end, 2, torch_links.LINK_TIMEOUT)
+
+    def gpu_of(device):
+        return None if device.index is None else gpus[device.index]
+
+    hosts = iter(f"host {rank % num_hosts}" for rank in range(3))
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr("llmpq.dist.transport.rendezvous._host_key", lambda: next(hosts))
+    monkeypatch.setattr("llmpq.dist.transport.rendezvous.gpu_of", gpu_of)
+    monkeypatch.setattr(torch_links, "_open_nccl", open_gloo)  # on host memory: no GPU is here
+    rendezvous = Rendezvous(file=tmp_path / "rendezvous")
+    if num_hosts > 1:
+        address = ("127.0.0.1", free_port())
+        rendezvous = Rendezvous(address=address, token_file=token_file(tmp_path))
+    ends = [
+        (dataclasses.replace(identity(rank, 3), device=torch.device("cpu", rank)), rendezvous)
+        for rank in range(3)
+    ]
+    made, failed = connect_all(ends)
+    assert not failed
+    assert [made[rank].transport for rank in range(3)] == expected
+    assert passes_round(made)
+    assert (os.environ.pop("NCCL_SOCKET_IFNAME", None) == "lo") == ("nccl" in expected)
 
 
 def test_ranks_of_different_hosts_use_tcp(tmp_path, monkeypatch):
