@@ -225,20 +225,72 @@ def test_rra_keeps_its_decoding_batch_near_the_mean():
     assert sum(decodes) / len(decodes) > 0.7 * 24
 
 
-def test_an_encoding_batch_holds_at_most_a_threshold_more_tokens_than_the_mean():
+def waiting_for(prompts, free_slots=16):
+    """Return a view of requests with prompts of these lengths, and of free slots."""
+    waiting = [
+        WaitingRequest(request=number, prompt_tokens=tokens)
+        for number, tokens in enumerate(prompts)
+    ]
+    return SchedulerView(waiting=waiting, ready=[], free_slots=free_slots)
+
+
+def test_the_prompt_tokens_of_an_encoding_batch_stay_within_a_threshold_of_the_mean():
     admission = Admission(encode_batch=4, decode_batch=16, mean_prompt_tokens=10, threshold=0.25)
 
     def taken(*prompts):
-        waiting = [
-            WaitingRequest(request=number, prompt_tokens=tokens)
-            for number, tokens in enumerate(prompts)
-        ]
-        return admission.take(SchedulerView(waiting=waiting, ready=[], free_slots=16), 4)
+        return admission.choose(waiting_for(prompts), 4)
 
     assert taken(10, 10, 20, 10, 10) == (0, 1, 2, 3)  # 50 tokens are 1.25 times 4 x 10
     assert taken(10, 10, 21, 10, 10) == (0, 1, 2)
     assert taken(99, 10) == (0,)  # one request is encoded, however long
-    assert taken(1, 1, 1, 1, 1) == (0, 1, 2, 3)  # the paper's holds no fewer tokens, either
+    assert taken(10, 10, 5, 5, 10) == (0, 1, 2, 3)  # 30 tokens are 0.75 times 4 x 10
+    assert taken(10, 10, 5, 4, 9, 10) == (0, 1, 2, 3, 4)
+    assert taken(1, 1, 1, 1, 1, 50) == (0, 1, 2, 3, 4)  # the next would make it too long
+
+
+@given(
+    prompts=st.lists(st.integers(1, 40), min_size=1, max_size=60),
+    batch=st.integers(1, 8),
+    slots=st.integers(8, 64),
+    threshold=st.sampled_from((0.0, 0.25, 0.5)),
+)
+def test_only_slots_requests_or_the_next_prompt_keep_an_encoding_batch_below_the_mean(
+    prompts, batch, slots, threshold
+):
+    admission = Admission(
+        encode_batch=batch, decode_batch=64, mean_prompt_tokens=20, threshold=threshold
+    )
+    chosen = admission.choose(waiting_for(prompts, slots), batch)
+    assert chosen == tuple(range(len(chosen)))
+    tokens, rows = sum(prompts[: len(chosen)]), min(batch, len(prompts))
+    band = max(threshold, 0.25)
+    assert len(chosen) == 1 or tokens <= 20 * batch * (1 + band)
+    if tokens < 20 * batch * (1 - band) and len(chosen) < min(len(prompts), slots):
+        assert tokens + prompts[len(chosen)] > 20 * batch * (1 + band)
+    if len(chosen) > rows:
+        assert sum(prompts[:rows]) < 20 * batch * (1 - band)
+
+
+def test_a_cycle_of_rra_encodes_prompts_of_the_mean_workload():
+    lengths = [6] * 150 + [28] * 150  # eight of them would have 48 and 224 tokens
+    policy = RraPolicy(
+        admission=Admission(encode_batch=8, decode_batch=40, mean_prompt_tokens=15, threshold=0.5),
+        decode_iterations=2,
+        micro_batching=MicroBatching(prefill=4, decode=64),
+    )
+    pipeline = Pipeline([9] * 300, num_slots=40, limit=1, prompts=lengths)
+    pipeline.run(policy)
+    cycles, tokens = [], 0
+    for decision in pipeline.decisions:
+        if isinstance(decision, Prefill):
+            tokens += sum(lengths[number] for number in decision.requests)
+        elif isinstance(decision, Decode) and tokens:
+            cycles.append(tokens)
+            tokens = 0
+    inner = cycles[8:-2]  # once the slots are filled, until requests run out
+    assert len(inner) > 10
+    # 1.5 times the mean, or more where the decoding batch has shrunk by the threshold.
+    assert all(0.5 * 120 <= tokens <= 200 for tokens in inner)
 
 
 def test_waa_merges_encoded_requests_into_one_decoding_batch():

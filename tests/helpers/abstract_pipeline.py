@@ -37,6 +37,7 @@ class Pipeline:
         num_slots: KV slots.
         limit: most micro-batches in flight.
         arrivals: step at which each request comes, rising; all at once without.
+        prompts: tokens of each prompt; all ``prompt_tokens`` without.
     """
 
     wanted: Sequence[int]
@@ -44,6 +45,7 @@ class Pipeline:
     limit: int
     arrivals: Sequence[int] | None = None
     prompt_tokens: int = 3
+    prompts: Sequence[int] | None = None
     made: dict[int, int] = field(default_factory=dict)
     computed: int = 0
     finished: list[int] = field(default_factory=list)
@@ -55,7 +57,7 @@ class Pipeline:
         """Serve every request; fail when that takes unreasonably many steps."""
         recorder = Recorder(policy)
         self.decisions = recorder.decisions
-        longest = self.prompt_tokens + max(self.wanted, default=1)
+        longest = max(self.prompts or [self.prompt_tokens]) + max(self.wanted, default=1)
         scheduler = slots_of(recorder, self.num_slots, tokens=longest)
         in_flight: deque[EngineStep] = deque()
         arrived, now = 0, 0
@@ -65,7 +67,7 @@ class Pipeline:
                 scheduler.add(
                     request_of(
                         arrived,
-                        self.prompt_tokens,
+                        self._prompt(arrived),
                         self.wanted[arrived],
                         arrival_s=times[arrived],
                     )
@@ -85,6 +87,9 @@ class Pipeline:
             if in_flight:
                 self._complete(scheduler, in_flight.popleft())
 
+    def _prompt(self, number: int) -> int:
+        return self.prompt_tokens if self.prompts is None else self.prompts[number]
+
     def _check(self, in_flight: Sequence[EngineStep]) -> None:
         slots = [chunk.blocks for step in in_flight for chunk in step.chunks]
         assert len(slots) == len(set(slots)), "a slot with two owners"
@@ -97,7 +102,7 @@ class Pipeline:
             self.computed += 1
             if chunk.makes_token:
                 made = self.made.get(chunk.request, 0)
-                assert chunk.first + chunk.count == self.prompt_tokens + made
+                assert chunk.first + chunk.count == self._prompt(chunk.request) + made
                 self.made[chunk.request] = made + 1
                 if made + 1 == self.wanted[chunk.request]:
                     finished.append(chunk.request)

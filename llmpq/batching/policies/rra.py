@@ -8,19 +8,23 @@ free slots are filled with prompts at once, so that stages do not idle between c
 do not fit are encoded in the next cycle.
 
 ``Admission`` adjusts the workload of RRA and WAA: how many requests to encode now (Sec. 5.2).
-The encoding batch holds at most a threshold more prompt tokens than the mean (the paper's holds
-no fewer either), and grows or shrinks when the decoding batch is below or above its target.
+The prompt tokens of an encoding batch stay within a threshold of the mean: long prompts leave
+requests to the next one, short ones take more. The batch grows when the decoding batch is below its
+target, and never fills more than that.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import islice
 
 from llmpq.batching.policy_scheduler import Decision, Decode, Prefill, SchedulerView, Wait
 from llmpq.errors import SpecError
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import Phase
+
+PROMPT_THRESHOLD = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +35,8 @@ class Admission:
         encode_batch: mean requests of an encoding batch ``B_E``.
         decode_batch: sequences decoded together ``B_D``, also the maximum that hold a slot.
         mean_prompt_tokens: mean length of a prompt; 0 ignores prompt lengths.
-        threshold: allowed relative deviation of a batch from its mean.
+        threshold: allowed relative deviation of a batch from its mean; of prompt tokens at least
+            ``PROMPT_THRESHOLD``, also where every encoding refills the decoding batch (0).
     """
 
     encode_batch: int
@@ -48,12 +53,24 @@ class Admission:
         if not self.threshold >= 0:
             raise SpecError(f"admission: found threshold {self.threshold}, expected at least 0")
 
-    def choose(self, view: SchedulerView) -> tuple[int, ...]:
-        """Return the requests to encode now, in order of arrival; may be empty."""
+    def choose(self, view: SchedulerView, rows: int) -> tuple[int, ...]:
+        """Return the requests of an encoding batch, in order of arrival; may be empty.
+
+        It has ``rows`` requests at most, or more where their prompts are short.
+        """
         most = self.encode_batch
         if view.alive + most < self._smallest:
             most += max(1, round(self.encode_batch * self.threshold))
-        return self.take(view, most)
+        most = min(most, rows)
+        chosen = self.take(view, most, self.most_tokens(most))
+        while len(chosen) >= most:
+            tokens = sum(item.prompt_tokens for item in islice(view.waiting, len(chosen)))
+            more = self.more(most, len(chosen), tokens)
+            longer = self.take(view, len(chosen) + more, self.most_tokens(most))
+            if len(longer) == len(chosen):
+                break
+            chosen = longer
+        return chosen
 
     def wanted(self, alive: int) -> int:
         """Return how many requests to encode until the next encoding.
@@ -64,21 +81,44 @@ class Admission:
             return self.encode_batch
         return max(self.encode_batch, math.ceil(self._smallest) - alive)
 
-    def take(self, view: SchedulerView, most: int) -> tuple[int, ...]:
+    def most_tokens(self, batch: int) -> float:
+        """Return the most prompt tokens of an encoding batch of so many requests."""
+        return batch * self.mean_prompt_tokens * (1 + self._prompt_threshold) or math.inf
+
+    def more(self, batch: int, taken: int, tokens: int) -> int:
+        """Return how many requests an encoding batch still takes, if they are as those so far.
+
+        Args:
+            batch: its requests at mean lengths.
+            taken: its requests so far.
+            tokens: prompt tokens of these.
+        """
+        if tokens >= self.most_tokens(batch):
+            return 0
+        if taken < batch or not self.mean_prompt_tokens:
+            return batch - taken
+        short = batch * self.mean_prompt_tokens * (1 - self._prompt_threshold) - tokens
+        return max(0, math.ceil(short * taken / max(1, tokens)))
+
+    def take(self, view: SchedulerView, most: int, most_tokens: float) -> tuple[int, ...]:
         """Return at most ``most`` requests to encode, in order of arrival.
 
-        Fewer when slots are short, or the decoding batch or the prompts would become too large.
+        Fewer when slots are short, or the decoding batch or the prompts would become too large; one
+        request is encoded, however long.
         """
         room = min(most, self.decode_batch - view.alive)
-        limit = self.encode_batch * self.mean_prompt_tokens * (1 + self.threshold)
         chosen: list[int] = []
         tokens = 0
         for item in view.fitting(room):
             tokens += item.prompt_tokens
-            if chosen and limit and tokens > limit:
+            if chosen and tokens > most_tokens:
                 break
             chosen.append(item.request)
         return tuple(chosen)
+
+    @property
+    def _prompt_threshold(self) -> float:
+        return max(self.threshold, PROMPT_THRESHOLD)
 
     @property
     def _smallest(self) -> float:
@@ -101,6 +141,7 @@ class RraPolicy:
         self.adjust(decode_iterations)
         self._sizes = micro_batching
         self._to_encode = 0  # remaining requests of this cycle
+        self._batch = self._taken = self._tokens = 0  # requests at mean lengths; encoded, tokens
         self._made: dict[
             int, int
         ] = {}  # request -> tokens of this cycle, including those in flight
@@ -123,7 +164,8 @@ class RraPolicy:
     def decide(self, view: SchedulerView) -> Decision:
         """Continue the cycle, or start the next one."""
         if not self._to_encode and self._is_cycle_over(view):
-            self._to_encode = self._admission.wanted(view.alive)
+            self._batch = self._to_encode = self._admission.wanted(view.alive)
+            self._taken = self._tokens = 0
             self._made.clear()
         if self._to_encode:
             decision = self._encode(view)
@@ -142,10 +184,13 @@ class RraPolicy:
 
     def _encode(self, view: SchedulerView) -> Decision | None:
         """Encode a micro-batch; ``None`` if this cycle has no room for more."""
-        chosen = self._admission.take(view, min(self._sizes.prefill, self._to_encode))
+        left = self._admission.most_tokens(self._batch) - self._tokens
+        chosen = self._admission.take(view, min(self._sizes.prefill, self._to_encode), left)
         if not chosen:
             return None
-        self._to_encode -= len(chosen)
+        self._taken += len(chosen)
+        self._tokens += sum(item.prompt_tokens for item in islice(view.waiting, len(chosen)))
+        self._to_encode = self._admission.more(self._batch, self._taken, self._tokens)
         return Prefill(requests=chosen)
 
     def _decode(self, view: SchedulerView) -> Decision:

@@ -39,7 +39,7 @@ class WaaPolicy:
         otherwise starve it.
         """
         if view.can(Phase.PREFILL) and self._has_room(view):
-            chosen_requests = self._admission.choose(view)[: self._sizes.prefill]
+            chosen_requests = self._admission.choose(view, self._sizes.prefill)
             if chosen_requests:
                 return Prefill(requests=chosen_requests)
         if view.can(Phase.DECODE) and view.ready and self._is_time_to_decode(view):
