@@ -497,6 +497,20 @@ def samullm_claims(found: Json) -> Iterator[Claim]:
             for variant in variants:
                 path = ("record", "ablations", name, method, variant)
                 yield _application(name, method, variant, path)
+    for name, searches in record["searches"].items():
+        for sequences in searches:
+            yield Claim(
+                topic="samullm", kind="search of the code", name=f"{name}, {sequences} sequences",
+                path=("record", "searches", name, sequences), seconds=4.0, data=("samullm",),
+                compute=partial(searched_by_code, name, int(sequences)),
+            )  # fmt: skip
+
+
+def searched_by_code(name: str, sequences: int, data: Path) -> Json:
+    """Return what the search of the authors' code finds."""
+    with tempfile.TemporaryDirectory() as folder:
+        bench = samullm._Bench(samullm.Cases(data / "samullm", Path(folder)), 20.0, None)
+        return bench.searched(name, sequences)
 
 
 def _application(name: str, method: str, variant: str, path: Place) -> Claim:

@@ -27,11 +27,12 @@ from typing import Any
 
 import numpy as np
 
+from llmpq.assigner.fleet.partition import DevicePools
 from llmpq.errors import LlmpqError
 from llmpq.multillm.candidates import resolve_models
 from llmpq.multillm.engine.law import IterationModel
 from llmpq.multillm.graph import load_application
-from llmpq.multillm.planner import Method, PlanOptions, plan_application
+from llmpq.multillm.planner import Method, PlanOptions, application, plan_application
 from llmpq.multillm.planner.application import (
     PlannedApplication,
     candidate_finder,
@@ -42,6 +43,7 @@ from llmpq.multillm.workload import load_items
 from llmpq.spec.cluster import load_cluster
 from llmpq.spec.fields import dump_json, write_text
 from reproduce.output import Record, emit, say, table
+from reproduce.samullm_search import search
 
 # --- Applications ---
 
@@ -384,6 +386,16 @@ CASES = (
     *(_mixed(documents, 256) for documents in MIXED_DOCUMENTS),
 )
 ABLATIONS = tuple(_mixed(500, limit) for limit in (256, 512))
+SEQUENCES = (1, 20)
+"""Complete sequences of stages of the search in the authors' code (``max_group_seq_num``)."""
+LOGGED = {
+    "chain, 100 documents, 1 evaluations": (1.02, 1.05),
+    "chain, 100 documents, 2 evaluations": (1.03, 1.10),
+    "chain, 100 documents, 4 evaluations": (1.18, 1.20),
+    "chain, 300 documents, 4 evaluations": (1.19, 1.02),
+}
+"""Max over the authors' search, by their estimate and in their runs with Vicuna-13B on eight GPUs:
+``benchmarks/Exp_Analysis_extract_results_from_logs_outputs.json`` of their repository."""
 VARIANTS: dict[str, PlanOptions] = {
     "as planned": PlanOptions(pipelines=False),
     "no preemption": PlanOptions(pipelines=False, preemption=False),
@@ -418,7 +430,13 @@ def collect(data: Path, limit_s: float, keep: Path | None, *, is_small: bool = F
         record: Record = {"cases": [bench.compare(case) for case in (SMALL if is_small else CASES)]}
         if not is_small:
             record["ablations"] = {case.name: bench.ablations(case) for case in ABLATIONS}
+        record["searches"] = {case["name"]: case_searches(bench, case) for case in record["cases"]}
     return record
+
+
+def case_searches(bench: _Bench, case: Record) -> Record:
+    """Return what the search of the authors' code finds, after a few sequences and after more."""
+    return {str(sequences): bench.searched(case["name"], sequences) for sequences in SEQUENCES}
 
 
 class _Bench:
@@ -442,6 +460,27 @@ class _Bench:
             method: {name: self._figures(case, method, name) for name in VARIANTS}
             for method in ABLATED
         }
+
+    def searched(self, name: str, sequences: int) -> Record:
+        """Return the figures of the search of the authors' code."""
+        key = f"{name}, code, {sequences} sequences"
+        if key not in self._known:
+            say(key)
+            case = next(one for one in CASES if one.name == name)
+            path = case.make(self._cases)
+            planned = self._plan(path, replace(VARIANTS[AS_PLANNED], method="max"))
+            found = search(planned.problem, sequences)
+            workload = planned.problem.simulator.workload
+            stages = tuple(application._stages(workload, DevicePools.of(self._cluster), found))
+            made = replace(planned, schedule=replace(planned.schedule, stages=stages))
+            truth = path if case.truth is None else case.truth(self._cases)
+            self._known[key] = {
+                "predicted_s": found.makespan_s, "played_s": self._play(made, truth),
+            }  # fmt: skip
+            if self._keep is not None:
+                write_text(self._keep, dump_json(self._known))
+        known: Record = self._known[key]
+        return known
 
     def _figures(self, case: Case, method: Method, variant: str) -> Record:
         key = f"{case.name}, {method}, {variant}, {self._limit_s:g} s"
@@ -485,6 +524,9 @@ def report(record: Record) -> str:
     parts = [_gains(record["cases"]), _searches(record["cases"])]
     if "ablations" in record:
         parts.append(_apart(record["cases"]))
+    if "searches" in record:
+        parts.append(_beside(record["cases"], record["searches"]))
+    if "ablations" in record:
         parts.append(_ablations(record["ablations"]))
     return "\n\n".join(parts)
 
@@ -512,6 +554,34 @@ def _gains(cases: Sequence[Record]) -> str:
         "Min over Algorithm 1", "published ",
     )  # fmt: skip
     return f"### Seconds as played, and gains\n\n{table(head, rows)}"
+
+
+def predicted_gains(case: Record) -> dict[str, float]:
+    """Return the gains of Algorithm 1 over the rivals by the estimate, as they are shown."""
+    own = case["samullm"]["predicted_s"]
+    return {rival: float(round(case[rival]["predicted_s"] / own, 2)) for rival in RIVALS}
+
+
+def _beside(cases: Sequence[Record], searches: Record) -> str:
+    rows = []
+    for case in cases:
+        of_code = [searches[case["name"]][str(number)]["predicted_s"] for number in SEQUENCES]
+        seconds = {method: case[method]["predicted_s"] for method in METHODS}
+        logged = LOGGED.get(case["name"])
+        rows.append([
+            case["name"], f"{seconds['greedy']:.0f}", f"{seconds['samullm']:.0f}",
+            *(f"{one:.0f}" for one in of_code),
+            *(f"{seconds[rival]:.0f}" for rival in RIVALS),
+            *(f"{one:.2f}" for one in predicted_gains(case).values()),
+            *(f"{seconds[rival] / min(of_code):.2f}" for rival in RIVALS),
+            "-" if logged is None else f"{logged[0]:.2f}, {logged[1]:.2f}",
+        ])  # fmt: skip
+    head = (
+        "application", "ours, s", "Algorithm 1, s", "code, 1 sequence, s", "20 sequences, s",
+        "Max, s", "Min, s", "Max over Algorithm 1", "Min over it", "Max over code", "Min over code",
+        "Max over theirs: estimate, run",
+    )  # fmt: skip
+    return f"### As planned, beside the search of the authors' code\n\n{table(head, rows)}"
 
 
 def gain(case: Record, rival: Method) -> float:

@@ -16,7 +16,7 @@ MAX_WORDS_OF = {
     "docs/evidence/multibin.md": 260,
     "docs/evidence/online.md": 250,
     "docs/evidence/sal.md": 320,
-    "docs/evidence/samullm.md": 380,
+    "docs/evidence/samullm.md": 536,
     "docs/evidence/speed.md": 330,
     "docs/how/applications.md": 330,
     "docs/how/draft-models.md": 480,
