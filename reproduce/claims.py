@@ -137,6 +137,11 @@ def llm_pq(found: Json) -> Iterator[Claim]:
             spread=Spread(factor=WIDENED, processor=found["machine"]),
             compute=_without_data(solving_s, row["cluster"]),
         )  # fmt: skip
+    yield claim(
+        kind="table 10", name="three nodes, objective",
+        path=("record", "solving", "three nodes", "llmpq by exact", "objective_s"), seconds=2.0,
+        spread=ROUNDED, compute=_without_data(three_nodes),
+    )  # fmt: skip
     for name, points in record["theta_sweep"].items():
         for at, point in enumerate(points):
             yield claim(
@@ -202,6 +207,13 @@ def solving_s(cluster: int) -> float:
     return run_all._solve(request, "llmpq").cpu_s
 
 
+def three_nodes() -> float:
+    """Return the objective of the plan for three nodes (A.2.2)."""
+    solved = run_all.three_nodes("exact", "llmpq")
+    assert solved is not None
+    return solved.plan.estimate.objective_s
+
+
 def priced(cluster: int, multiple: float) -> Json:
     """Return a point of Figure 8."""
     case = run_all.Case(cluster=cluster)
@@ -231,91 +243,77 @@ def beside_adabits(case: run_all.Case) -> Json:
 
 
 def exegpt_claims(found: Json) -> Iterator[Claim]:
-    """Yield the schedules of Figure 6 and Table 6, and rows of Table 5 and Figure 11."""
+    """Yield the schedules of Figures 6 to 8 and of Table 6, and rows of other tables."""
     record = found["record"]
     claim = partial(Claim, topic="exegpt")
     for at, row in enumerate(record["bounds"]):
         bound = "no bound" if row["bound_s"] is None else f"{row['bound_s']:.3f} s"
-        for variant in exegpt.VARIANTS:
-            if variant.name in row["schedules"]:
-                yield claim(
-                    kind="figure 6", name=f"{row['task']}, {bound}, {variant.name}",
-                    path=("record", "bounds", at, "schedules", variant.name), seconds=5.0,
-                    compute=_without_data(scheduled, row["task"], row["bound_s"], variant.name),
-                )  # fmt: skip
-        if row.get("batch"):
+        label = f"{row['case']}, {row['task']}, {bound}"
+        for name, one in row["schedules"].items():
             yield claim(
-                kind="static batches", name=f"{row['task']}, {bound}",
-                path=("record", "bounds", at), seconds=1.0,
-                compute=_without_data(static_batch, row["task"], row["batch"]),
+                kind="figures 6 and 8", name=f"{label}, {name}",
+                path=("record", "bounds", at, "schedules", name), seconds=20.0,
+                compute=_without_data(
+                    scheduled, row["case"], row["task"], tuple(one["layout"]), row["bound_s"], name
+                ),
             )  # fmt: skip
-    for at, row in enumerate(record["table 5"]):
-        yield claim(
-            kind="table 5", name=f"{row['task']}, {row['tolerance']} %",
-            path=("record", "table 5", at), seconds=10.0,
-            compute=_without_data(not_monotone, row["task"], at % 3),
-        )  # fmt: skip
+        if row["static"]:
+            yield claim(
+                kind="static batches", name=label, path=("record", "bounds", at, "static"),
+                seconds=2.0,
+                compute=_without_data(
+                    static_batch, row["case"], row["task"], row["static"]["batch"]
+                ),
+            )  # fmt: skip
     for at, row in enumerate(record["table 6"]):
         if row["ours"]:
-            policy = row["ours"]["policy"]
+            policy, layout = row["ours"]["policy"], tuple(row["ours"]["layout"])
             yield claim(
                 kind="table 6", name=f"{row['bound_s'] or 'no bound'}, {policy}",
-                path=("record", "table 6", at, "ours"), seconds=5.0,
-                compute=_without_data(scheduled, "S", row["bound_s"], policy),
+                path=("record", "table 6", at, "ours"), seconds=20.0,
+                compute=_without_data(
+                    scheduled, exegpt.OPT.name, "S", layout, row["bound_s"], policy
+                ),
             )  # fmt: skip
-    bound_s = [row["bound_s"] for row in record["bounds"] if row["task"] == "T"][1]
-    for at, row in enumerate(record["figure 11"]):
+    for at, row in enumerate(record.get("figure 7", [])):
         yield claim(
-            kind="figure 11", name=f"{row['policy']}, {row['what']} {row['shift']}",
-            path=("record", "figure 11", at), seconds=8.0,
-            compute=_without_data(shifted, bound_s, row["policy"], row["what"], row["shift"]),
+            kind="figure 7", name=f"{row['task']}, {row['bound_s'] or 'no bound'}",
+            path=("record", "figure 7", at), seconds=30.0,
+            compute=_without_data(of_rivals, row["task"], at % (len(exegpt.OPT.quantiles) + 1)),
         )  # fmt: skip
 
 
 @cache
-def of_task(task: str) -> exegpt.Served:
-    """Return a task on its pipeline."""
-    return exegpt.Served(task)
+def case_named(name: str) -> exegpt.Case:
+    """Return a model on its machines."""
+    return next(one for one in exegpt.CASES if one.name == name)
 
 
-@cache
-def kept(task: str, bound_s: float | None, name: str) -> Any:
-    """Return the plan of a schedule's best variables within a bound."""
-    (variant,) = (one for one in (*exegpt.VARIANTS, exegpt.WAA) if one.name == name)
-    plan = of_task(task).scheduled(math.inf if bound_s is None else bound_s, variant)
-    assert plan is not None
-    return plan
-
-
-def scheduled(task: str, bound_s: float | None, name: str) -> Json:
+def scheduled(
+    case: str, task: str, layout: tuple[int, ...], bound_s: float | None, name: str
+) -> Json:
     """Return a schedule as found and played."""
-    return exegpt._row(of_task(task), kept(task, bound_s, name))
+    wanted = math.inf if bound_s is None else bound_s
+    policy = next(one for one in exegpt.POLICIES if exegpt.NAMES[one] == name)
+    found = exegpt.row_of(case_named(case), task, layout, wanted, policy)
+    return found | {"layout": list(layout)}
 
 
-def static_batch(task: str, batch: int) -> Json:
+def static_batch(case: str, task: str, batch: int) -> Json:
     """Return the rate of static batches of a size."""
-    served_task = of_task(task)
-    made = served_task.play(served_task.static(batch))
-    return {"static": made.throughput_requests_per_s}
+    base = exegpt.baseline(case_named(case), task)
+    made = base.play(base.static(batch), pads_prompts=True)
+    return {"requests_per_s": made.throughput_requests_per_s}
 
 
 @cache
-def _table_5(task: str) -> list[Json]:
-    return exegpt.monotone(task)
+def _rivals(task: str) -> list[Json]:
+    return exegpt.rivals(task)
 
 
-def not_monotone(task: str, place: int) -> Json:
-    """Return the shares of steps that are not monotone at a tolerance."""
-    return {"ours": _table_5(task)[place]["ours"]}
-
-
-def shifted(bound_s: float, policy: str, what: str, shift: float) -> Json:
-    """Return a schedule on answers that it was not made for (Figure 11)."""
-    plan = kept("T", bound_s, policy)
-    scale, spread = (shift, 1.0) if what == "mean" else (1.0, shift)
-    made = exegpt.Served("T", scale, spread).play(plan)
-    usual_s = exegpt.p99_s(of_task("T").play(plan))
-    return {"kept": made.throughput_requests_per_s, "p99": exegpt.p99_s(made) / usual_s}
+def of_rivals(task: str, place: int) -> Json:
+    """Return the rates of other systems' policies under a bound."""
+    return _rivals(task)[place]
 
 
 # --- LARRY ---

@@ -1,273 +1,281 @@
-"""Part of ExeGPT's evaluation in simulation, beside what it published.
+"""ExeGPT's evaluation in simulation, beside what it published.
 
-Figure 6 for OPT-13B, Figure 11 (a, b), Tables 5 and 6: its five tasks (Table 3) over four A40. The
-catalogue's roofline prices no tensor parallelism, which all four schedules of the paper's Table 6
-use: here are four stages in a row, or a row for either phase (WAA). FasterTransformer is the static
-policy, its latency that of the longest answer; its bounds are the 10, 30 and 70 % quantiles of its
-latencies over its batch sizes, and none (Sec. 7.1).
+    python -m reproduce.exegpt [--model NAME ...] [--keep FILE]
 
-ExeGPT prints Tables 3, 5 and 6 as numbers; its figures are pictures. Two copies of the layers leave
-WAA less memory for keys and values: it is searched at several numbers of slots, and what its
-expected throughput is highest at is what is played. Prompts are padded to the longest of their
-micro-batch, as FasterTransformer and ExeGPT do; llmpq packs them.
+Figures 6 and 8 for OPT-13B and the four sizes of GPT-3, Figures 7 and 11, Tables 4 to 7, on the
+paper's A40 and A100. Devices share layers in teams, by a roofline (``reproduce/teams.py``).
+FasterTransformer is the static policy on the largest teams of a node, and pads prompts to the
+longest of their micro-batch; its bounds are the 10, 30 and 70 % quantiles of its latencies over its
+batch sizes, and none, and it keeps them for the longest answer (Sec. 7.1). ExeGPT's engine packs
+prompts: the time of its encoder varies with their lengths (Table 7), which padded batches would
+not. Layouts of the teams are compared by playing their best schedules by closed form; the first
+that keeps the bound when searched in simulation is taken.
+
+ExeGPT prints Tables 1 to 7 as numbers; its figures are pictures, of which the text names averages
+and extremes. With ``--keep`` a later start goes on where this one was stopped.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from itertools import product
-from statistics import geometric_mean
+from functools import cache, partial
+from itertools import groupby
+from pathlib import Path
+from statistics import NormalDist, mean
+from typing import Any
 
-from llmpq.assigner import PlanRequest, make_plan
-from llmpq.assigner.request import costs_of
-from llmpq.assigner.schedules.monotone import Evaluate, MemoizedEvaluator, Point
+import numpy as np
+
 from llmpq.assigner.schedules.plan import PERCENT, ScheduleRequest, Searched, with_schedule
 from llmpq.assigner.schedules.rra import RraSpace, ScheduleTask
-from llmpq.assigner.schedules.waa import Balance, WaaSpace
+from llmpq.assigner.schedules.waa import WaaSpace
 from llmpq.batching import PipelineShape, make_policy, percentile
-from llmpq.costmodel import ClusterCosts
 from llmpq.errors import InfeasibleError
 from llmpq.sim import SimReport, simulate
 from llmpq.sim.costs import PlanCosts
 from llmpq.spec import catalog
-from llmpq.spec.cluster import Cluster
-from llmpq.spec.fields import Fields, from_json
+from llmpq.spec.fields import dump_json, write_text
+from llmpq.spec.huggingface.families import model_from_config
+from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import MicroBatching, Plan, Schedule
 from llmpq.spec.precision import Phase
-from llmpq.spec.workload import (
-    LengthDistribution,
-    TraceRequest,
-    Workload,
-    draw_trace,
-    truncated_normal,
+from llmpq.spec.workload import LengthDistribution, TraceRequest, draw_trace, truncated_normal
+from reproduce.exegpt_paper import (
+    TABLE_4,
+    TABLE_5,
+    TABLE_6,
+    TABLE_7,
+    TASKS,
+    Selected,
+    non_monotone_shares,
 )
-from reproduce.output import IMAGES, Record, number, run, say, table, times
+from reproduce.output import IMAGES, Record, emit, number, say, table, times
+from reproduce.teams import VALUE_BYTES, Machines, Teams
 
-# --- Formulas of the paper ---
-
-
-def paper_ending(new_tokens: LengthDistribution, decode_iterations: int) -> tuple[float, ...]:
-    """Return ``P_D(U)``, U = 1..N_D.
-
-    ``P_D(U | S)`` is 1 at ``U = S`` for ``S <= N_D``, else ``1 / ceil(S / N_D)`` at
-    ``U = 1 + (S - 1) mod N_D``; all S iterations are decoding.
-    """
-    shares = [0.0] * decode_iterations
-    for tokens, share in zip(new_tokens.lengths, new_tokens.probabilities, strict=True):
-        shares[(tokens - 1) % decode_iterations] += share / -(-tokens // decode_iterations)
-    return tuple(shares)
-
-
-def paper_encode_batch(
-    new_tokens: LengthDistribution, decode_iterations: int, decode_batch: float
-) -> float:
-    """Return ``B_E = B_D sum_U P_D(U)``."""
-    return decode_batch * math.fsum(paper_ending(new_tokens, decode_iterations))
-
-
-def non_monotone_shares(
-    evaluate: Evaluate, shape: tuple[int, int], tolerance: float
-) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return the share of grid steps on which a function falls (Table 5).
-
-    Args:
-        evaluate: throughput and latency of a point.
-        shape: the grid.
-        tolerance: relative; smaller falls do not count.
-
-    Returns:
-        For each of the two variables ``(latency, throughput)``; infeasible points are left out.
-    """
-    value_of = MemoizedEvaluator(evaluate)
-    shares = []
-    for axis in (0, 1):
-        steps = [(value_of(low), value_of(high)) for low, high in _steps(shape, axis)]
-        feasible = [(low, high) for low, high in steps if high.latency_s < math.inf]
-        falls = (
-            sum(high.latency_s < low.latency_s * (1 - tolerance) for low, high in feasible),
-            sum(high.throughput < low.throughput * (1 - tolerance) for low, high in feasible),
-        )
-        shares.append((falls[0] / max(1, len(feasible)), falls[1] / max(1, len(feasible))))
-    return shares[0], shares[1]
-
-
-def _steps(shape: tuple[int, int], axis: int) -> Iterator[tuple[Point, Point]]:
-    for first, second in product(range(shape[0]), range(shape[1])):
-        after = (first + 1, second) if axis == 0 else (first, second + 1)
-        if after[axis] < shape[axis]:
-            yield (first, second), after
-
-
-# --- Numbers that the paper prints ---
-
-
-TASKS = {
-    "S": ((256, 252, 512), (32, 13, 80)),
-    "T": ((128, 81, 256), (128, 68, 320)),
-    "G": ((64, 23, 128), (192, 93, 480)),
-    "C1": ((256, 115, 512), (64, 30, 160)),
-    "C2": ((512, 252, 1024), (256, 134, 640)),
-}
-"""Mean, standard deviation and longest of prompts and answers (Table 3)."""
-
-Falls = tuple[float, float]
-"""Percent of steps in which latency, throughput fall although the variable rises."""
+# --- Models, machines and tasks ---
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Selected:
-    """A row of Table 6: OPT-13B, task S, four A40.
+class Case:
+    """A model on its machines (Tables 1 and 2).
 
     Attributes:
-        bound_s: latency bound, ``None`` without one.
-        policy: the schedule that was selected.
-        variables: its control variables.
-        latency_s: what it takes.
-        requests_per_s: what it answers.
+        model: its name here.
+        machines: where it runs.
+        tasks: those of Figures 6 and 8.
+        has_waa: two copies of it fit, as the paper found.
+        slots: sequences at once, at most.
+        quantiles: of the static batches' latencies: the bounds, beside none.
     """
 
-    bound_s: float | None
-    policy: str
-    variables: str
-    latency_s: float
-    requests_per_s: float
+    model: str
+    machines: Machines
+    tasks: tuple[str, ...]
+    has_waa: bool = True
+    slots: int = 128
+    quantiles: tuple[float, ...] = (0.3,)
+
+    @property
+    def name(self) -> str:
+        """The model and its devices."""
+        return f"{self.model}, {self.machines.devices} {self.machines.device}"
 
 
-TABLE_6 = (
-    Selected(
-        bound_s=3.1, policy="WAA", variables="B_E 4, T_P 2", latency_s=3.01, requests_per_s=22.41
+SMALL_TASKS = ("S", "T", "C1")
+OPT = Case(
+    model="OPT-13B", machines=Machines(device="A40", nodes=1, each=4), tasks=SMALL_TASKS,
+    slots=256, quantiles=(0.1, 0.3, 0.7),
+)  # fmt: skip
+LARGE_TASKS = ("G", "C1", "C2")
+A100S = Machines(device="A100-80G", nodes=2, each=8)
+CASES = (
+    OPT,
+    Case(model="GPT-3 39B", machines=Machines(device="A40", nodes=2, each=8), tasks=SMALL_TASKS),
+    Case(model="GPT-3 101B", machines=A100S, tasks=("S", "T", *LARGE_TASKS)),
+    Case(model="GPT-3 175B", machines=A100S, tasks=LARGE_TASKS, has_waa=False),
+    Case(
+        model="GPT-3 175B", machines=Machines(device="A40", nodes=4, each=8), tasks=LARGE_TASKS,
+        has_waa=False,
     ),
-    Selected(
-        bound_s=5.9, policy="WAA", variables="B_E 10, T_P 2", latency_s=4.11, requests_per_s=23.76
+    Case(
+        model="GPT-3 341B", machines=Machines(device="A40", nodes=6, each=8), tasks=LARGE_TASKS,
+        has_waa=False,
     ),
-    Selected(
-        bound_s=11.5,
-        policy="RRA",
-        variables="B_E 52, N_D 13, T_P 4",
-        latency_s=10.23,
-        requests_per_s=25.23,
-    ),
-    Selected(
-        bound_s=None,
-        policy="RRA",
-        variables="B_E 49, N_D 7, T_P 4",
-        latency_s=16.87,
-        requests_per_s=26.15,
-    ),
-)
+)  # fmt: skip
+SHAPES = {"39B": (48, 8192, 64), "101B": (80, 10240, 80), "175B": (96, 12288, 96),
+          "341B": (120, 15360, 120)}  # fmt: skip
+"""Layers, hidden size and heads of GPT-3 (Table 1)."""
+FIGURE_6 = [(case.name, task) for case in CASES[:3] for task in SMALL_TASKS]
+FIGURE_8 = [(case.name, task) for case in CASES[2:] for task in LARGE_TASKS]
+"""Models and tasks of the paper's averages; Figure 6 has T5, too."""
 
-TABLE_5: dict[str, dict[int, dict[str, Falls]]] = {
-    "S": {
-        2: {"B_E": (0.6, 2.3), "N_D": (0.0, 0.0), "WAA B_E": (0.0, 0.0), "B_m": (0.8, 0.0)},
-        5: {"B_E": (0.6, 0.3), "N_D": (0.0, 0.0), "WAA B_E": (0.0, 0.0), "B_m": (0.5, 0.0)},
-        10: {"B_E": (0.3, 0.0), "N_D": (0.0, 0.0), "WAA B_E": (0.0, 0.0), "B_m": (0.4, 0.0)},
-    },
-    "T": {
-        2: {"B_E": (0.2, 0.1), "N_D": (0.0, 0.0), "WAA B_E": (0.1, 0.0), "B_m": (10.9, 0.0)},
-        5: {"B_E": (0.2, 0.0), "N_D": (0.0, 0.0), "WAA B_E": (0.0, 0.0), "B_m": (10.6, 0.0)},
-        10: {"B_E": (0.2, 0.0), "N_D": (0.0, 0.0), "WAA B_E": (0.0, 0.0), "B_m": (10.4, 0.0)},
-    },
-}
-"""By task, tolerance in percent and variable: GPT-3 39B on sixteen A40. Its fifth is T_P."""
+
+def model_of(name: str) -> ModelSpec:
+    """Return the sizes of a model; GPT-3's layers are those of OPT."""
+    if name == OPT.model:
+        return catalog.model("facebook/opt-13b")
+    layers, hidden, heads = SHAPES[name.removeprefix("GPT-3 ")]
+    config = {
+        "model_type": "opt", "hidden_size": hidden, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "ffn_dim": 4 * hidden, "vocab_size": 50272,
+        "max_position_embeddings": 2048, "word_embed_proj_dim": hidden,
+        "do_layer_norm_before": True, "tie_word_embeddings": True, "torch_dtype": "float16",
+    }  # fmt: skip
+    return model_from_config(config, name, name)
 
 
 # --- Schedules, planned and played ---
 
 
-MODEL, DEVICE, DEVICES = "facebook/opt-13b", "A40", 4
-KV_BYTES = 120e9
-"""Left for keys and values of the four devices' 192 GB beside weights and temporary tensors."""
-ROUNDS = 4
-"""Requests simulated: so many times the slots."""
+REQUESTS, SEED = 2000, 3
+"""Requests that are played, as many as the search simulates, but others."""
+ORDERS = ("random", "sorted", "randomised")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
-    """A schedule of ExeGPT's.
+class Lengths:
+    """Lengths of a task's requests, or of others (Figure 11).
 
     Attributes:
-        name: as in the paper.
-        policy: whose variables are searched.
-        balances: by what WAA shares the layers out.
+        task: its name.
+        scale, spread: factors on mean and deviation of the answers.
+        skewness: of the answers (skew normal); 0 for the truncated normal distribution.
     """
 
-    name: str
-    policy: Searched
-    balances: tuple[Balance, ...] = ("time",)
+    task: str
+    scale: float = 1.0
+    spread: float = 1.0
+    skewness: float = 0.0
 
+    @property
+    def prompts(self) -> LengthDistribution:
+        """Law of the prompts."""
+        return truncated_normal(*TASKS[self.task][0])
 
-VARIANTS = (
-    Variant(name="RRA", policy="rra"),
-    Variant(name="WAA-C", policy="waa"),
-    Variant(name="WAA-M", policy="waa", balances=("memory",)),
-)
-WAA = Variant(name="WAA", policy="waa", balances=("time", "memory"))
+    @property
+    def answers(self) -> LengthDistribution:
+        """Law of the answers."""
+        answer = TASKS[self.task][1]
+        if self.skewness:
+            return skewed(answer, self.skewness)
+        return law(answer, self.scale, self.spread)
+
+    def trace(self, count: int = REQUESTS) -> tuple[TraceRequest, ...]:
+        """Return requests that all wait from the start."""
+        return draw_trace(count, self.prompts, self.answers, seed=SEED)
 
 
 class Served:
-    """A task on the pipeline: plays schedules.
+    """A task on the teams of a case: plans and plays schedules.
 
     Args:
+        case: model and machines.
         task: its name.
-        scale: of the mean answer, for requests that differ from what was planned for.
-        spread: of its standard deviation.
+        layout: teams of a node.
     """
 
-    def __init__(self, task: str, scale: float = 1.0, spread: float = 1.0) -> None:
-        prompt, answer = TASKS[task]
-        self.prompts = truncated_normal(*prompt)
-        self.answers = law(answer, scale, spread)
-        self.plan, self.costs = planned(task)
+    def __init__(self, case: Case, task: str, layout: tuple[int, ...]) -> None:
+        self.lengths = Lengths(task=task)
+        self.teams = Teams(model=model_of(case.model), machines=case.machines, layout=layout)
+        (_, _, prompt), (_, _, new) = TASKS[task]
+        self.plan, self.costs = self.teams.planned(prompt, new, case.slots)
         self.slots = self.plan.workload.batch
-        count = ROUNDS * self.slots
-        self.trace = draw_trace(count, self.prompts, self.answers, seed=3)
 
-    def play(self, plan: Plan, trace: Sequence[TraceRequest] | None = None) -> SimReport:
-        """Play requests, all of them or others, under a plan's schedule."""
+    def play(
+        self,
+        plan: Plan,
+        trace: Sequence[TraceRequest] | None = None,
+        *,
+        pads_prompts: bool = False,
+        with_activities: bool = False,
+    ) -> SimReport:
+        """Play requests, by default the task's, under a plan's schedule."""
         assert plan.schedule is not None
-        shape = PipelineShape.of(plan)
         return simulate(
-            PlanCosts(plan, self.costs, pads_prompts=True),
-            make_policy(plan.schedule, shape),
-            self.trace if trace is None else trace,
+            PlanCosts(plan, self.costs, pads_prompts=pads_prompts),
+            make_policy(plan.schedule, PipelineShape.of(plan)),
+            self.lengths.trace() if trace is None else trace,
             num_slots=plan.workload.batch,
+            with_activities=with_activities,
         )
 
     def static(self, batch: int) -> Plan:
         """Return the plan with static batches, in micro-batches for each stage."""
-        size = math.ceil(batch / DEVICES)
+        size = math.ceil(batch / len(self.plan.stages))
         return replace(
             self.plan,
             schedule=Schedule(policy="static", decode_batch=batch),
             micro_batching=MicroBatching(prefill=min(size, 8), decode=size),
         )
 
-    def static_latency_s(self, batch: int) -> float:
-        """Return what static batches take when one answer is of the longest."""
-        longest = replace(self.trace[0], new_tokens=self.answers.longest)
-        return self.play(self.static(batch), [longest, *self.trace[1:batch]]).makespan_s
+    def static_s(self, batch: int, tokens: int) -> float:
+        """Return what static batches take when the longest answer has so many tokens."""
+        trace = self.lengths.trace(batch)
+        capped = [replace(item, new_tokens=min(item.new_tokens, tokens)) for item in trace]
+        capped[0] = replace(capped[0], new_tokens=tokens)
+        return self.play(self.static(batch), capped, pads_prompts=True).makespan_s
 
-    def scheduled(self, bound_s: float, variant: Variant = VARIANTS[0]) -> Plan | None:
-        """Return the best schedule whose 99th-percentile answer keeps a bound."""
-        wanted = ScheduleRequest(
-            prompt_tokens=self.prompts,
-            new_tokens=self.answers,
-            latency_bound_s=bound_s,
-            sla="length",
-            balances=variant.balances,
-            pads_prompts=True,
+    def iteration(self, slots: int, prefill: int) -> Plan:
+        """Return iteration-level scheduling (ORCA) with so many slots, prompts at a time."""
+        return replace(
+            self.plan,
+            workload=replace(self.plan.workload, batch=slots),
+            schedule=Schedule(policy="iteration"),
+            micro_batching=MicroBatching(prefill=prefill, decode=slots),
         )
+
+    def wanted(self, bound_s: float, policy: Searched, **changes: Any) -> ScheduleRequest:
+        """Return the request of a schedule: bounds are kept when simulated."""
+        del policy
+        request = ScheduleRequest(
+            prompt_tokens=self.lengths.prompts,
+            new_tokens=self.lengths.answers,
+            latency_bound_s=bound_s,
+        )
+        return replace(request, **changes)
+
+    def closed_form(self, bound_s: float, policy: Searched) -> Plan | None:
+        """Return the best schedule by closed form, which is not improved by playing."""
+        finite = bound_s if math.isfinite(bound_s) else 1e6
+        return self._scheduled(self.wanted(finite, policy, sla="length"), policy)
+
+    def scheduled(
+        self, bound_s: float, policy: Searched, lengths: Lengths | None = None
+    ) -> Plan | None:
+        """Return the best schedule that keeps a bound when simulated, for other lengths too."""
+        others = {} if lengths is None else {"new_tokens": lengths.answers}
+        return self._scheduled(self.wanted(bound_s, policy, **others), policy)
+
+    def _scheduled(self, wanted: ScheduleRequest, policy: Searched) -> Plan | None:
         try:
-            return with_schedule(self.plan, self.costs, wanted, variant.policy)
+            return with_schedule(self.plan, self.costs, wanted, policy)
         except InfeasibleError:
             return None
 
 
+@cache
+def served(case: Case, task: str, layout: tuple[int, ...]) -> Served | None:
+    """Return a task on teams, ``None`` where memory does not hold four requests."""
+    try:
+        return Served(case, task, layout)
+    except InfeasibleError:
+        return None
+
+
+def baseline(case: Case, task: str) -> Served:
+    """Return a task on the largest teams of a node, as FasterTransformer runs it."""
+    found = served(case, task, (case.machines.each,))
+    assert found is not None
+    return found
+
+
 def expected_rate(plan: Plan) -> float:
-    """Return the requests a second of a schedule's closed form."""
+    """Return the requests a second of a schedule's estimate."""
     assert plan.schedule is not None
     assert plan.schedule.estimate is not None
     return plan.schedule.estimate.requests_per_s
@@ -294,143 +302,270 @@ def p99_s(made: SimReport) -> float:
     return percentile([record.service_s for record in made.requests], PERCENT)
 
 
+def kept_s(made: SimReport, answers: LengthDistribution) -> float:
+    """Return what a bound is for: 99 % of all requests, and of the answers about as long as it."""
+    least, most = answers.quantile(0.97), answers.quantile(PERCENT / 100)
+    about = [one.service_s for one in made.requests if least <= one.new_tokens <= most]
+    return max(p99_s(made), percentile(about, PERCENT))
+
+
 def law(answer: tuple[float, float, int], scale: float, spread: float) -> LengthDistribution:
     """Return a law of answers with another mean or another spread, cut at the same longest."""
     mean, deviation, longest = answer
     return truncated_normal(mean * scale, deviation * spread, longest)
 
 
-@cache
-def planned(task: str) -> tuple[Plan, ClusterCosts]:
-    """Return four stages for a task's longest requests, and their costs."""
-    (_, _, prompt), (_, _, new) = TASKS[task]
-    model = catalog.model(MODEL)
-    token_bytes = 2 * 2 * model.num_layers * model.hidden_size
-    slots = min(256, int(KV_BYTES / (token_bytes * (prompt + new))) // 8 * 8)
-    say(f"{task}: {slots} slots")
-    cluster = {
-        "schema": 1,
-        "name": "four",
-        "nodes": [{"name": "node0", "devices": [{"type": DEVICE, "count": DEVICES}]}],
-        "links": [],
-    }
-    request = PlanRequest(
-        model=model,
-        cluster=from_json(Cluster, Fields(cluster, "cluster")),
-        workload=Workload(batch=slots, prompt_tokens=prompt, new_tokens=new),
-        dtype="float16",
-        kv_bits=16,
-        bits=(16,),
-        theta_s=0.0,
-        latency="roofline",
-        time_limit_s=20.0,
+def skewed(answer: tuple[float, float, int], skewness: float) -> LengthDistribution:
+    """Return a skew normal law of that mean, deviation and skewness, cut at 1 and at the longest.
+
+    Its density is ``2 phi(x) Phi(a x)``; ``|a|`` follows from the skewness.
+    """
+    mean, deviation, longest = answer
+    power = abs(skewness) ** (2 / 3)
+    delta = math.sqrt(math.pi / 2 * power / (power + ((4 - math.pi) / 2) ** (2 / 3)))
+    shape = math.copysign(delta / math.sqrt(1 - delta**2), skewness)
+    delta = math.copysign(delta, skewness)
+    scale = deviation / math.sqrt(1 - 2 * delta**2 / math.pi)
+    centre = mean - scale * delta * math.sqrt(2 / math.pi)
+    shares = []
+    for length in range(1, longest + 1):
+        x = (length - centre) / scale
+        shares.append(math.exp(-x * x / 2) * math.erfc(-shape * x / math.sqrt(2)))
+    total = math.fsum(shares)
+    found = [(length, share / total) for length, share in enumerate(shares, start=1)]
+    least = [(length, share) for length, share in found if share > 0]
+    return LengthDistribution(
+        lengths=tuple(length for length, _ in least),
+        probabilities=tuple(share for _, share in least),
     )
-    plan = make_plan(request)
-    return plan, costs_of(request, plan.cluster)
 
 
 # --- The evaluation ---
 
 
-QUANTILES = (0.1, 0.3, 0.7)
 BATCHES = 6
+"""Sizes of static batches that are played; FasterTransformer's are all multiples of four."""
 FEW_SLOTS = 64
 """Slots of the spaces whose every point is looked at (Table 5)."""
-SHIFTS = (0.7, 0.85, 1.0, 1.15, 1.3)
-RRA = VARIANTS[0]
-DETAILED = ("RRA", "WAA-C")
-"""Schedules whose variables are shown."""
+SHIFTS = (0.7, 0.85, 1.15, 1.3)
+SKEWS = (-0.4, -0.2, 0.2, 0.4)
+POLICIES: tuple[Searched, ...] = ("rra", "waa")
+NAMES = {"rra": "RRA", "waa": "WAA"}
+CORRELATIONS = (0.0, 0.57, 0.94)
+"""Of prompts and answers: none, and the range of the paper's translations (Sec. 7.1)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Play and print."""
-    return run("exegpt", __doc__, collect, report, argv)
+    parser = argparse.ArgumentParser(prog="reproduce.exegpt", description=__doc__)
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="keeps the figures, part by part")
+    parser.add_argument(
+        "--only", metavar="TEXT", help="parts whose names begin so, with ; between them"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for machines")
+    options = parser.parse_args(argv)
+    record = collect(options.keep, options.only)
+    emit(report(record), record, as_json=options.json)
+    return 0
 
 
-def collect() -> Record:
-    """Return the rows of every figure and table."""
-    rows = {task: bounds(task) for task in TASKS}
-    bound_s = rows["T"][1]["bound_s"]
-    record = {
-        "bounds": [row for task in TASKS for row in rows[task]],
-        "table 5": [row for task in TABLE_5 for row in monotone(task)],
-        "table 6": selected(),
-        "figure 11": [
-            {"policy": one.name, **row} for one in (RRA, WAA) for row in shifts("T", bound_s, one)
-        ],
+def parts() -> dict[str, Callable[[], Any]]:
+    """Return what there is to play, by name."""
+    found: dict[str, Callable[[], Any]] = {}
+    for case in CASES:
+        for task in case.tasks:
+            for place in range(len(case.quantiles) + 1):
+                name = f"bounds / {case.name} / {task} / {place}"
+                found[name] = partial(bounds, case, task, place)
+    return found | {
+        **{f"table 6 / {place}": partial(selected, one) for place, one in enumerate(TABLE_6)},
+        "table 7": stage_times,
+        "table 5": lambda: [row for task in TABLE_5 for row in monotone(task)],
+        "figure 7": lambda: [row for task in OPT.tasks for row in rivals(task)],
+        "figure 11": lambda: [row for policy in POLICIES for row in shifts(policy)],
+        "correlated": lambda: [row for policy in POLICIES for row in correlated(policy)],
+        "table 4": loading,
     }
-    _draw(record)
+
+
+def collect(keep: Path | None = None, only: str | None = None) -> Record:
+    """Return the rows of every figure and table."""
+    known: Record = json.loads(keep.read_text()) if keep is not None and keep.exists() else {}
+    for name, play in parts().items():
+        if name in known or (only is not None and not name.startswith(tuple(only.split(";")))):
+            continue
+        say(name)
+        known[name] = json.loads(json.dumps(play()))
+        if keep is not None:
+            write_text(keep, dump_json(known))
+    record: Record = {"bounds": [], "table 6": []}
+    for name in parts():
+        rows = name.partition(" / ")[0]
+        if rows in record:
+            record[rows] += [known[name]] if name in known else []
+        elif name in known:
+            record[name] = known[name]
+    if only is None:
+        _draw(record)
     return record
 
 
-def bounds(task: str) -> list[Record]:
-    """Return static batches, RRA and WAA under a task's four bounds (Figure 6)."""
-    served = Served(task)
-    sizes = sorted(
-        {max(4, served.slots * step // BATCHES // 4 * 4) for step in range(1, BATCHES + 1)}
-    )
+@cache
+def bounds_of(case: Case, task: str) -> tuple[list[Record], list[float]]:
+    """Return static batches by size, and a task's bounds: three, and none."""
+    base = baseline(case, task)
+    sizes = {max(4, base.slots * step // BATCHES // 4 * 4) for step in range(1, BATCHES + 1)}
+    answers = base.lengths.answers
     static = []
-    for batch in sizes:
-        made = served.play(served.static(batch))
-        static.append((served.static_latency_s(batch), made.throughput_requests_per_s, batch))
-    latencies = sorted(latency_s for latency_s, _, _ in static)
-    wanted = [percentile(latencies, 100 * quantile) for quantile in QUANTILES]
-    rows = []
-    for bound_s in (*wanted, math.inf):
-        say(f"{task}: {bound_s:.2f} s")
-        kept = [one for one in static if one[0] <= bound_s]
-        best = max(kept, key=lambda one: one[1]) if kept else None
-        row: Record = {"task": task, "bound_s": None if math.isinf(bound_s) else bound_s}
-        row["schedules"] = schedules(served, bound_s)
-        if best is not None:
-            row |= {"static": best[1], "batch": best[2]}
-            rates = {name: one["requests_per_s"] for name, one in row["schedules"].items()}
-            row["gains"] = {name: rate / best[1] for name, rate in rates.items()}
-        rows.append(row)
-    return rows
+    for batch in sorted({4, *sizes}):
+        made = base.play(base.static(batch), pads_prompts=True)
+        static.append({
+            "batch": batch, "requests_per_s": made.throughput_requests_per_s,
+            "latency_s": base.static_s(batch, answers.quantile(PERCENT / 100)),
+            "longest_s": base.static_s(batch, answers.longest),
+        })  # fmt: skip
+    # Batches of all multiples of four: seconds between those played are on straight lines.
+    every = np.interp(
+        np.arange(4, base.slots + 1, 4),
+        [one["batch"] for one in static],
+        [one["latency_s"] for one in static],
+    )
+    found = [float(np.quantile(every, quantile)) for quantile in case.quantiles]
+    return static, [*found, math.inf]
 
 
-def schedules(served: Served, bound_s: float) -> Record:
-    """Return what every schedule of the paper does within a bound; those that cannot are absent."""
-    plans = {one.name: served.scheduled(bound_s, one) for one in VARIANTS}
-    return {name: _row(served, plan) for name, plan in plans.items() if plan is not None}
+def bounds(case: Case, task: str, place: int) -> Record:
+    """Return static batches, RRA and WAA under one of a task's bounds (Figures 6 and 8)."""
+    static, wanted = bounds_of(case, task)
+    bound_s = wanted[place]
+    kept = [one for one in static if one["longest_s"] <= bound_s]
+    best = max(kept, key=lambda one: one["requests_per_s"]) if kept else None
+    row: Record = {
+        "case": case.name, "task": task, "bound_s": None if math.isinf(bound_s) else bound_s,
+        "static": best, "schedules": schedules(case, task, bound_s),
+    }  # fmt: skip
+    if best is not None and row["schedules"]:
+        rates = (one["requests_per_s"] for one in row["schedules"].values())
+        row["gain"] = max(rates) / best["requests_per_s"]
+    return row
 
 
-def _row(served: Served, plan: Plan) -> Record:
-    """Return what a schedule does, by the closed form and played."""
-    assert plan.schedule is not None
-    assert plan.schedule.estimate is not None
-    made = served.play(plan)
+@cache
+def schedules(case: Case, task: str, bound_s: float) -> Record:
+    """Return what RRA and WAA do within a bound; those that cannot are absent."""
+    found = {}
+    for policy in POLICIES:
+        if policy == "waa" and not case.has_waa:
+            continue
+        rated = []
+        for layout in case.machines.layouts():
+            teams = served(case, task, layout)
+            plan = None if teams is None else teams.closed_form(bound_s, policy)
+            if teams is not None and plan is not None:
+                rate = teams.play(plan).throughput_requests_per_s
+                rated.append((rate, layout, expected_rate(plan)))
+        for _, layout, closed_form in sorted(rated, reverse=True):
+            row = row_of(case, task, layout, bound_s, policy)
+            if row:
+                found[NAMES[policy]] = row | {"closed_form": closed_form}
+                break
+    return found
+
+
+def row_of(
+    case: Case, task: str, layout: tuple[int, ...], bound_s: float, policy: Searched
+) -> Record:
+    """Return what a schedule on teams does, as written and played; nothing where there is none."""
+    teams = served(case, task, layout)
+    assert teams is not None
+    plan = teams.scheduled(bound_s, policy)
+    if plan is None:
+        return {}
+    made = teams.play(plan)
     return {
+        "layout": layout,
         "requests_per_s": made.throughput_requests_per_s,
         "expected": expected_rate(plan),
-        "latency_s": plan.schedule.estimate.latency_s,
         "p99_s": p99_s(made),
+        "kept_s": kept_s(made, teams.lengths.answers),
         "slots": plan.workload.batch,
         "variables": variables(plan),
     }
 
 
-def selected() -> list[Record]:
-    """Return the schedule that answers most, played, under the published bounds (Table 6)."""
-    served = Served("S")
+def selected(published: Selected) -> Record:
+    """Return the schedule that answers most, played, under a published bound (Table 6)."""
+    found = schedules(OPT, "S", math.inf if published.bound_s is None else published.bound_s)
+    name = max(found, key=lambda key: found[key]["requests_per_s"], default=None)
+    ours = {} if name is None else {"policy": name, **found[name]}
+    return {"bound_s": published.bound_s, "ours": ours}
+
+
+def stage_times() -> list[Record]:
+    """Return the mean of a stage's seconds in either phase, and the range of 99 % (Table 7)."""
     rows = []
-    for one in TABLE_6:
-        found = schedules(served, math.inf if one.bound_s is None else one.bound_s)
-        name = max(found, key=lambda key: found[key]["requests_per_s"], default=None)
-        ours = {} if name is None else {"policy": name, **found[name]}
-        rows.append({"bound_s": one.bound_s, "ours": ours})
+    for policy, chosen in schedules(OPT, "S", math.inf).items():
+        teams = served(OPT, "S", tuple(chosen["layout"]))
+        assert teams is not None
+        plan = teams.scheduled(math.inf, policy.lower())  # type: ignore[arg-type]
+        assert plan is not None
+        made = teams.play(plan, with_activities=True)
+        row: Record = {"policy": policy}
+        for phase in Phase:
+            stage = next(one.rank for one in plan.stages if one.computes(phase) and one.num_layers)
+            own = [one for one in made.activities if one.stage == stage and one.rows]
+            times = [
+                sum(one.end_s - one.start_s for one in group)
+                for key, group in groupby(own, key=lambda one: one.phase)
+                if key is phase
+            ]
+            if phase is Phase.DECODE or policy == "WAA":
+                times = [one.end_s - one.start_s for one in own if one.phase is phase]
+            middle = times[len(times) // 10 : -len(times) // 10]  # neither filling nor draining
+            low, high = np.quantile(middle, (0.005, 0.995))
+            row[phase.value] = {"mean_s": float(np.mean(middle)), "range_s": float(high - low) / 2}
+        rows.append(row)
+    return rows
+
+
+def rivals(task: str) -> list[Record]:
+    """Return other systems' policies on a team of four, under the task's bounds (Figure 7)."""
+    static, wanted = bounds_of(OPT, task)
+    base = baseline(OPT, task)
+    answers = base.lengths.answers
+    mean = base.lengths.prompts.mean + answers.mean
+    paged = int(base.slots * base.plan.workload.max_context_tokens / mean)
+    found: dict[str, list[Record]] = {"FT, DSI": [
+        one | {"kept_s": one["longest_s"]} for one in static
+    ]}  # fmt: skip
+    for name, most, prefill in (("ORCA", base.slots, 1), ("vLLM", paged, 8)):
+        found[name] = []
+        for step in range(1, BATCHES + 1):
+            slots = max(4, most * step // BATCHES // 4 * 4)
+            made = base.play(base.iteration(slots, min(prefill, slots)))
+            found[name].append({
+                "batch": slots, "requests_per_s": made.throughput_requests_per_s,
+                "kept_s": kept_s(made, answers),
+            })  # fmt: skip
+    rows = []
+    for bound_s in wanted:
+        row: Record = {"task": task, "bound_s": None if math.isinf(bound_s) else bound_s}
+        for name, tried in found.items():
+            kept = [one for one in tried if one["kept_s"] <= bound_s]
+            row[name] = max((one["requests_per_s"] for one in kept), default=None)
+        rows.append(row)
     return rows
 
 
 def monotone(task: str) -> list[Record]:
     """Return the share of steps that are not monotone, for RRA and WAA (Table 5)."""
-    served = Served(task)
-    waa = served.scheduled(math.inf, WAA)
+    teams = served(OPT, task, (1, 1, 1, 1))
+    assert teams is not None
+    waa = teams.scheduled(math.inf, "waa")
     assert waa is not None
     spaces = {
-        ("B_E", "N_D"): RraSpace(_task(served, served.plan)),
-        ("B_m", "micro-batches"): WaaSpace(_task(served, waa)),
+        ("B_E", "N_D"): RraSpace(_task(teams, teams.plan)),
+        ("B_m", "micro-batches"): WaaSpace(_task(teams, waa)),
     }
     rows = []
     for tolerance in TABLE_5[task]:
@@ -445,122 +580,232 @@ def monotone(task: str) -> list[Record]:
     return rows
 
 
-def _task(served: Served, plan: Plan) -> ScheduleTask:
+def _task(teams: Served, plan: Plan) -> ScheduleTask:
     return ScheduleTask(
-        costs=PlanCosts(plan, served.costs, pads_prompts=True),
+        costs=PlanCosts(plan, teams.costs),
         num_slots=FEW_SLOTS,
-        prompt_tokens=served.prompts,
-        new_tokens=served.answers,
+        prompt_tokens=teams.lengths.prompts,
+        new_tokens=teams.lengths.answers,
         latency_bound_s=math.inf,
-        bound_tokens=served.answers.quantile(PERCENT / 100),
+        bound_tokens=teams.lengths.answers.quantile(PERCENT / 100),
     )
 
 
-def shifts(task: str, bound_s: float, variant: Variant) -> list[Record]:
+@cache
+def bounded(policy: Searched) -> tuple[Served, Plan, float] | None:
+    """Return task T on the teams that a policy chooses under the second bound, and its plan."""
+    _, wanted = bounds_of(OPT, "T")
+    chosen = schedules(OPT, "T", wanted[1]).get(NAMES[policy])
+    if chosen is None:
+        return None
+    teams = served(OPT, "T", tuple(chosen["layout"]))
+    assert teams is not None
+    plan = teams.scheduled(wanted[1], policy)
+    assert plan is not None
+    return teams, plan, wanted[1]
+
+
+def shifts(policy: Searched) -> list[Record]:
     """Return a schedule on answers it was not made for, and on its own (Figure 11, SLA a)."""
-    planned_for = Served(task)
-    kept = planned_for.scheduled(bound_s, variant)
-    if kept is None:
+    changes = [("mean", shift, Lengths(task="T", scale=shift)) for shift in SHIFTS]
+    changes += [("deviation", shift, Lengths(task="T", spread=shift)) for shift in SHIFTS]
+    changes += [("skewness", skew, Lengths(task="T", skewness=skew)) for skew in SKEWS]
+    return [
+        {
+            "policy": NAMES[policy],
+            "what": what,
+            "shift": shift,
+            **shifted(policy, lengths, replans=policy == "waa"),
+        }
+        for what, shift, lengths in changes
+        if bounded(policy) is not None
+    ]
+
+
+def shifted(policy: Searched, lengths: Lengths, *, replans: bool = True) -> Record:
+    """Return the schedule of task T on other answers, and one that is made for these."""
+    found = bounded(policy)
+    assert found is not None
+    teams, plan, bound_s = found
+    say(f"T: {policy}, {lengths}")
+    usual, old = p99_s(teams.play(plan)), teams.play(plan, lengths.trace())
+    row: Record = {"kept": old.throughput_requests_per_s, "p99": p99_s(old) / usual}
+    if replans:
+        new = teams.scheduled(bound_s, policy, lengths)
+        made = None if new is None else teams.play(new, lengths.trace())
+        row["replanned"] = None if made is None else made.throughput_requests_per_s
+        row["replanned_p99"] = None if made is None else p99_s(made) / usual
+    return row
+
+
+def correlated(policy: Searched) -> list[Record]:
+    """Return task T's schedule where long prompts have long answers (Sec. 5.2 and 6)."""
+    found = bounded(policy)
+    if found is None:
         return []
-    usual = p99_s(planned_for.play(kept))
+    teams, plan, bound_s = found
     rows = []
-    for what in ("mean", "deviation"):
-        for shift in SHIFTS:
-            say(f"{task}: {variant.name}, {what} {shift}")
-            scale, spread = (shift, 1.0) if what == "mean" else (1.0, shift)
-            served = Served(task, scale, spread)
-            old = served.play(kept)
-            plan = served.scheduled(bound_s, variant)
-            new = None if plan is None else served.play(plan)
+    for correlation in CORRELATIONS:
+        trace = paired(teams.lengths, correlation)
+        for order in ORDERS:
+            made = teams.play(plan, ordered(trace, order))
             rows.append({
-                "what": what, "shift": shift,
-                "kept": old.throughput_requests_per_s, "p99": p99_s(old) / usual,
-                "replanned": None if new is None else new.throughput_requests_per_s,
-                "replanned_p99": None if new is None else p99_s(new) / usual,
+                "policy": NAMES[policy], "correlation": correlation, "order": order,
+                "requests_per_s": made.throughput_requests_per_s,
+                "p99": p99_s(made) / bound_s,
             })  # fmt: skip
     return rows
 
 
+def paired(lengths: Lengths, correlation: float) -> list[TraceRequest]:
+    """Return requests whose prompts and answers follow their laws and are correlated.
+
+    Two normal variables of that correlation choose the quantiles.
+    """
+    chance, normal = random.Random(SEED), NormalDist()
+    found = []
+    for _ in range(REQUESTS):
+        first, other = chance.gauss(0, 1), chance.gauss(0, 1)
+        second = correlation * first + math.sqrt(1 - correlation**2) * other
+        found.append(
+            TraceRequest(
+                arrival_s=0.0,
+                prompt_tokens=lengths.prompts.quantile(normal.cdf(first)),
+                new_tokens=lengths.answers.quantile(normal.cdf(second)),
+            )
+        )
+    return found
+
+
+SORTED_RUN = 200
+
+
+def ordered(trace: Sequence[TraceRequest], order: str) -> list[TraceRequest]:
+    """Return requests as drawn, in runs sorted by their prompts, or these in a random order."""
+    if order == "random":
+        return list(trace)
+    runs = [trace[first : first + SORTED_RUN] for first in range(0, len(trace), SORTED_RUN)]
+    found = [item for run in runs for item in sorted(run, key=lambda one: one.prompt_tokens)]
+    if order == "randomised":
+        random.Random(SEED).shuffle(found)
+    return found
+
+
+def loading() -> list[Record]:
+    """Return the bytes of GPT-3 and the rates of the paper's loads (Table 4)."""
+    rows = []
+    for size, (devices, dram_s, ssd_s) in TABLE_4.items():
+        weights = VALUE_BYTES * model_of(f"GPT-3 {size}").parameters
+        rows.append({
+            "model": size, "devices": devices, "weights": weights,
+            "dram_bytes_per_s": weights / devices / dram_s,
+            "ssd_bytes_per_s": weights / (devices / 8) / ssd_s,
+        })  # fmt: skip
+    return rows
+
+
+# --- The report ---
+
+
 def report(record: Record) -> str:
-    """Return the tables."""
+    """Return the tables of what was played."""
     rows = record["bounds"]
-    return "\n\n".join([
-        "## Figure 6 for OPT-13B, with tasks G and C2: four bounds, requests/s",
-        _rates(rows),
-        _gains(rows),
-        "## Their schedules",
-        _details(rows),
-        "## Table 6: OPT-13B, task S, under the published bounds",
-        _selected(record["table 6"]),
-        "## Table 5: steps that are not monotone, percent (latency, throughput)",
-        _monotone(record["table 5"]),
-        "## Figure 11: answers differ from those planned for (task T, bound at 30 %)",
-        _shifts(record["figure 11"]),
-    ])  # fmt: skip
+    found = ["## Figures 6 and 8: four bounds, requests/s", _rates(rows), _gains(rows)]
+    for name, (title, shown) in TITLES.items():
+        if record.get(name):
+            found += [f"## {title}", shown(record[name])]
+    return "\n\n".join(found)
+
+
+def layout_name(one: Record) -> str:
+    """Return the teams of a schedule: the degree, or the degrees of a node."""
+    degrees = one["layout"]
+    return "+".join(map(str, degrees)) if len(set(degrees)) > 1 else str(degrees[0])
 
 
 def _rates(rows: Sequence[Record]) -> str:
-    names = [one.name for one in VARIANTS]
     lines = []
     for row in rows:
-        found, gains = row["schedules"], row.get("gains", {})
-        rates = [number(found.get(name, {}).get("requests_per_s")) for name in names]
-        best = max(gains, key=lambda name: gains[name], default=None)
-        gain = "-" if best is None else f"{times(gains[best])} ({best})"
-        lines.append([row["task"], number(row["bound_s"], 1, "none"), number(row.get("static")),
-                      *rates, gain])  # fmt: skip
-    return table(("task", "bound, s", "static", *names, "best gain"), lines)
+        found = row["schedules"]
+        cells = [
+            f"{number(found[name]['requests_per_s'])} (T_P {layout_name(found[name])})"
+            if name in found else "-"
+            for name in NAMES.values()
+        ]  # fmt: skip
+        over = [one["kept_s"] / row["bound_s"] for one in found.values() if row["bound_s"]]
+        lines.append([row["case"], row["task"], number(row["bound_s"], 1, "none"),
+                      number(row["static"] and row["static"]["requests_per_s"]), *cells,
+                      times(row.get("gain")), number(max(over, default=None))])  # fmt: skip
+    head = ("model", "task", "bound, s", "static", *NAMES.values(), "gain", "kept at")
+    return table(head, lines)
+
+
+def gains(
+    rows: Sequence[Record], of: Sequence[tuple[str, str]], *, free: bool = False
+) -> list[float]:
+    """Return the gains of the cases and tasks of a figure, of all bounds or without one."""
+    return [
+        row["gain"] for row in rows
+        if (row["case"], row["task"]) in set(of) and row.get("gain")
+        and (not free or row["bound_s"] is None)
+    ]  # fmt: skip
 
 
 def _gains(rows: Sequence[Record]) -> str:
-    best = {
-        (row["task"], row["bound_s"]): max(row["gains"].values())
-        for row in rows
-        if row.get("gains")
-    }
-    free = [gain for (_, bound_s), gain in best.items() if bound_s is None]
-    mean, largest = geometric_mean(best.values()), max(best.values())
-    return (
-        f"Gains of the best over static batches: geometric mean {mean:.2f}x over all bounds and "
-        f"{geometric_mean(free):.2f}x without one, largest {largest:.2f}x. ExeGPT reports 2x on "
-        "average with its smaller models and 3.2x with its larger ones, 2.2x of these without a "
-        "bound, and 15.2x at most."
-    )
-
-
-def _details(rows: Sequence[Record]) -> str:
-    """Return one row a schedule; WAA-M, which differs little on equal devices, is left out."""
     lines = []
-    for row in rows:
-        for name, one in row["schedules"].items():
-            if name not in DETAILED:
-                continue
+    for name, of, published in (
+        ("Figure 6", FIGURE_6, "2.0x with T5, at most 5.4x"),
+        ("Figure 8", FIGURE_8, "3.2x, 1.1x to 15.2x; 2.2x"),
+    ):
+        every, free = gains(rows, of), gains(rows, of, free=True)
+        if every:
             lines.append([
-                row["task"], number(row["bound_s"], 1, "none"), name,
-                number(one["requests_per_s"]), number(one["expected"]),
-                number(one["latency_s"], 1), number(one["p99_s"], 1),
-                one["variables"],
+                name, str(len(every)), times(mean(every)),
+                f"{times(min(every))} to {times(max(every))}",
+                times(mean(free) if free else None), published,
             ])  # fmt: skip
-    head = ("task", "bound, s", "schedule", "played, requests/s", "closed form", "latency, s",
-            "99 % in service, s", "variables")  # fmt: skip
+    head = ("gain over static", "of rows above", "mean", "range", "mean, no bound", "published")
     return table(head, lines)
 
 
 def _selected(rows: Sequence[Record]) -> str:
     lines = []
-    for theirs, row in zip(TABLE_6, rows, strict=True):
-        ours = row["ours"]
+    published = {one.bound_s: one for one in TABLE_6}
+    for row in rows:
+        theirs, ours = published[row["bound_s"]], row["ours"]
+        name = (
+            f"{ours['policy']}: {ours['variables']}, T_P {layout_name(ours)}" if ours else "not met"
+        )
         lines.append([
             number(theirs.bound_s, 1, "none"),
             f"{theirs.policy}: {theirs.variables}", number(theirs.latency_s),
-            number(theirs.requests_per_s),
-            f"{ours['policy']}: {ours['variables']}" if ours else "not met",
-            number(ours.get("latency_s")), number(ours.get("expected")),
-            number(ours.get("requests_per_s")),
+            number(theirs.requests_per_s), name, number(ours.get("kept_s")),
+            number(ours.get("expected")), number(ours.get("requests_per_s")),
         ])  # fmt: skip
-    head = ("bound, s", "paper", "latency, s", "requests/s", "ours", "latency, s", "closed form",
+    head = ("bound, s", "paper", "latency, s", "requests/s", "ours", "latency, s", "as written",
             "played, requests/s")  # fmt: skip
     return table(head, lines)
+
+
+def _stage_times(rows: Sequence[Record]) -> str:
+    lines = []
+    for row in rows:
+        cells = [row["policy"]]
+        for phase, theirs in zip(Phase, TABLE_7[row["policy"]], strict=True):
+            own = row[phase.value]
+            share = 100 * own["range_s"] / own["mean_s"]
+            cells += [theirs, f"{own['mean_s']:.3f} (± {share:.1f} %)"]
+        lines.append(cells)
+    return table(("schedule", "paper: encoder", "ours", "paper: decoder", "ours"), lines)
+
+
+def _rivals(rows: Sequence[Record]) -> str:
+    names = ("FT, DSI", "ORCA", "vLLM")
+    lines = [
+        [row["task"], number(row["bound_s"], 1, "none"), *(number(row[name]) for name in names)]
+        for row in rows
+    ]
+    return table(("task", "bound, s", *names), lines)
 
 
 def _monotone(rows: Sequence[Record]) -> str:
@@ -577,12 +822,53 @@ def _monotone(rows: Sequence[Record]) -> str:
 def _shifts(rows: Sequence[Record]) -> str:
     lines = [
         [row["policy"], row["what"], f"{row['shift']:g}", number(row["kept"]),
-         number(row["replanned"]), number(row["p99"]), number(row["replanned_p99"])]
+         number(row.get("replanned")), number(row["p99"]), number(row.get("replanned_p99"))]
         for row in rows
     ]  # fmt: skip
     head = ("schedule", "changed", "by", "kept, requests/s", "planned anew", "99 %, kept",
             "99 %, anew")  # fmt: skip
     return table(head, lines)
+
+
+def _correlated(rows: Sequence[Record]) -> str:
+    lines = []
+    for policy in NAMES.values():
+        for correlation in CORRELATIONS:
+            own = {row["order"]: row for row in rows
+                   if (row["policy"], row["correlation"]) == (policy, correlation)}  # fmt: skip
+            if own:
+                cells = (f"{number(one['requests_per_s'])} ({number(one['p99'])})"
+                         for one in (own[order] for order in ORDERS))  # fmt: skip
+                lines.append([policy, f"{correlation:g}", *cells])
+    head = ("schedule", "correlation", *(f"{order}, requests/s (99 % / bound)" for order in ORDERS))
+    return table(head, lines)
+
+
+def _loading(rows: Sequence[Record]) -> str:
+    lines = []
+    for row in rows:
+        _, dram_s, ssd_s = TABLE_4[row["model"]]
+        lines.append([
+            row["model"], str(row["devices"]), number(row["weights"] / 1e9, 0), number(dram_s, 1),
+            number(row["dram_bytes_per_s"] / 1e9, 1), number(ssd_s, 1),
+            number(row["ssd_bytes_per_s"] / 1e9, 1),
+        ])  # fmt: skip
+    head = ("model", "GPUs", "weights, GB", "paper: from DRAM, s", "GB/s a GPU", "from SSD, s",
+            "GB/s a node")  # fmt: skip
+    return table(head, lines)
+
+
+TITLES: dict[str, tuple[str, Callable[[Sequence[Record]], str]]] = {
+    "table 6": ("Table 6: OPT-13B, task S, under the published bounds", _selected),
+    "table 7": ("Table 7: seconds of a stage, OPT-13B, task S, no bound", _stage_times),
+    "figure 7": ("Figure 7: policies on a team of four A40, OPT-13B, requests/s", _rivals),
+    "table 5": ("Table 5: steps that are not monotone, percent (latency, throughput)", _monotone),
+    "figure 11": (
+        "Figure 11: answers differ from those planned for (task T, bound at 30 %)", _shifts
+    ),
+    "correlated": ("Correlated lengths (task T, bound at 30 %)", _correlated),
+    "table 4": ("Table 4: loads of GPT-3", _loading),
+}  # fmt: skip
 
 
 def _two(found: Sequence[float]) -> str:

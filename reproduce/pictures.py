@@ -16,8 +16,8 @@ from reproduce.output import Record
 
 SPEED, QUALITY, PALE, GRID = "#1f4e79", "#d1495b", "#9aa5b1", "#d9dee3"
 BAR = 0.38
-SCHEDULES = ("static", "RRA", "WAA-C", "WAA-M")
-SCHEDULE_COLOURS = (PALE, SPEED, QUALITY, "#e3a23c")
+SCHEDULES = ("static", "RRA", "WAA")
+SCHEDULE_COLOURS = (PALE, SPEED, QUALITY)
 SLOT = 0.8 / len(SCHEDULES)
 """Width of a bar; a group of them leaves a fifth of its place free."""
 WAY_COLOURS = ("#9aa5b1", "#f2a541", "#8e6c8a", "#1f4e79", "#2a9d8f")
@@ -103,18 +103,22 @@ def draw_exegpt(record: Record, path: Path) -> None:
         record: what ``exegpt.collect`` returns.
         path: the PNG file.
     """
-    with new_figure(path, 12, 9) as figure:
-        upper, lower = figure.subfigures(2, 1, height_ratios=(5, 6))
-        _draw_bounds(upper, record["bounds"])
-        _draw_shifts(lower, record["figure 11"])
+    shifts = record.get("figure 11", [])
+    with new_figure(path, 12, 9 if shifts else 4) as figure:
+        rows = figure.subfigures(2 if shifts else 1, 1, squeeze=False)[:, 0]
+        _draw_bounds(rows[0], record["bounds"])
+        if shifts:
+            _draw_shifts(rows[1], shifts)
 
 
 def _draw_bounds(figure: SubFigure, rows: Sequence[Record]) -> None:
-    tasks = list(dict.fromkeys(row["task"] for row in rows))
-    for axes, task in zip(figure.subplots(1, len(tasks)), tasks, strict=True):
-        of_task = [row for row in rows if row["task"] == task]
+    first = rows[0]["case"]
+    tasks = list(dict.fromkeys(row["task"] for row in rows if row["case"] == first))
+    for axes, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
+        of_task = [row for row in rows if (row["case"], row["task"]) == (first, task)]
         for place, row in enumerate(of_task):
-            rates = [row.get("static", 0.0)]
+            static = row["static"]
+            rates = [static["requests_per_s"] if static else 0.0]
             rates += [
                 row["schedules"].get(name, {}).get("requests_per_s", 0.0) for name in SCHEDULES[1:]
             ]
@@ -122,12 +126,12 @@ def _draw_bounds(figure: SubFigure, rows: Sequence[Record]) -> None:
             for step, (rate, colour) in enumerate(zip(rates, SCHEDULE_COLOURS, strict=True)):
                 label = SCHEDULES[step] if place == 0 else None
                 axes.bar(left + step * SLOT, rate, SLOT, color=colour, label=label)
-            if row.get("gains"):
-                text = f"{max(row['gains'].values()):.1f}x"
+            if row.get("gain"):
                 above = (0, 3)
                 axes.annotate(
-                    text, (place, max(rates)), above, textcoords="offset points", ha="center"
-                )
+                    f"{row['gain']:.1f}x", (place, max(rates)), above, textcoords="offset points",
+                    ha="center",
+                )  # fmt: skip
         names = ["none" if row["bound_s"] is None else f"{row['bound_s']:.1f}" for row in of_task]
         axes.set_xticks(range(len(of_task)), names)
         axes.set_title(f"task {task}")
@@ -135,14 +139,15 @@ def _draw_bounds(figure: SubFigure, rows: Sequence[Record]) -> None:
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4)
     figure.supylabel("requests/s", fontsize=9)
-    figure.suptitle("Figures 6 to 8: four bounds; times: the best over static batches")
+    figure.suptitle(f"Figure 6, {first}; times: the best over static batches")
 
 
 def _draw_shifts(figure: SubFigure, rows: Sequence[Record]) -> None:
     policies = list(dict.fromkeys(row["policy"] for row in rows))
-    grid = figure.subplots(len(policies), 2, squeeze=False)
+    changes = list(dict.fromkeys(row["what"] for row in rows))
+    grid = figure.subplots(len(policies), len(changes), squeeze=False)
     for line, policy in zip(grid, policies, strict=True):
-        for axes, what in zip(line, ("mean", "deviation"), strict=True):
+        for axes, what in zip(line, changes, strict=True):
             _draw_shift(
                 axes, policy, [r for r in rows if (r["policy"], r["what"]) == (policy, what)]
             )
@@ -152,7 +157,7 @@ def _draw_shifts(figure: SubFigure, rows: Sequence[Record]) -> None:
 def _draw_shift(axes: Axes, policy: str, rows: Sequence[Record]) -> None:
     places = range(len(rows))
     left, right = [p - BAR / 2 for p in places], [p + BAR / 2 for p in places]
-    kept, again = [row["kept"] for row in rows], [row["replanned"] or 0.0 for row in rows]
+    kept, again = [row["kept"] for row in rows], [row.get("replanned") or 0.0 for row in rows]
     axes.bar(left, kept, BAR, color=PALE, label="kept schedule")
     axes.bar(right, again, BAR, color=SPEED, label="planned anew")
     axes.set_xticks(places, [f"{row['shift']:g}" for row in rows])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from llmpq.assigner.schedules.monotone import Value, branch_and_bound
 from llmpq.errors import SpecError
-from reproduce.exegpt import non_monotone_shares
+from reproduce.exegpt_paper import non_monotone_shares
 
 
 def _rising(seed: int, shape: tuple[int, int], noise: float = 0.0):

@@ -15,7 +15,7 @@ from llmpq.errors import SpecError
 from llmpq.sim.costs import batch_shape
 from llmpq.spec.precision import Phase
 from llmpq.spec.workload import LengthDistribution, constant, empirical, truncated_normal
-from reproduce.exegpt import paper_encode_batch, paper_ending
+from reproduce.exegpt_paper import paper_encode_batch, paper_ending
 
 TASKS = {  # ExeGPT, Table 3: output mean, std, longest
     "S": truncated_normal(32, 13, 80),

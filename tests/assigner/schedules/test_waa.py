@@ -18,7 +18,7 @@ from llmpq.errors import InfeasibleError
 from llmpq.sim import BatchShape, Hop, PipelineLayout, linear_layout, simulate
 from llmpq.spec.precision import Phase
 from llmpq.spec.workload import LengthDistribution, draw_trace, truncated_normal
-from reproduce.exegpt import non_monotone_shares
+from reproduce.exegpt_paper import non_monotone_shares
 
 
 @dataclass(frozen=True)
