@@ -59,12 +59,13 @@ def main() -> int:
 
 
 def _print_quality(folder: Path, max_tokens: int) -> None:
+    print("**Divergence of fewer bits**\n")
     print("| shipped model | bits | rotated | KL divergence | perplexity | at full width |")
     print("| --- | --- | --- | --- | --- | --- |")
     for name, model in (("as it is", DEMO), ("with outliers", _with_outliers(folder))):
         for bits, rotates in ((8, False), (4, True), (4, False)):
             found = _quality(model, bits, rotates, max_tokens)
-            words = [name, bits, "yes" if rotates else "no", *(f"{one:.5g}" for one in found)]
+            words = [name, bits, "yes" if rotates else "no", *(f"{one:.6f}" for one in found)]
             print(f"| {' | '.join(map(str, words))} |", flush=True)
 
 
@@ -104,7 +105,8 @@ def _with_outliers(folder: Path) -> Path:
 def _print_speed(folder: Path, rounds: int) -> None:
     make_models(folder, [MODEL])
     stage = load_stage(folder / MODEL, 0, 12, [16] * 12, dtype=torch.bfloat16, device="cpu")
-    print("\n| context | sequences | ms, 16 bits | 8 bits | 4 bits | 4 / 16 | 4 / 8 | 4-bit MiB |")
+    print("\n**Decode steps, 125 M parameters, bfloat16**\n")
+    print("| context | sequences | ms, 16 bits | 8 bits | 4 bits | 4 / 16 | 4 / 8 | 4-bit MiB |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for tokens in CONTEXTS:
         for batch in BATCHES:
