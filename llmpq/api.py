@@ -38,6 +38,7 @@ from llmpq.spec.cluster import Cluster, cluster_of_lists, load_cluster
 from llmpq.spec.fields import Fields, from_json
 from llmpq.spec.plan import Plan, read_plan
 from llmpq.spec.precision import DTYPE_BYTES, Dtype
+from llmpq.spec.runtime_constants import KV_CODE_BITS
 from llmpq.spec.workload import Workload
 
 if TYPE_CHECKING:
@@ -117,8 +118,8 @@ def plan(  # noqa: PLR0913  what a plan is made from
     number_format = spec.dtype if dtype == "auto" else cast(Dtype, dtype)
     if number_format not in DTYPE_BYTES:
         raise SpecError(f"dtype: found '{dtype}', expected auto, {', '.join(DTYPE_BYTES)}")
-    if kv_bits not in (8, 16):
-        raise SpecError(f"kv_bits: found {kv_bits}, expected 8 or 16")
+    if kv_bits not in (*KV_CODE_BITS, 16):
+        raise SpecError(f"kv_bits: found {kv_bits}, expected 4, 8 or 16")
     options.setdefault("gap", default_gap(options.get("solver", "exact")))
     known = inspect.signature(plan).parameters
     for name in sorted(set(options) - set(known)):
@@ -138,7 +139,7 @@ def plan(  # noqa: PLR0913  what a plan is made from
             batch=batch, prompt_tokens=prompt, new_tokens=new, context_tokens=max_model_len
         ),
         dtype=number_format,
-        kv_bits=8 if kv_bits == 8 else 8 * DTYPE_BYTES[number_format],
+        kv_bits=kv_bits if kv_bits in KV_CODE_BITS else 8 * DTYPE_BYTES[number_format],
         theta_s=theta,
         **options,
     )

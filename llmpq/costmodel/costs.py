@@ -129,7 +129,7 @@ class ClusterCosts:
         return self.formats[device.group] if self.formats and device is not None else self.dtype
 
     def kv_bits_of(self, device: Device | None) -> int:
-        """Return the bits of a cached key or value on a device: 8, or those of its format."""
+        """Return the bits of a cached key or value on a device: 4, 8, or those of its format."""
         if self.kv_bits < 8 * DTYPE_BYTES[self.dtype]:
             return self.kv_bits
         return 8 * DTYPE_BYTES[self.format_of(device)]
@@ -302,6 +302,9 @@ def build_costs(  # noqa: PLR0913  a model, its numbers, where it runs and what 
     Raises:
         SpecError: an unknown device type, a malformed table, or one of another model or device.
     """
+    obstacle = kv_obstacle(model, cluster, kv_bits)
+    if obstacle is not None:
+        raise SpecError(f"kv_bits: found {kv_bits} with {obstacle}, expected {_MORE_BITS[kv_bits]}")
     tables = read_folder(profile_dir)
     specs: list[DeviceSpec] = []
     models: list[LatencyModel] = []
@@ -355,6 +358,22 @@ def build_costs(  # noqa: PLR0913  a model, its numbers, where it runs and what 
         formats=tuple(formats),
         head_bits=head_bits,
     )
+
+
+_MORE_BITS = {4: "8, or 16 for those of the dtype", 8: "16 for those of the dtype"}
+
+
+def kv_obstacle(model: ModelSpec, cluster: Cluster, kv_bits: int) -> str | None:
+    """Return why no plan may cache keys and values at so few bits, ``None`` if one may."""
+    found = [layer.kv_obstacle(kv_bits) for layer in model.layer_types]
+    if kv_bits == 4:
+        kinds = {one.label: catalog.device(one.type, cluster).kind for one in cluster.devices}
+        found += [
+            f"device {label} of kind '{kind}', which has no kernel for them"
+            for label, kind in kinds.items()
+            if kind != "cpu"
+        ]
+    return next((one for one in found if one is not None), None)
 
 
 @cache

@@ -23,6 +23,7 @@ from llmpq.spec.runtime_constants import (
     HEAD_LANES,
     HEAD_ROW_MULTIPLE,
     KV_BLOCK_SIZE,
+    KV_CODE_BITS,
     MAPPED_FROM_BYTES,
     MATRICES_UNDER_WAY,
     MAX_PAGED_HEAD_DIM,
@@ -42,7 +43,7 @@ from llmpq.spec.workload import Workload
 from llmpq.units import MIB
 
 KV_SCALE_BYTES = 2
-"""One 16-bit scale for every key or value of a token and head that is cached at 8 bits."""
+"""One 16-bit scale for every key or value of a token and head that is cached at 8 or 4 bits."""
 
 
 def layer_weight_bytes(
@@ -87,7 +88,7 @@ def layer_kv_bytes(
 def token_kv_bytes(model: ModelSpec, kind: int, tokens: int, kv_bits: int) -> int:
     """Return the bytes of one layer's keys and values of so many tokens.
 
-    At 8 bits a token keeps a 16-bit scale for each of its ``2 k`` keys and values in addition.
+    At 8 and 4 bits a token has a 16-bit scale for each of its ``2 k`` keys and values in addition.
     """
     layer = model.layer_types[kind]
     per_token = layer.kv_bytes_per_token(kv_bits / 8) + kv_scale_bytes(layer, kv_bits)
@@ -97,7 +98,7 @@ def token_kv_bytes(model: ModelSpec, kind: int, tokens: int, kv_bits: int) -> in
 def kv_scale_bytes(layer: LayerSpec, kv_bits: int) -> int:
     """Return the bytes of the scales of one token's keys and values in a layer."""
     cached = 0 if layer.kv_source is not None else 2 * layer.num_kv_heads
-    return cached * KV_SCALE_BYTES if kv_bits == 8 else 0
+    return cached * KV_SCALE_BYTES if kv_bits in KV_CODE_BITS else 0
 
 
 def master_bytes(
@@ -398,10 +399,10 @@ def compiled_bytes(step: ForwardShape) -> int:
 
 
 def read_buffer_bytes(steps: Sequence[ForwardShape]) -> int:
-    """Return the bytes of the buffer that 8-bit keys and values are gathered into on a CPU."""
+    """Return the bytes of the buffer that quantized keys and values are gathered into on a CPU."""
     step = steps[0]
     layers = [layer for layer in step.model.layer_types if not fits_kernel(layer)]
-    if step.kv_bits != 8 or not layers:
+    if step.kv_bits not in KV_CODE_BITS or not layers:
         return 0
     widest = max(layer.num_kv_heads * layer.head_dim for layer in layers)
     tokens = max(one.context if one.is_chunk else one.batch * one.context for one in steps)

@@ -89,7 +89,7 @@ def stream_hidden(
         source: the layers.
         master: the model's embedding.
         windows: the text.
-        kv_bits: 8 for an 8-bit KV cache, ``None`` for a KV cache in the dtype of the run.
+        kv_bits: 8 or 4 for a KV cache of so few bits, ``None`` for one in the dtype of the run.
         progress: called after each layer.
 
     Returns:
@@ -343,7 +343,7 @@ class EvalTask:
         text: file with the text to predict.
         bits: bitwidth of every layer.
         dtype: dtype of the run, or ``auto`` for the dtype of the weights.
-        kv_bits: 8 for an 8-bit KV cache.
+        kv_bits: 8 or 4 for a KV cache of so few bits.
         plan: plan whose ranks run the model; ``None`` runs it in this process.
         quantized: GPTQ checkpoint to evaluate instead.
         kernel: preferred kernel.

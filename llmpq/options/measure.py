@@ -127,7 +127,9 @@ class MemoryOptions:
         Path | None, Option(parse=Path, help="a strategy file (default: even stages)")
     ] = None
     stages: Annotated[int, Option(help="CPU workers (default %(default)s)")] = 1
-    kv_bits: Annotated[int | None, Option(choices=(8, 16, 32), help="default: the dtype's")] = None
+    kv_bits: Annotated[int | None, Option(choices=(4, 8, 16, 32), help="default: the dtype's")] = (
+        None
+    )
     shape: Annotated[tuple[int, int, int], Option(metavar=("BATCH", "PROMPT", "NEW"), help="")] = (
         8,
         248,

@@ -50,8 +50,8 @@ class ModelOptions:
     kv_bits: Annotated[
         int,
         Option(
-            choices=(8, 16),
-            help="bits of a cached key or value (16: the number format of --dtype)",
+            choices=(4, 8, 16),
+            help="bits of a cached key or value (16: the number format of --dtype; 4: on CPUs)",
         ),
     ] = 16
 

@@ -74,7 +74,9 @@ class EvalOptions:
             help="number format (default: that of the weights or the strategy)",
         ),
     ] = "auto"
-    kv_bits: Annotated[int | None, Option(choices=(8,), help="keys and values at 8 bits")] = None
+    kv_bits: Annotated[
+        int | None, Option(choices=(4, 8), help="keys and values at so few bits")
+    ] = None
     window: Annotated[int, Option(minimum=2, help="tokens per window (default %(default)s)")] = 512
     rows: Annotated[int, Option(minimum=1, help="windows run together (default %(default)s)")] = 8
     max_tokens: Annotated[

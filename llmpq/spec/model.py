@@ -20,6 +20,7 @@ from llmpq.spec.precision import (
     heaviest,
     linear_bytes,
 )
+from llmpq.spec.runtime_constants import HEAD_LANES, KV_CODE_BITS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +97,17 @@ class LayerSpec:
     def kv_values_per_token(self) -> int:
         """Numbers that one token leaves in this layer's cache; 0 where it reads another layer's."""
         return self.read_values_per_token if self.kv_source is None else 0
+
+    def kv_obstacle(self, bits: int) -> str | None:
+        """Return why keys and values cannot be cached at so few bits, ``None`` if they can."""
+        if bits not in KV_CODE_BITS or not self.num_kv_heads:
+            return None
+        if self.value_dim is not None:
+            sizes = f"keys of {self.head_dim} and values of {self.value_dim} features"
+            return f"{sizes} (latent attention)"
+        if bits == 4 and self.head_dim % HEAD_LANES:
+            return f"heads of {self.head_dim} features, not a multiple of {HEAD_LANES}"
+        return None
 
     @property
     def parameters(self) -> int:

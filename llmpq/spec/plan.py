@@ -24,8 +24,8 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from llmpq.errors import SpecError
 from llmpq.spec.cluster import Cluster, Device
 from llmpq.spec.fields import SCHEMA, Rule, dump_json, from_json, read_fields, to_json, write_text
-from llmpq.spec.precision import BITS, Dtype, Phase
-from llmpq.spec.runtime_constants import KV_BLOCK_SIZE, kept_blocks
+from llmpq.spec.precision import BITS, DTYPE_BYTES, Dtype, Phase
+from llmpq.spec.runtime_constants import KV_BLOCK_SIZE, KV_CODE_BITS, kept_blocks
 from llmpq.spec.workload import Workload
 from llmpq.units import format_bytes, format_number, format_seconds
 
@@ -537,6 +537,11 @@ class Plan:
         """Return the number format in which a stage computes."""
         return stage.dtype or self.dtype
 
+    def kv_bits_of(self, stage: StageAssignment) -> int:
+        """Return the bits of a cached key or value of a stage: 4, 8, or those of its format."""
+        is_code = self.kv_bits in KV_CODE_BITS
+        return self.kv_bits if is_code else 8 * DTYPE_BYTES[self.dtype_of(stage)]
+
     @property
     def dtypes(self) -> tuple[Dtype, ...]:
         """Return the number formats of all stages, the plan's own first."""
@@ -727,8 +732,8 @@ def _check_sizes(plan: Plan) -> None:
                 f"plan: field 'micro_batching.{name}': found {size}, "
                 f"expected a whole number in [1, {plan.workload.batch}]"
             )
-    if plan.kv_bits not in (8, 16, 32):
-        raise SpecError(f"plan: field 'kv_bits': found {plan.kv_bits}, expected 8, 16 or 32")
+    if plan.kv_bits not in (*KV_CODE_BITS, 16, 32):
+        raise SpecError(f"plan: field 'kv_bits': found {plan.kv_bits}, expected 4, 8, 16 or 32")
     if plan.head_width not in BITS:
         raise SpecError(
             f"plan: field 'head_bits': found {plan.head_bits}, expected one of {list(BITS)}"

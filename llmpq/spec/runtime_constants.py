@@ -15,7 +15,9 @@ MAPPED_FROM_BYTES: Final = 16 * 1024 * 1024
 """While serving, larger blocks are mapped on their own. In the heap, holes of that size made the
 peak of one plan differ by 190 MB between runs."""
 KV_BLOCK_TOKENS: Final = 128
-"""Tokens whose keys and values are converted to 8 bits at a time."""
+"""Tokens whose keys and values are quantized at a time."""
+KV_CODE_BITS: Final = (4, 8)
+"""Bits of a cached key or value where it is quantized."""
 SCORE_BLOCK_TOKENS: Final = 64
 """Queries whose scores, bias or mask are materialized at a time."""
 ACTIVATION_BLOCK_VALUES: Final = 2**18

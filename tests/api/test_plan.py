@@ -73,7 +73,8 @@ def test_a_plan_is_saved_read_and_summarized(tiny_model, tmp_path):
         ({"device_names": ["T4-16G"], "workload": 1}, "found option 'workload'"),
         ({"device_names": ["T4-16G"], "device_numbers": 2}, "device_numbers: found 2, expected"),
         ({"device_names": "T4-16G"}, "device_names: found 'T4-16G', expected a list"),
-        ({"device_names": ["T4-16G"], "device_numbers": [1], "kv_bits": 4}, "kv_bits: found 4"),
+        ({"device_names": ["T4-16G"], "device_numbers": [1], "kv_bits": 5}, "kv_bits: found 5"),
+        ({"device_names": ["T4-16G"], "kv_bits": 4}, "kv_bits: found 4 with device"),
     ],
 )
 def test_bad_arguments_are_named(options, message):

@@ -105,7 +105,7 @@ def counted_bytes(folder, step, *, dtype, kv_bits):
     )
 
 
-@pytest.mark.parametrize("kv_bits", [None, 8])
+@pytest.mark.parametrize("kv_bits", [None, 8, 4])
 @pytest.mark.parametrize("step", [PREFILL, RAGGED, DECODE], ids=["prefill", "ragged", "decode"])
 @pytest.mark.parametrize("family", LIVE)
 def test_the_bound_covers_the_tensors_that_are_alive(tmp_path, family, step, kv_bits):
@@ -140,7 +140,7 @@ def test_the_bound_covers_every_dtype_and_bitwidth(tmp_path, family, dtype, bits
     assert predicted < 6 * max(lived, decoding)
 
 
-@pytest.mark.parametrize("kv_bits", [None, 8])
+@pytest.mark.parametrize("kv_bits", [None, 8, 4])
 @pytest.mark.parametrize("family", LIVE)
 def test_a_longer_context_of_a_chunk_takes_what_is_counted(tmp_path, family, kv_bits):
     (tmp_path / "config.json").write_text(json.dumps(LIVE[family]))

@@ -17,6 +17,8 @@ from llmpq.evals.windows import Windows
 from llmpq.quant.loading.loader import load_master
 
 torch.set_num_threads(1)
+WIDE = {"layers": 3, "hidden": 64, "intermediate": 96, "heads": 4, "kv_heads": 2}
+"""Heads of 16 features, which 4-bit keys and values take."""
 
 CPU = torch.device("cpu")
 FAMILIES = ["opt", "llama", "bloom"]
@@ -162,12 +164,13 @@ def test_empty_windows_raise_an_error(sizes):
         )
 
 
-def test_8_bit_kv_cache_costs_little_and_equals_decode(tiny_model):
-    """Teacher-forced through an 8-bit cache, in one piece and token by token."""
-    model_dir = tiny_model("llama", seed=1)
+@pytest.mark.parametrize(("kv_bits", "most"), [(8, 1e-3), (4, 1e-3 * 16**2)])
+def test_quantized_kv_cache_costs_little_and_equals_decode(tiny_model, kv_bits, most):
+    """Teacher-forced through such a cache, in one piece and token by token."""
+    model_dir = tiny_model("llama", seed=1, shape=WIDE)
     windows = Windows.cut(_tokens(40), window=20, rows=2)
     master, plain = _run(model_dir, windows, 16)
-    _, cached = _run(model_dir, windows, 16, kv_bits=8)
+    _, cached = _run(model_dir, windows, 16, kv_bits=kv_bits)
     _, same = _run(model_dir, windows, 16, kv_bits=32)
-    assert perplexity_and_kl(master, windows, same, plain).kl_to_16bit < 1e-9
-    assert 0 < perplexity_and_kl(master, windows, cached, plain).kl_to_16bit < 1e-3
+    assert perplexity_and_kl(master, windows, same, plain).kl_to_16bit < 1e-6
+    assert 0 < perplexity_and_kl(master, windows, cached, plain).kl_to_16bit < most

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.rounding import attention_error
 
+from llmpq.dist.kv.cache import rotated, unpacked_numbers
 from llmpq.kernels.cpu.paged_attention import PagedCall, PagedHeads, can_attend
 
 pytestmark = pytest.mark.skipif(
@@ -42,6 +43,10 @@ def _tables(lengths, block_size, seed):
     return [tuple(part.tolist()) for part in order.split(counts)]
 
 
+def _numbers(codes):
+    return unpacked_numbers(codes) if codes.dtype == torch.uint8 else codes.float()
+
+
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
@@ -75,13 +80,15 @@ def test_each_row_attends_to_its_own_tokens(dtype, heads, kv_heads, dim, window,
     assert torch.equal(keys, before)  # nothing but the new tokens was written
 
 
-@pytest.mark.parametrize("stored", [torch.float32, torch.int8])
+@pytest.mark.parametrize("stored", [torch.float32, torch.int8, torch.uint8])
 def test_tokens_of_a_chunk_attend_as_single_ones(stored):
     torch.manual_seed(1)
     starts, counts = [0, 30, 5], [3, 9, 1]
     tables = _tables([3, 39, 6], 16, 1)
     size = (sum(map(len, tables)), 2, 16, 32)
-    scales = [torch.rand(size[:3]).bfloat16() for _ in range(2)] if stored == torch.int8 else []
+    has_codes = stored in (torch.int8, torch.uint8)
+    scales = [torch.rand(size[:3]).bfloat16() for _ in range(2)] if has_codes else []
+    size = (*size[:-1], 16) if stored == torch.uint8 else size
     together, alone = (
         PagedHeads(
             keys=torch.full(size, 3).to(stored),
@@ -208,7 +215,7 @@ def test_a_bias_of_the_keys_is_added_to_the_scores_of_its_head(window):
     assert torch.equal(plain, unbiased)
 
 
-@pytest.mark.parametrize("stored", [torch.float32, torch.int8])
+@pytest.mark.parametrize("stored", [torch.float32, torch.int8, torch.uint8])
 @pytest.mark.parametrize(("window", "sinks"), [(None, True), (1500, False), (700, True)])
 def test_pieces_of_a_long_sequence_are_put_together(stored, window, sinks):
     torch.manual_seed(5)
@@ -217,13 +224,17 @@ def test_pieces_of_a_long_sequence_are_put_together(stored, window, sinks):
     size = (sum(map(len, tables)), kv_heads, 16, dim)
     keys, values = (torch.randint(-127, 128, size).to(stored) for _ in range(2))
     scales = [torch.rand(size[:3]).div(50).bfloat16() for _ in range(2)]
+    if stored == torch.uint8:
+        keys, values = (torch.randint(256, (*size[:-1], dim // 2)).to(stored) for _ in range(2))
+        scales = [scale.mul(8) for scale in scales]
     if stored == torch.float32:
         blocks = PagedHeads(keys=keys.div(50), values=values)
         wide = blocks.keys, values
     else:
         blocks = PagedHeads(keys=keys, values=values, key_scales=scales[0], value_scales=scales[1])
         pairs = zip((keys, values), scales, strict=True)
-        wide = tuple(part.float() * scale.float()[..., None] for part, scale in pairs)
+        wide = tuple(_numbers(part) * scale.float()[..., None] for part, scale in pairs)
+        wide = wide if stored == torch.int8 else tuple(map(rotated, wide))
     query = torch.randn(1, heads, 4, dim) * 3
     sink = torch.randn(heads) * 3 if sinks else None
     found = []

@@ -8,6 +8,7 @@ from helpers.instruction_sets import RUNNABLE, those, using
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmpq.dist.kv.cache import rotate_tokens, rotated, unpacked_numbers
 from llmpq.kernels.cpu.native import WITH_BF16
 from llmpq.kernels.cpu.paged_attention import MAX_SINGLE_TOKENS, PagedCall, PagedHeads, can_attend
 
@@ -25,6 +26,8 @@ def _blocks(rows, shape, block_size, dtype, stored, rng):
     order = torch.randperm(sum(counts), generator=rng)
     tables = [tuple(part.tolist()) for part in order.split(counts)]
     size = (sum(counts), kv_heads, block_size, dim)
+    if stored == torch.uint8:
+        return _rotated_blocks(size, rng), tables
     if stored == torch.int8:
         parts = [torch.randint(-127, 128, size, generator=rng).to(torch.int8) for _ in range(2)]
         scales = [torch.rand(size[:3], generator=rng).div(60).bfloat16() for _ in range(2)]
@@ -34,8 +37,22 @@ def _blocks(rows, shape, block_size, dtype, stored, rng):
     return PagedHeads(keys=parts[0], values=parts[1]), tables
 
 
+def _rotated_blocks(size, rng):
+    """Random codes of 4 bits, with scales of their own."""
+    packed = (*size[:-1], size[-1] // 2)
+    parts = [torch.randint(256, packed, generator=rng, dtype=torch.uint8) for _ in range(2)]
+    scales = [torch.rand(size[:3], generator=rng).div(8).bfloat16() for _ in range(2)]
+    return PagedHeads(keys=parts[0], values=parts[1], key_scales=scales[0], value_scales=scales[1])
+
+
 def _wide(heads):
     """Keys and values in float64."""
+    if heads.keys.dtype == torch.uint8:
+        pairs = (heads.keys, heads.key_scales), (heads.values, heads.value_scales)
+        return [
+            rotated(unpacked_numbers(codes).double() * scales.double()[..., None])
+            for codes, scales in pairs
+        ]
     scales = heads.key_scales, heads.value_scales
     return [
         part.double() * (1 if scale is None else scale.double()[..., None])
@@ -101,6 +118,8 @@ rows = st.lists(
             (torch.float16, torch.float16),
             (torch.float32, torch.int8),
             (torch.bfloat16, torch.int8),
+            (torch.float32, torch.uint8),
+            (torch.bfloat16, torch.uint8),
         ]
     ),
     window=st.sampled_from([None, None, 1, 20, 70]),
@@ -133,7 +152,7 @@ def test_prompts_and_chunks_are_those_of_float64(
 
 
 @pytest.mark.parametrize("name", RUNNABLE)
-@pytest.mark.parametrize("stored", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.int8, torch.uint8])
 def test_every_instruction_set_stores_and_attends(name, stored):
     rng = torch.Generator().manual_seed(3)
     starts, counts = [30, 0, 90], [70, 40, 1]
@@ -153,9 +172,31 @@ def test_every_instruction_set_stores_and_attends(name, stored):
         for part, given_part in zip(wide, new, strict=True):
             kept = part[list(table)].transpose(0, 1).flatten(1, 2)[:, start : start + count]
             given_row = given_part[0, :, first : first + count].double()
-            step = given_row.abs().amax(-1, keepdim=True) / 127 if stored == torch.int8 else 0
-            assert ((kept - given_row).abs() <= step * 0.51).all()
+            if stored == torch.uint8:
+                kept, given_row = rotated(kept), rotated(given_row)
+            largest = given_row.abs().amax(-1, keepdim=True)
+            half = {torch.bfloat16: 0, torch.int8: 1 / 254, torch.uint8: 1 / 16}[stored]
+            assert ((kept - given_row).abs() <= largest * half * 1.08).all()
         first += count
+
+
+@pytest.mark.parametrize("name", RUNNABLE)
+@pytest.mark.parametrize("dim", [16, 48, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_codes_of_4_bits_are_those_of_torch(name, dim, dtype):
+    """The C kernel of every instruction set writes what the store's own code does."""
+    rng = torch.Generator().manual_seed(dim)
+    blocks = _rotated_blocks((3, 2, 16, dim), rng)
+    new = [torch.randn(1, 2, 40, dim, generator=rng).to(dtype) for _ in range(2)]
+    new[0][0, 1, 3] = 0
+    with using(name):
+        PagedCall([(2, 0, 1)], [0], [40]).store(tuple(new), blocks)
+    pairs = (blocks.keys, blocks.key_scales), (blocks.values, blocks.value_scales)
+    for (codes, scales), own in zip(pairs, new, strict=True):
+        right, right_scales = rotate_tokens(own[0])
+        found = codes[[2, 0, 1]].transpose(0, 1).flatten(1, 2)[:, :40]
+        assert torch.equal(found, right)
+        assert torch.equal(scales[[2, 0, 1]].transpose(0, 1).flatten(1, 2)[:, :40], right_scales)
 
 
 def test_neither_chunks_nor_threads_change_a_token():
@@ -198,7 +239,7 @@ def test_a_number_that_is_none_stays_one():
     "name",
     those([name for name in RUNNABLE if name in WITH_BF16], "bf16 products on this processor"),
 )
-@pytest.mark.parametrize("stored", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.int8, torch.uint8])
 @pytest.mark.parametrize("dim", [32, 64, 96])
 def test_an_answer_in_bf16_is_wrong_by_its_own_rounding_alone(name, stored, dim):
     rng = torch.Generator().manual_seed(5)

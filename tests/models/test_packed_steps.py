@@ -94,13 +94,14 @@ def test_random_steps_generate_the_tokens_of_transformers(tiny_model, case, shap
 
 @pytest.mark.parametrize("shape", [{}, WIDE], ids=["gathered", "paged"])
 @pytest.mark.parametrize("case", ["llama", "bloom", "gemma2", "mistral-sliding"])
-def test_8_bit_keys_and_values_do_not_depend_on_chunks(tiny_model, case, shape):
+def test_quantized_keys_and_values_do_not_depend_on_chunks(tiny_model, case, shape):
     family, overrides = CASES[case]
     model_dir = tiny_model(family, seed=1, shape=shape, **overrides)
     prompts = _prompts(3)
-    runs = [
-        Serving(Pipeline(model_dir, [0, 2, 3], num_slots=8, kv_bits=8), prompts, 6, seed)
-        for seed in range(3)
-    ]
-    first, *others = [run.run() for run in runs]
-    assert all(other == first for other in others)
+    for kv_bits in (8, 4) if shape else (8,):
+        runs = [
+            Serving(Pipeline(model_dir, [0, 2, 3], num_slots=8, kv_bits=kv_bits), prompts, 6, seed)
+            for seed in range(3)
+        ]
+        first, *others = [run.run() for run in runs]
+        assert all(other == first for other in others)

@@ -13,9 +13,11 @@ WIDE = {"layers": 6, "hidden": 512, "intermediate": 1536, "heads": 8, "kv_heads"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "kv_bits"), [("llama", 16), ("bloom", 8), ("mixtral", 16)])
+@pytest.mark.parametrize(
+    ("family", "kv_bits"), [("llama", 16), ("bloom", 8), ("mixtral", 16), ("llama", 4)]
+)
 def test_weights_and_slots_are_allocated_as_predicted(tiny_model, family, kv_bits):
-    folder = tiny_model(family)
+    folder = tiny_model(family, shape=WIDE if kv_bits == 4 else {})
     plan = even_plan(
         folder, bits=(16, 4), stages=2, shape=(2, 12, 4), micro_batch=(1, 2), kv_bits=kv_bits,
         dtype="bfloat16",

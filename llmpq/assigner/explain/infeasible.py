@@ -26,11 +26,12 @@ from llmpq.assigner.milp.ilp import IlpOptions, solve_ilp
 from llmpq.assigner.objective import IntArray, PairCosts
 from llmpq.assigner.request import PlanningTask, PlanRequest, costs_of
 from llmpq.costmodel import ClusterCosts
+from llmpq.costmodel.costs import kv_obstacle
 from llmpq.errors import InfeasibleError
 from llmpq.spec.cluster import Cluster
 from llmpq.spec.plan import MicroBatching, OrderSet, Plan, StageAssignment, StageEstimate
 from llmpq.spec.precision import BITS, Phase
-from llmpq.spec.runtime_constants import PROMPT_CHUNK_TOKENS
+from llmpq.spec.runtime_constants import KV_CODE_BITS, PROMPT_CHUNK_TOKENS
 from llmpq.units import format_bytes, format_seconds
 
 Constraint = Literal["memory", "prefill", "decode", "prefill_link", "decode_link"]
@@ -183,8 +184,6 @@ def _master_share(
 
 MAX_ADDED_DEVICES = 16
 _OTHER_BITS = "allow"
-KV_BITS = 8
-"""Fewest bits of a cached key or value."""
 SMALLEST = MicroBatching(prefill=1, decode=1)
 """The pair with the least temporary memory: what does not fit with it fits with none."""
 
@@ -369,9 +368,11 @@ def _fixes(request: PlanRequest, costs: ClusterCosts) -> list[str]:
         if _fits(replace(request, bits=(*request.bits, width))):
             fixes.append(f"{_OTHER_BITS} {width} bits")
             break
-    can_halve = all(layer.value_dim is None for layer in request.model.layer_types)
-    if request.kv_bits > KV_BITS and can_halve and _fits(replace(request, kv_bits=KV_BITS)):
-        fixes.append(f"--kv_bits {KV_BITS}")
+    for width in sorted((b for b in KV_CODE_BITS if b < request.kv_bits), reverse=True):
+        obstacle = kv_obstacle(request.model, request.cluster, width)
+        if obstacle is None and _fits(replace(request, kv_bits=width)):
+            fixes.append(f"--kv_bits {width}")
+            break
     for field, text in (
         ("batch", "batch <= {}"),
         ("prompt_tokens", "prompts <= {} tokens"),

@@ -29,6 +29,7 @@ from llmpq.spec.cluster import Device
 from llmpq.spec.fields import write_text
 from llmpq.spec.plan import Plan, StageAssignment, plan_text
 from llmpq.spec.precision import DTYPE_BYTES
+from llmpq.spec.runtime_constants import KV_CODE_BITS
 
 DOWNLOADED = "model"
 """Folder of the weights of a model that is known by name only."""
@@ -239,7 +240,8 @@ def _main_arguments(plan: Plan, first: str, model: str) -> tuple[str, ...]:
     nodes = [plan.device_of(stage).node for stage in plan.stages]
     hosts = ["127.0.0.1" if node == first else node for node in nodes]
     sequences, tokens = plan.workload.batch, plan.workload.max_context_tokens
-    cache = ("--cache-type-k", "q8_0", "--cache-type-v", "q8_0") if plan.kv_bits == 8 else ()
+    form = {8: "q8_0", 4: "q4_0"}.get(plan.kv_bits)
+    cache = () if form is None else ("--cache-type-k", form, "--cache-type-v", form)
     return (
         *("llama-server", "--model", model),
         *("--rpc", ",".join(f"{host}:{RPC_PORT + rank}" for rank, host in enumerate(hosts))),
@@ -420,10 +422,11 @@ class _Servers:
         plan, engine = self.plan, self.engine
         for stage in plan.stages:
             self._check_stage(stage)
-        if plan.kv_bits == 8:
+        if plan.kv_bits in KV_CODE_BITS:
             raise SpecError(
-                f"export to {engine}: found keys and values in 8-bit integers, expected 16 bits; "
-                "the engine has FP8 instead (plan without --kv_bits 8)"
+                f"export to {engine}: found keys and values in {plan.kv_bits}-bit integers, "
+                "expected 16 bits; the engine has FP8 instead (plan without --kv_bits "
+                f"{plan.kv_bits})"
             )
 
         if plan.head_width != 16 and (engine != "vllm" or set(plan.bits) == {16}):

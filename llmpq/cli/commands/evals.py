@@ -31,6 +31,7 @@ from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.huggingface.quantization import find_config
 from llmpq.spec.plan import Plan, read_plan
 from llmpq.spec.precision import BITS, DTYPE_BYTES
+from llmpq.spec.runtime_constants import KV_CODE_BITS
 from llmpq.units import GIB
 
 if TYPE_CHECKING:
@@ -188,7 +189,7 @@ def _arguments(options: argparse.Namespace) -> dict[str, Any]:
         "model_dir": model_dir_of(plan, options.model),
         "bits": plan.bits,
         "dtype": plan.dtype if options.dtype == "auto" else options.dtype,
-        "kv_bits": 8 if 8 in (plan.kv_bits, options.kv_bits) else None,
+        "kv_bits": options.kv_bits or (plan.kv_bits if plan.kv_bits in KV_CODE_BITS else None),
         "plan": plan if options.pipeline else None,
     }
 

@@ -33,6 +33,7 @@ from llmpq.spec.cluster import Cluster, cluster_of_lists, load_cluster
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import MicroBatching, Plan, PolicyName, default_schedule
 from llmpq.spec.precision import DTYPE_BYTES
+from llmpq.spec.runtime_constants import KV_CODE_BITS
 from llmpq.spec.tables import SensitivityTable, check_measured_on, read_sensitivity
 from llmpq.spec.workload import Workload, constant, load_lengths, load_workload
 from llmpq.units import GIB
@@ -84,7 +85,7 @@ def request_of(options: argparse.Namespace) -> PlanRequest:
         cluster=cluster_of(devices),
         workload=_workload(read_options(WorkloadOptions, options)),
         dtype=dtype,
-        kv_bits=8 if asked.kv_bits == 8 else 8 * DTYPE_BYTES[dtype],
+        kv_bits=asked.kv_bits if asked.kv_bits in KV_CODE_BITS else 8 * DTYPE_BYTES[dtype],
         head_bits=tuple({16, *options.bits}) if chooses_head else (16,),
         sensitivity=_sensitivity(quality.omega_file, options.bits, model, source),
         gap=default_gap(options.solver) if options.gap is None else options.gap,

@@ -33,6 +33,7 @@ from llmpq.spec.model import ModelSpec
 from llmpq.spec.model_files.config import absolute_model_path
 from llmpq.spec.plan import Plan, Schedule
 from llmpq.spec.precision import DTYPE_BYTES
+from llmpq.spec.runtime_constants import KV_CODE_BITS
 
 _log = get_logger(__name__)
 Task = Literal["generate", "serve", "online", "hidden", "doctor"]
@@ -124,10 +125,10 @@ def check_plan(plan: Plan, model_dir: Path, num_layers: int) -> None:
             f"{plan.model.num_layers} of the plan's model {plan.model.name}"
         )
     width = 8 * DTYPE_BYTES[plan.dtype]
-    if plan.kv_bits not in (8, width):
+    if plan.kv_bits not in (*KV_CODE_BITS, width):
         raise SpecError(
-            f"plan: field 'kv_bits': found {plan.kv_bits}, expected 8 or {width}: keys and values "
-            f"are quantized, or held in the plan's dtype {plan.dtype}"
+            f"plan: field 'kv_bits': found {plan.kv_bits}, expected 4, 8 or {width}: keys and "
+            f"values are quantized, or held in the plan's dtype {plan.dtype}"
         )
 
 

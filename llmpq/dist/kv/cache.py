@@ -2,12 +2,16 @@
 
 All memory is allocated when the stage starts. A sequence's tokens lie in the blocks of its table,
 in any order; several sequences may share blocks that they only read. A ``KVStorage`` has the values
-of one layer, in the run's dtype or at 8 bits.
+of one layer, in the run's dtype or at 8 or 4 bits.
 
 8-bit storage has, for every token and head, integers in [-127, 127] and one bfloat16 scale. The
 largest value of the head is 127 steps, so an error is at most half a step. bfloat16 has the range
 of float32, and its rounding never moves a value beyond the last code. A zero point would take two
 more bytes and gain little (docs/evaluation.md).
+
+4-bit storage has the odd numbers in [-15, 15] and one bfloat16 scale, half a step. The head is
+multiplied by a Hadamard matrix first, which spreads large features over all of them (QuaRot:
+Ashkboos et al., 2024): the largest value is then about 2.5 standard deviations of 64.
 
 Shapes: R rows, N tokens of a step, S tokens of a row so far, h KV heads, d head_dim, B tokens of a
 block.
@@ -21,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,7 +35,7 @@ from llmpq.kernels.cpu.paged_attention import PagedCall, PagedHeads, can_attend
 from llmpq.models import KVShape, PackedBatch
 from llmpq.models.attention import ScoreOptions
 from llmpq.models.states import SequenceStates
-from llmpq.spec.runtime_constants import KV_BLOCK_SIZE, KV_BLOCK_TOKENS
+from llmpq.spec.runtime_constants import HEAD_LANES, KV_BLOCK_SIZE, KV_BLOCK_TOKENS, KV_CODE_BITS
 
 STEPS = 127
 """Steps between zero and the largest value of a token and head."""
@@ -209,24 +214,28 @@ class DequantizeBuffer:
         return self._values[:count].view(shape)
 
 
-class Int8KVStorage(KVStorage):
-    """8-bit integers and a scale for every token and head.
+class CodeKVStorage(KVStorage):
+    """Integers of 8 or 4 bits and a scale for every token and head.
 
     Values are further heads after those of the keys: half as many operations, which are small in
-    decode. Holds ``2 * blocks * h * B * (d + 2)`` bytes.
+    decode. Holds ``2 * blocks * h * B * (d * bits / 8 + 2)`` bytes.
 
     Args:
         shape: of one token's keys.
         size: blocks, and tokens of each.
         device: where it lies.
+        bits: 8 or 4.
     """
 
     is_exact = False
 
-    def __init__(self, shape: KVShape, size: tuple[int, int], device: torch.device) -> None:
+    def __init__(
+        self, shape: KVShape, size: tuple[int, int], device: torch.device, bits: int
+    ) -> None:
         blocks, tokens = size
         whole, heads = (blocks, 2 * shape.heads, tokens), shape.heads
-        codes = torch.zeros((*whole, shape.head_dim), dtype=torch.int8, device=device)
+        self._bits, dtype = bits, torch.int8 if bits == 8 else torch.uint8
+        codes = torch.zeros((*whole, shape.head_dim * bits // 8), dtype=dtype, device=device)
         scales = torch.zeros(whole, dtype=SCALE_DTYPE, device=device)
         self._codes, self._scales = codes, scales
         paged_heads = PagedHeads(
@@ -239,7 +248,7 @@ class Int8KVStorage(KVStorage):
 
     def write(self, tokens: TokenIndex, key: Tensor, value: Tensor) -> None:
         """Quantize and store ``[1, h, N, d]``."""
-        codes, scales = quantize_keys_values(key, value)
+        codes, scales = quantize_keys_values(key, value, self._bits)
         tokens.write(self._codes, codes[0])
         tokens.write(self._scales, scales[0])
 
@@ -247,26 +256,41 @@ class Int8KVStorage(KVStorage):
         self, tables: Tensor, dtype: torch.dtype, buffer: DequantizeBuffer | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return ``[R, h, W * B, d]``, in the buffer if there is one."""
-        stored = _gathered(self._codes, tables)  # [R, 2h, W, B, d]
+        (rows, width), (_, heads, tokens, _) = tables.shape, self._codes.shape
+        shape = torch.Size((rows, heads, width, tokens, self.shape.head_dim))
         if buffer is None:
-            read = torch.empty(stored.shape, dtype=dtype, device=stored.device)
+            read = torch.empty(shape, dtype=dtype, device=tables.device)
         else:
-            read = buffer.take(stored.shape, dtype)
-        # Two passes in place: a product of mixed dtypes would convert into fresh memory first.
-        read.copy_(stored).mul_(_gathered(self._scales, tables).unsqueeze(-1))
+            read = buffer.take(shape, dtype)
+        if self._bits == 8:
+            # Two passes in place: a product of mixed dtypes would convert into fresh memory first.
+            read.copy_(_gathered(self._codes, tables))
+            read.mul_(_gathered(self._scales, tables).unsqueeze(-1))
+        else:
+            self._read_rotated(tables, read)
         read = read.flatten(2, 3)
         return read[:, : self.shape.heads], read[:, self.shape.heads :]
+
+    def _read_rotated(self, tables: Tensor, read: Tensor) -> None:
+        """Write numbers of 4 bits to ``[R, 2h, W, B, d]``, some blocks at a time in float32."""
+        count = max(1, KV_BLOCK_TOKENS // self._codes.shape[2])
+        for row, first in itertools.product(range(len(tables)), range(0, tables.shape[1], count)):
+            blocks = tables[row, first : first + count]
+            numbers = unpacked_numbers(self._codes[blocks]).mul_(self._scales[blocks].unsqueeze(-1))
+            read[row, :, first : first + count] = rotated(numbers).transpose(0, 1)
 
 
 def token_bytes(shape: KVShape, dtype: torch.dtype, kv_bits: int | None) -> int:
     """Return the bytes of one token's keys and values in a layer, as stored."""
-    if kv_bits == 8:
-        return shape.heads * (sum(shape.dims) + 2 * SCALE_DTYPE.itemsize)
+    if kv_bits in KV_CODE_BITS:
+        return shape.heads * (sum(shape.dims) * kv_bits // 8 + 2 * SCALE_DTYPE.itemsize)
     return shape.heads * sum(shape.dims) * dtype.itemsize
 
 
-def quantize_keys_values(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_keys_values(key: Tensor, value: Tensor, bits: int = 8) -> tuple[Tensor, Tensor]:
     """Quantize new keys, and values as further heads: codes ``[R, 2h, T, d]``, scales without d.
+
+    Codes of 4 bits are packed: ``[R, 2h, T, d / 2]``.
 
     They are float32 on the way. On a CPU a prompt is quantized in blocks of tokens: whole, its
     float32 copies would take more memory than the feed-forward.
@@ -274,17 +298,19 @@ def quantize_keys_values(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     Args:
         key: ``[R, h, T, d]``.
         value: likewise.
+        bits: 8 or 4.
     """
     rows, heads, width, dim = key.shape
+    quantize, dtype = (quantize_tokens, torch.int8) if bits == 8 else (rotate_tokens, torch.uint8)
     if rows * width <= KV_BLOCK_TOKENS or key.device.type != "cpu":
-        return quantize_tokens(torch.cat((key, value), dim=1))
-    codes = torch.empty((rows, 2 * heads, width, dim), dtype=torch.int8)
+        return quantize(torch.cat((key, value), dim=1))
+    codes = torch.empty((rows, 2 * heads, width, dim * bits // 8), dtype=dtype)
     scales = torch.empty((rows, 2 * heads, width), dtype=SCALE_DTYPE)
     block_rows = max(1, KV_BLOCK_TOKENS // width)
     starts = range(0, rows, block_rows), range(0, width, KV_BLOCK_TOKENS)
     for row, first in itertools.product(*starts):
         block = slice(row, row + block_rows), slice(None), slice(first, first + KV_BLOCK_TOKENS)
-        codes[block], scales[block] = quantize_tokens(torch.cat((key[block], value[block]), dim=1))
+        codes[block], scales[block] = quantize(torch.cat((key[block], value[block]), dim=1))
     return codes, scales
 
 
@@ -307,11 +333,66 @@ def quantize_tokens(new: Tensor) -> tuple[Tensor, Tensor]:
     return (values / steps).round_().nan_to_num_(0.0).to(torch.int8), scales
 
 
+def rotated(x: Tensor) -> Tensor:
+    """Multiply ``[..., d]`` by a Hadamard matrix of the largest power of two that divides d.
+
+    It is applied to each block of so many features; symmetric, and its own inverse. Additions are
+    in the order of ``csrc/attention.h``.
+    """
+    dim, step = x.shape[-1], 1
+    size = dim & -dim
+    whole = x.shape
+    while step < size:
+        first, second = x.reshape(*whole[:-1], dim // (2 * step), 2, step).unbind(-2)
+        x = torch.stack((first + second, first - second), dim=-2)
+        step *= 2
+    return x.reshape(whole) * float(np.float32(1) / np.sqrt(np.float32(size)))
+
+
+def rotate_tokens(new: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate each token and head, and quantize it on its own to 4 bits.
+
+    Args:
+        new: ``[..., d]``, any floating dtype, d a multiple of 16.
+
+    Returns:
+        Packed codes, uint8 ``[..., d / 2]``, and bfloat16 scales ``[...]``; a rotated value is
+        ``(2 code - 15) * scale``, within a scale of the input's. Where a value is infinite or not a
+        number, the scale is infinite or not a number.
+    """
+    values = rotated(new.to(torch.float32))
+    # Where the largest value lies half a step behind the last number, steps are smallest.
+    scales = values.abs().amax(dim=-1).mul_(1 / 16).to(SCALE_DTYPE)  # [...]
+    halves = scales.to(torch.float32).clamp_(min=_SMALLEST).unsqueeze(-1)
+    codes = (values / halves).add_(15).mul_(0.5).round_().nan_to_num_(0.0).clamp_(0, 15)
+    return packed_nibbles(codes.to(torch.uint8)), scales
+
+
+def packed_nibbles(codes: Tensor) -> Tensor:
+    """Return uint8 ``[..., d / 2]`` of codes ``[..., d]`` in [0, 15].
+
+    16 codes are two words of 4 bytes: the even ones and the odd ones, lower bits first. A vector of
+    16 words shifts them into place at once.
+    """
+    *rows, dim = codes.shape
+    places = codes.view(*rows, dim // 16, 4, 2, 2)  # [..., 16th, byte, nibble, word]
+    low, high = places.unbind(-2)
+    return (low | high << 4).transpose(-1, -2).flatten(-3)
+
+
+def unpacked_numbers(packed: Tensor) -> Tensor:
+    """Return ``2 code - 15`` of packed codes ``[..., d / 2]``: float32 ``[..., d]``."""
+    *rows, width = packed.shape
+    places = packed.reshape(*rows, width // 8, 2, 4).transpose(-1, -2)  # [..., 16th, byte, word]
+    codes = torch.stack((places & 15, places >> 4), dim=-2).flatten(-4)
+    return codes.to(torch.float32).mul_(2).sub_(15)
+
+
 class KVCache:
     """Preallocated keys and values of each layer, in ``num_blocks`` blocks.
 
-    At 8 bits on a CPU all layers read into one buffer, so what a view reads is valid until it reads
-    again. The layers of transformers run one after the other.
+    At 8 and 4 bits on a CPU all layers read into one buffer, so what a view reads is valid until it
+    reads again. The layers of transformers run one after the other.
 
     Args:
         shapes: of each layer, in order, from ``kv_shapes``.
@@ -319,17 +400,17 @@ class KVCache:
         num_blocks: blocks of each layer.
         num_window_blocks: blocks of each layer with a window, in tables of their own; ``None``:
             these have the same as the others.
-        dtype: of the run, and of keys and values unless ``kv_bits`` is 8.
+        dtype: of the run, and of keys and values unless ``kv_bits`` is 8 or 4.
         block_size: tokens of a block, a power of two.
         device: where they lie.
-        kv_bits: 8 to quantize keys and values per token and head; ``None`` or the width of
+        kv_bits: 8 or 4 to quantize keys and values per token and head; ``None`` or the width of
             ``dtype`` to keep them.
         states: of the layers that have a recurrent state instead, ``None`` without any.
 
     Raises:
         CapacityError: there are no blocks or no tokens.
-        SpecError: ``kv_bits`` is neither 8 nor the dtype's own width, or 8 with keys and values of
-            different sizes.
+        SpecError: ``kv_bits`` is none of these, 8 or 4 with keys and values of different sizes, or
+            4 with heads of no multiple of 16 features, or on another device than a CPU.
     """
 
     def __init__(  # noqa: PLR0913  sizes, dtypes and device
@@ -348,8 +429,10 @@ class KVCache:
         if min(num_blocks, block_size, num_window_blocks or 1) < 1:
             raise CapacityError(f"KV cache: found {num_blocks} blocks of {block_size} tokens")
         width = 8 * dtype.itemsize
-        if kv_bits not in (None, 8, width):
-            raise SpecError(f"KV cache: found {kv_bits} bits, expected 8 or the {width} of {dtype}")
+        if kv_bits not in (None, *KV_CODE_BITS, width):
+            raise SpecError(
+                f"KV cache: found {kv_bits} bits, expected 4, 8 or the {width} of {dtype}"
+            )
         self.first_layer = first_layer
         self.num_blocks = num_blocks
         self.num_window_blocks = num_window_blocks
@@ -365,17 +448,12 @@ class KVCache:
         ]
         self._buffer: DequantizeBuffer | None = None
         self._layers: list[KVStorage]
-        if kv_bits == 8:
-            odd = next((shape for shape in shapes if shape.dims[0] != shape.dims[1]), None)
-            if odd is not None:
-                raise SpecError(
-                    f"KV cache: found 8 bits for keys of {odd.dims[0]} and values of "
-                    f"{odd.dims[1]} features (latent attention), expected {width} bits"
-                )
+        if kv_bits in KV_CODE_BITS:
+            _check_codes(shapes, kv_bits, self.device, f"{width} bits")
             if self.device.type == "cpu":
                 self._buffer = DequantizeBuffer(dtype)
             self._layers = [
-                Int8KVStorage(shape, size, self.device)
+                CodeKVStorage(shape, size, self.device, kv_bits)
                 for shape, size in zip(shapes, sizes, strict=True)
             ]
         else:
@@ -388,8 +466,8 @@ class KVCache:
     def nbytes(self) -> int:
         """Bytes of the blocks, ``2 * num_blocks * h * block_size`` heads in each layer, and states.
 
-        Layers with windows may have fewer blocks. A head has ``d`` values; at 8 bits ``d`` bytes
-        and a scale of two.
+        Layers with windows may have fewer blocks. A head has ``d`` values; at 8 and 4 bits ``d``
+        codes and a scale of two bytes.
         """
         states = 0 if self.states is None else self.states.nbytes
         return sum(layer.nbytes for layer in self._layers) + states
@@ -401,7 +479,7 @@ class KVCache:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the buffer that 8-bit keys and values are read into, so far."""
+        """Bytes of the buffer that quantized keys and values are read into, so far."""
         return 0 if self._buffer is None else self._buffer.nbytes
 
     @property
@@ -524,7 +602,8 @@ class KVCache:
     def pack(self, layer_idx: int, tokens: TokenIndex) -> Tensor:
         """Return the stored bytes of some tokens of a layer: uint8 ``[N, B]``.
 
-        :meth:`unpack` of another rank's cache of that layer stores the same values, also at 8 bits.
+        :meth:`unpack` of another rank's cache of that layer stores the same values, also at 8 and 4
+        bits.
         """
         return self._layers[layer_idx - self.first_layer].pack(tokens)
 
@@ -584,6 +663,24 @@ class KVCache:
         if not 0 <= layer < len(self._layers):
             raise StageError(f"KV cache: found layer {layer_idx}, which is not of this stage")
         return self._layers[layer]
+
+
+def _check_codes(shapes: Sequence[KVShape], bits: int, device: torch.device, expected: str) -> None:
+    """Check that keys and values of these shapes can be codes of so many bits."""
+    for shape in (shape for shape in shapes if shape.heads):
+        key, value = shape.dims
+        if key != value:
+            raise SpecError(
+                f"KV cache: found {bits} bits for keys of {key} and values of {value} features "
+                f"(latent attention), expected {expected}"
+            )
+        if bits == 4 and key % HEAD_LANES:
+            raise SpecError(
+                f"KV cache: found 4 bits for heads of {key} features, expected a multiple of "
+                f"{HEAD_LANES} or other bits"
+            )
+    if bits == 4 and device.type != "cpu":
+        raise SpecError(f"KV cache: found 4 bits on '{device}', expected a CPU or other bits")
 
 
 class KVCacheView:

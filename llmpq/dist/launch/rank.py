@@ -164,7 +164,7 @@ def frame_limits(
     dtype = DTYPES[plan.dtype]
     shapes = kv_shapes(config, 0, plan.model.num_layers) if plan.is_split else ()
     cached = DTYPES[plan.dtype_of(plan.stages[0])]  # stages that send keys and values have one
-    kv_bits = 8 if plan.kv_bits == 8 else 8 * cached.itemsize
+    kv_bits = plan.kv_bits_of(plan.stages[0])
     switch = length_scaling(config).switches_after or 0
     longest = max_context or plan.longest_sequence
     recomputed_tokens = switch + 1 if 0 < switch < longest else 0
@@ -391,7 +391,7 @@ def load_runner(context: RankContext, device: torch.device) -> StageRunner:
         num_window_blocks=window_blocks_of(plan, layers.config),
         dtype=dtype,
         device=device,
-        kv_bits=8 if plan.kv_bits == 8 else 8 * dtype.itemsize,
+        kv_bits=plan.kv_bits_of(stage),
         states=layers.new_states(state_slots_of(context)),
     )
     channels = context.channels
@@ -447,7 +447,7 @@ def block_bytes(plan: Plan, config: PreTrainedConfig) -> tuple[int, int]:
     found, has_own = [0, 0], window_of(plan, config) is not None
     for stage in plan.stages:
         dtype = DTYPES[plan.dtype_of(stage)]
-        bits = 8 if plan.kv_bits == 8 else None
+        bits = plan.kv_bits_of(stage)
         for shape in kv_shapes(config, stage.first_layer, stage.end_layer):
             has_window = has_own and shape.kept_tokens is not None
             found[has_window] += KV_BLOCK_SIZE * token_bytes(shape, dtype, bits)

@@ -22,7 +22,7 @@ from llmpq.kernels.cpu.native import TYPES, AttentionCall, library
 from llmpq.spec.runtime_constants import HEAD_LANES, MAX_PAGED_HEAD_DIM
 
 IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
-STORED_TYPES = {**TYPES, torch.int8: 3}
+STORED_TYPES = {**TYPES, torch.int8: 3, torch.uint8: 4}
 """Numbers of the types of stored heads in ``csrc/attention.h``."""
 MAX_SINGLE_TOKENS = 16
 """Most tokens of a row that attend one by one."""
@@ -42,8 +42,9 @@ class PagedHeads:
 
     Attributes:
         keys: ``[blocks, h, B, d]``, tokens contiguous; may be every other run of heads of a tensor.
+            Codes of 4 bits are uint8 ``[blocks, h, B, d / 2]``, of rotated keys and values.
         values: likewise, with the same strides.
-        key_scales: bf16 ``[blocks, h, B]`` when keys and values are int8 codes, else ``None``.
+        key_scales: bf16 ``[blocks, h, B]`` when keys and values are codes, else ``None``.
         value_scales: likewise.
     """
 
@@ -51,6 +52,22 @@ class PagedHeads:
     values: Tensor
     key_scales: Tensor | None = None
     value_scales: Tensor | None = None
+
+    @property
+    def dim(self) -> int:
+        """Features of a key: d."""
+        return self.keys.shape[-1] * self._numbers
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        """Numbers from one block to the next, and from one head to the next."""
+        block, head = self.keys.stride()[:2]
+        return block * self._numbers, head * self._numbers
+
+    @property
+    def _numbers(self) -> int:
+        """Numbers in an element of ``keys``."""
+        return 2 if self.keys.dtype == torch.uint8 else 1
 
 
 class PagedTokens:
@@ -245,9 +262,10 @@ class PagedCall:
         if heads.key_scales is not None and heads.value_scales is not None:
             call.key_scales = heads.key_scales.data_ptr()
             call.value_scales = heads.value_scales.data_ptr()
-        _, call.kv_heads, block_size, call.dim = heads.keys.shape
+        _, call.kv_heads, block_size, _ = heads.keys.shape
+        call.dim = heads.dim
         call.block_bits = block_size.bit_length() - 1
-        call.block_stride, call.head_stride = heads.keys.stride()[:2]
+        call.block_stride, call.head_stride = heads.strides
         call.stored = STORED_TYPES[heads.keys.dtype]
 
 

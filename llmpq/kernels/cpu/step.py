@@ -444,7 +444,7 @@ class StepProgram:
             sinks: ``[H]``, one more score of each head; for those that have sinks.
         """
         query, key, value = parts
-        _, kv_heads, block_size, dim = heads.keys.shape
+        (_, kv_heads, block_size, _), dim = heads.keys.shape, heads.dim
         if {key.shape[1:], value.shape[1:]} != {(kv_heads, dim)} or query.shape[1] % kv_heads:
             raise UnsupportedStepError(f"keys of {list(key.shape[1:])}, not {[kv_heads, dim]}")
         scales = heads.key_scales, heads.value_scales
@@ -471,7 +471,7 @@ class StepProgram:
         call.query_token, call.query_head = query.stride()[:2]
         call.key_token, call.key_head = key.stride()[:2]
         call.value_token, call.value_head = value.stride()[:2]
-        call.block_stride, call.head_stride = heads.keys.stride()[:2]
+        call.block_stride, call.head_stride = heads.strides
         if scores.has_bias:
             self._biased.append(call)
         self.append(Kind.STORE, call)

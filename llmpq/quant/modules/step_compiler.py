@@ -685,7 +685,8 @@ class _Layer:
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Append the projections; return query ``[R, H, d]``, key and value ``[R, h, d]``."""
         assert self._step.heads is not None
-        names, (_, kv_heads, _, dim) = self._parts.projections, self._step.heads.keys.shape
+        names, kv_heads = self._parts.projections, self._step.heads.keys.shape[1]
+        dim = self._step.heads.dim
         found = self._products(names, x, "qkv"[: len(names)] if len(names) > 1 else ("fused",))
         heads = self._linear(self._parts.output).in_features // dim
         if len(found) > 1:

@@ -15,10 +15,11 @@ from llmpq.assigner.explain.infeasible import dropped_reasons, held_layers
 from llmpq.assigner.milp import ilp
 from llmpq.assigner.milp.solvers import SolverResult
 from llmpq.costmodel import build_costs
-from llmpq.errors import InfeasibleError
+from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, DeviceGroup, LinkSpec, Node, cluster_of_types
 from llmpq.spec.workload import Workload
+from llmpq.units import GIB
 
 
 def too_small(**overrides):
@@ -137,6 +138,40 @@ def test_fewer_bits_of_keys_and_values_are_offered() -> None:
     )
     assert "--kv_bits 8" in reason_of(request)
     make_plan(replace(request, kv_bits=8))
+
+
+def test_a_cpu_is_offered_four_bits_where_eight_are_too_many() -> None:
+    group = DeviceGroup(type="cpu", count=1, threads=8, memory_bytes=9 * GIB)
+    node = Node(name="a", devices=(group,))
+    request = plan_request(
+        model=catalog.model("meta-llama/Llama-3.1-8B"),
+        cluster=Cluster(name="host", nodes=(node,)),
+        workload=Workload(batch=1, prompt_tokens=50_000, new_tokens=384),
+        dtype="bfloat16",
+        bits=(4,),
+    )
+    assert "--kv_bits 4" in reason_of(request)
+    make_plan(replace(request, kv_bits=4))
+
+
+@pytest.mark.parametrize(
+    ("model", "device", "message"),
+    [
+        ("meta-llama/Llama-3.1-8B", "RTX3090", "device .* of kind 'cuda', which has no kernel"),
+        ("deepseek-ai/DeepSeek-V2-Lite", "cpu", "latent attention"),
+    ],
+)
+def test_four_bits_are_refused_where_nothing_reads_them(model, device, message) -> None:
+    request = plan_request(
+        model=catalog.model(model),
+        cluster=cluster_of_types({device: 1}),
+        workload=Workload(batch=1, prompt_tokens=100, new_tokens=10),
+        dtype="bfloat16",
+        bits=(4,),
+        kv_bits=4,
+    )
+    with pytest.raises(SpecError, match=f"kv_bits: found 4 with .*{message}.*expected 8"):
+        make_plan(request)
 
 
 def test_an_unreachable_budget_names_the_one_within_reach() -> None:

@@ -158,6 +158,8 @@ def test_llama_cpp_has_a_server_a_stage_and_types_by_layer():
     assert values(main, "--tensor-split") == "5,3,2,3"
     assert values(main, "--rpc") == "127.0.0.1:50052,127.0.0.1:50053,b:50054,b:50055"
     assert values(main, "--cache-type-k") == "q8_0"
+    four = export_plan(plan_of(FOUR, kv_bits=4), "llama.cpp").commands[-1]
+    assert values(four, "--cache-type-v") == "q4_0"
     assert values(named(found, "stage-2"), "--host") == "b"
     rules = [line.split("=") for line in found.files["tensor_types.txt"].split()]
     for index, bits in enumerate(plan_of(FOUR).bits):
@@ -195,6 +197,7 @@ CPU = {"a": ("cpu",), "b": ("T4-16G",)}
         ("vllm", plan_of([(0, [4]), (2, [4]), (3, [4])]), "same number of stages"),
         ("vllm", plan_of([(0, [4]), (2, [4]), (1, [4]), (3, [4])]), "do not follow each other"),
         ("vllm", plan_of([(0, [4])], kv_bits=8), "the engine has FP8"),
+        ("sglang", plan_of([(0, [4])], kv_bits=4), "in 4-bit integers.*without --kv_bits 4"),
         ("sglang", plan_of([(0, [16])], on=cluster(CPU)), "of kind 'cpu'"),
         ("llama.cpp", plan_of([(0, [16])], on=cluster(tensor_parallel=2)), "one device a stage"),
         ("vllm", plan_of([(0, []), (1, [4])]), "no layers on stage 0"),

@@ -68,7 +68,7 @@ def test_tokens_are_those_of_generate(tiny_model, family, threads):
     assert rows == [generate_alone(reference, prompt, 5)[0] for prompt in prompts]
 
 
-@pytest.mark.parametrize(("bits", "kv_bits"), [(3, 8), (4, 16), (8, 8), (8, 16), (16, 16)])
+@pytest.mark.parametrize(("bits", "kv_bits"), [(3, 8), (4, 16), (8, 8), (8, 4), (8, 16), (16, 16)])
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_numbers_are_those_of_the_layers(tiny_model, bits, kv_bits, rows, dtype):
@@ -77,7 +77,7 @@ def test_16_bit_numbers_are_those_of_the_layers(tiny_model, bits, kv_bits, rows,
 
 
 @pytest.mark.parametrize("name", OLDER)
-@pytest.mark.parametrize(("bits", "kv_bits"), [(3, 16), (4, 8), (16, 16)])
+@pytest.mark.parametrize(("bits", "kv_bits"), [(3, 16), (4, 8), (4, 4), (16, 16)])
 def test_bf16_numbers_are_those_of_the_layers_on_older_processors(tiny_model, name, bits, kv_bits):
     path = tiny_model("qwen2", shape=SHAPE, seed=3)
     with using(name):
@@ -127,7 +127,9 @@ def _check_numbers(path, bits, kv_bits, rows, dtype, kernel=None):
             torch.testing.assert_close(*stored, rtol=0.02, atol=1.0 if kv_bits == 8 else 0.02)
 
 
-@pytest.mark.parametrize(("dtype", "kv_bits"), [(torch.float32, None), (torch.bfloat16, 8)])
+@pytest.mark.parametrize(
+    ("dtype", "kv_bits"), [(torch.float32, None), (torch.bfloat16, 8), (torch.bfloat16, 4)]
+)
 def test_rows_may_be_consecutive_tokens_of_a_sequence(tiny_model, monkeypatch, dtype, kv_bits):
     _, stage = _stage(tiny_model, "mistral", 8 if kv_bits else 16, dtype)
     caches = cache_of(stage, kv_bits, dtype), cache_of(stage, kv_bits, dtype)
@@ -228,7 +230,7 @@ PROMPTS = ((40, 40), (9, 9), (30, 1), (48, 18), (21, 21))
 @pytest.mark.parametrize("most", [STEP_ROWS, 32, 17])
 @pytest.mark.parametrize(
     ("family", "bits", "kv_bits"),
-    [("llama", 4, 16), ("mistral", 3, 8), ("qwen3", 8, 16), ("qwen2", 8, 8)],
+    [("llama", 4, 16), ("mistral", 3, 8), ("qwen3", 8, 16), ("qwen2", 8, 8), ("llama", 8, 4)],
 )
 def test_prompts_are_those_of_the_layers(tiny_model, monkeypatch, family, bits, kv_bits, most):
     _, stage = _stage(tiny_model, family, bits, torch.bfloat16)

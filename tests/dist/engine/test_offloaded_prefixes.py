@@ -31,6 +31,8 @@ from llmpq.options.engine import EngineOptions
 from llmpq.spec.runtime_constants import PROMPT_CHUNK_TOKENS
 
 torch.set_num_threads(1)
+WIDE = {"layers": 3, "hidden": 64, "intermediate": 96, "heads": 4, "kv_heads": 2}
+"""Heads of 16 features, which 4-bit keys and values take."""
 
 CUTS = {1: (0, 3), 2: (0, 1, 3), 3: (0, 1, 2, 3)}
 NEW = 6
@@ -147,13 +149,16 @@ def made(monkeypatch):
         (1, "threads", 8, 3, 30),
         (2, "threads", 32, 0, 40),
         (2, "sockets", 8, 40, 0),
+        (2, "threads", 4, 3, 30),
         (3, "torch", 32, 3, 30),
     ],
 )
 def test_prefixes_are_found_again_and_change_no_token(
     tiny_model, tmp_path, made, num_stages, transport, kv_bits, host, disk
 ):
-    model_dir, prompts = tiny_model("llama", seed=1), growing((7, 11, 5), 2, 38)
+    shape = WIDE if kv_bits == 4 else {}
+    model_dir = tiny_model("llama", seed=1, shape=shape)
+    prompts = growing((7, 11, 5), 2, 38)
     plan, block = plan_of(model_dir, num_stages, kv_bits)
     options = {
         "num_blocks": 5,

@@ -217,11 +217,12 @@ def test_prompt_logprobs_are_those_of_the_model(tiny_model, num_stages):
             assert item.logprob == pytest.approx(value, abs=1e-4)
 
 
-def test_keys_and_values_of_8_bits_give_the_same_tokens_in_any_chunks(tiny_model):
-    model_dir = tiny_model("llama", seed=1)
+@pytest.mark.parametrize("kv_bits", [8, 4])
+def test_quantized_keys_and_values_give_the_same_tokens_in_any_chunks(tiny_model, kv_bits):
+    model_dir = tiny_model("llama", seed=1, shape=WIDE)
     whole, chunked = script_of(), script_of()
-    serve(model_dir, 1, whole, kv_bits=8, token_budget=500)
-    serve(model_dir, 2, chunked, kv_bits=8, token_budget=5, prefix_caching=False)
+    serve(model_dir, 1, whole, kv_bits=kv_bits, token_budget=500)
+    serve(model_dir, 2, chunked, kv_bits=kv_bits, token_budget=5, prefix_caching=False)
     for number in range(len(PROMPTS)):
         assert whole.tokens(str(number)) == chunked.tokens(str(number))
 

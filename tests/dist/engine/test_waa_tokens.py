@@ -16,6 +16,8 @@ from llmpq.errors import SpecError
 from llmpq.spec.plan import default_schedule
 
 torch.set_num_threads(1)
+WIDE = {"layers": 3, "hidden": 64, "intermediate": 96, "heads": 4, "kv_heads": 2}
+"""Heads of 16 features, which 4-bit keys and values take."""
 
 SLOTS = 4
 PROMPTS = [
@@ -117,10 +119,12 @@ def test_an_answer_may_end_early_and_its_slot_goes_to_the_next(model_dir, expect
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_8_bit_keys_and_values_travel_as_they_are_stored(transport, model_dir):
-    alone = replace(make_plan((0, 3), prefill=2, decode=2, batch=SLOTS), kv_bits=8)
+@pytest.mark.parametrize("kv_bits", [8, 4])
+def test_quantized_keys_and_values_travel_as_they_are_stored(transport, tiny_model, kv_bits):
+    model_dir = tiny_model("llama", seed=1, shape=WIDE)
+    alone = replace(make_plan((0, 3), prefill=2, decode=2, batch=SLOTS), kv_bits=kv_bits)
     plan = make_split_plan(
-        *CUTS["2+2, different cuts"], kv_bits=8, prefill=2, decode=2, batch=SLOTS
+        *CUTS["2+2, different cuts"], kv_bits=kv_bits, prefill=2, decode=2, batch=SLOTS
     )
     assert _tokens(run_threads(plan, model_dir, _requests(), transport=transport)[0]) == _tokens(
         run_threads(alone, model_dir, _requests())[0]

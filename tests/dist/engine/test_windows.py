@@ -138,10 +138,12 @@ def test_online_tokens_equal_generate(tiny_model, num_stages, options):
     assert serve(model_dir, num_stages, PROMPTS, **options) == expected
 
 
-def test_eight_bits_change_no_token_by_the_way_that_blocks_are_kept(tiny_model):
-    model_dir = tiny_model("mistral", seed=1, **FAMILIES["mistral"])
-    found = serve(model_dir, 1, PROMPTS, kv_bits=8, token_budget=400)
-    assert found == serve(model_dir, 1, PROMPTS, kv_bits=8, token_budget=64, prefix_caching=False)
+@pytest.mark.parametrize("kv_bits", [8, 4])
+def test_fewer_bits_change_no_token_by_the_way_that_blocks_are_kept(tiny_model, kv_bits):
+    model_dir = tiny_model("mistral", seed=1, shape=WIDE, **FAMILIES["mistral"])
+    found = serve(model_dir, 1, PROMPTS, kv_bits=kv_bits, token_budget=400)
+    options = {"token_budget": 64, "prefix_caching": False}
+    assert found == serve(model_dir, 1, PROMPTS, kv_bits=kv_bits, **options)
 
 
 @pytest.mark.parametrize("attends", [True, False], ids=["kernel", "gathered"])

@@ -8,7 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmpq.batching.blocks import blocks_of, slot_blocks
-from llmpq.dist.kv.cache import KVCache, quantize_tokens
+from llmpq.dist.kv.cache import (
+    KVCache,
+    quantize_tokens,
+    rotate_tokens,
+    rotated,
+    unpacked_numbers,
+)
 from llmpq.errors import CapacityError, SpecError, StageError
 from llmpq.kernels.cpu.paged_attention import can_attend
 from llmpq.models import KVShape, PackedBatch
@@ -57,24 +63,27 @@ def test_slots_are_runs_of_blocks_of_their_own():
 @given(
     st.lists(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 7)), max_size=4), max_size=4),
     st.permutations(range(40)),
-    st.sampled_from([None, 8]),
+    st.sampled_from(
+        [(None, SHAPES[0]), (8, SHAPES[0]), *((b, KERNEL_SHAPE) for b in (None, 8, 4))]
+    ),
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    st.sampled_from([SHAPES[0], KERNEL_SHAPE]),
 )
-def test_rows_read_what_they_wrote(steps, free, kv_bits, dtype, shape):
+def test_rows_read_what_they_wrote(steps, free, stored, dtype):
     """Any rows in any blocks, by the kernel where there is one and by torch elsewhere."""
+    kv_bits, shape = stored
     size = 16 if shape is KERNEL_SHAPE else 4
     cache = _cache(40, size, dtype, (shape,), kv_bits)
-    has_kernel = can_attend(dtype, torch.int8 if kv_bits else dtype, shape.head_dim, size)
+    stored_as = {None: dtype, 8: torch.int8, 4: torch.uint8}[kv_bits]
+    has_kernel = can_attend(dtype, stored_as, shape.head_dim, size)
     assert cache.attends == has_kernel
     tables = [[] for _ in range(4)]
-    expected = [torch.zeros(shape.heads, 0, shape.head_dim, dtype=dtype) for _ in range(4)]
+    expected = [torch.zeros(2, shape.heads, 0, shape.head_dim, dtype=dtype) for _ in range(4)]
     free = list(free)
     for number, rows in enumerate(steps):
         chosen = dict(rows)
         if not chosen:
             continue
-        starts = [expected[i].shape[1] for i in chosen]
+        starts = [expected[i].shape[2] for i in chosen]
         for i, start in zip(chosen, starts, strict=True):
             while len(tables[i]) < blocks_of(start + chosen[i], size):
                 tables[i].append(free.pop())
@@ -88,22 +97,29 @@ def test_rows_read_what_they_wrote(steps, free, kv_bits, dtype, shape):
             view.attend(torch.zeros_like(key), ScoreOptions(scaling=1.0))
         for row, i in enumerate(chosen):
             own = key[0, :, batch.offsets[row] : batch.offsets[row] + chosen[i]]
-            if kv_bits == 8:
-                codes, scales = quantize_tokens(own)
-                own = (codes.float() * scales.float().unsqueeze(-1)).to(dtype)
-            expected[i] = torch.cat([expected[i], own], dim=1)
+            kept = torch.stack([_kept(one, kv_bits) for one in (own, -own)])
+            expected[i] = torch.cat([expected[i], kept], dim=2)
             keys, values = view.read(row)
             assert keys.dtype == dtype
-            assert torch.equal(keys[0], expected[i])
-            assert torch.equal(values[0], -expected[i])
+            assert torch.equal(torch.cat((keys, values)), expected[i])
         places = torch.tensor(batch.starts)
         read = view.read_rows(range(len(chosen)), places)
         keys, values, found = [part.clone() for part in read]
         assert torch.equal(found, places)
         for row, i in enumerate(chosen):
-            length = expected[i].shape[1]
-            assert torch.equal(keys[row, :, :length], expected[i])
-            assert torch.equal(values[row, :, :length], -expected[i])
+            length = expected[i].shape[2]
+            assert torch.equal(keys[row, :, :length], expected[i][0])
+            assert torch.equal(values[row, :, :length], expected[i][1])
+
+
+def _kept(own, kv_bits):
+    """What remains of ``[h, T, d]`` in a store, in its dtype."""
+    if kv_bits is None:
+        return own
+    codes, scales = (quantize_tokens if kv_bits == 8 else rotate_tokens)(own)
+    numbers = codes.float() if kv_bits == 8 else unpacked_numbers(codes)
+    found = numbers * scales.float().unsqueeze(-1)
+    return (found if kv_bits == 8 else rotated(found)).to(own.dtype)
 
 
 def test_all_keys_and_values_come_one_row_after_the_other():

@@ -29,8 +29,8 @@ KEYS = [bytes([number]) * 32 for number in range(20)]
 BLOCKS, HOST, DISK, SIZE = 5, 3, 4, 4
 LIMITS = OffloadLimits(host_blocks=HOST, disk_blocks=DISK, host_window_blocks=HOST)
 SHAPES = (
-    KVShape(heads=2, head_dim=8),
-    KVShape(heads=1, head_dim=4, window=6),
+    KVShape(heads=2, head_dim=16),
+    KVShape(heads=1, head_dim=32, window=6),
     KVShape(heads=0, head_dim=8),
 )
 
@@ -84,7 +84,7 @@ COPIES = st.lists(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("kv_bits", [None, 8])
+@pytest.mark.parametrize("kv_bits", [None, 8, 4])
 @given(asked=COPIES, buffer_bytes=st.sampled_from([0, 1 << 20]))
 def test_copies_in_any_order_move_the_bytes_of_blocks(
     tmp_path_factory, kv_bits, asked, buffer_bytes

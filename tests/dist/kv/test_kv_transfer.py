@@ -39,7 +39,7 @@ from llmpq.spec.plan import Handover, handovers_of
 
 torch.set_num_threads(1)
 
-SHAPES = (KVShape(heads=2, head_dim=8), KVShape(heads=1, head_dim=4), KVShape(heads=2, head_dim=8))
+SHAPES = tuple(KVShape(heads=heads, head_dim=dim) for heads, dim in ((2, 16), (1, 32), (2, 16)))
 ROWS, PROMPT, SLOTS, CONTEXT = 2, 6, 5, 9
 
 
@@ -140,7 +140,7 @@ def step(rows: list[Row]) -> list[Row]:
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("kv_bits", [None, 8])
+@pytest.mark.parametrize("kv_bits", [None, 8, 4])
 def test_every_layer_arrives_as_it_was_stored_in_the_blocks_of_the_decoding_rank(
     kv_bits, transport
 ):

@@ -4,8 +4,9 @@
  * blocks of its own sequence up to its position; nothing is gathered, repeated or masked. The queries
  * of a group share each key and value that is read. New keys and values are put into their blocks by
  * the same call, or by kernels_store before. Sums, the softmax (online: Milakov and Gimelshein 2018)
- * and its weights are float32 whatever is stored; 8-bit codes are scaled once a token, not once a
- * number. Long sequences are read in pieces of PIECE tokens, by several threads; the last one to
+ * and its weights are float32 whatever is stored; codes of 8 and 4 bits are scaled once a token, not
+ * once a number. Keys and values of 4 bits are stored rotated: queries are rotated, too, and the answer
+ * is rotated back. Long sequences are read in pieces of PIECE tokens, by several threads; the last one to
  * finish puts the pieces together, in their order (FlashDecoding: Dao et al. 2023). */
 #include "attention.h"
 #include <stdlib.h>
@@ -87,13 +88,13 @@ INLINE int has_pairs(const Attention *a, const int type) {
 #endif
 }
 
-INLINE int64_t bytes_of(const int type) {
-    return type == TYPE_INT8 ? 1 : type == TYPE_F32 ? 4 : 2;
+INLINE int64_t bytes_of(int64_t numbers, const int type) {
+    return type == TYPE_F32 ? 4 * numbers : has_scales(type) ? numbers >> (type == TYPE_INT4) : 2 * numbers;
 }
 
 /* Fetches `count` numbers of the step after this one. */
 INLINE void fetch(const void *from, int64_t at, int64_t count, const int type) {
-    const char *line = (const char *)from + at * bytes_of(type), *end = line + count * bytes_of(type);
+    const char *line = (const char *)from + bytes_of(at, type), *end = line + bytes_of(count, type);
     for (; line < end; line += 64) __builtin_prefetch(line);
 }
 
@@ -125,13 +126,16 @@ INLINE void score_lanes(const Attention *a, const Queries *query, int64_t at, in
                 }
             }
 #endif
-        for (int64_t k = 0; !in_pairs && k < a->dim; k += LANES)
+        for (int64_t k = 0; !in_pairs && k < a->dim; k += 16)
 #pragma GCC unroll 4
-            for (int t = 0; t < 4; t++) {
-                vf key = load_stored(a->keys, place[t] + k, type);
+            for (int part = 0; part < 16 / LANES; part++)
 #pragma GCC unroll 4
-                for (int q = 0; q < n; q++) sum[q][t] += key * load(query->wide[q] + k);
-            }
+                for (int t = 0; t < 4; t++) {
+                    int64_t column = k + part * LANES;
+                    vf key = load_part(a->keys, place[t] + column, part, type);
+#pragma GCC unroll 4
+                    for (int q = 0; q < n; q++) sum[q][t] += key * load(query->wide[q] + column);
+                }
         for (int q = 0; q < n; q++) folded[q][four] = fold(sum[q], LANES / 2);
     }
     for (int q = 0; q < n; q++) {
@@ -154,7 +158,9 @@ INLINE void add_values(const Attention *a, const int64_t *at, const int64_t *nex
             fetch(a->values, next[first / LANES] + t * a->dim + k, LANES * wide, type);
 #pragma GCC unroll 4
             for (int j = 0; j < wide; j++) {
-                vf value = load_stored(a->values, place + t * a->dim + LANES * j, type);
+                int64_t from = place + t * a->dim + LANES * j;
+                vf value = wide == 4 ? load_part(a->values, from, LANES * j % 16 / LANES, type)
+                                     : load_stored(a->values, from, type);
 #pragma GCC unroll 4
                 for (int q = 0; q < n; q++) sum[q][j] += value * share[q][first + t];
             }
@@ -179,6 +185,12 @@ INLINE void scale_scores(const void *scales, const Attention *a, const int64_t *
 INLINE void put_result(const Attention *a, int64_t token, int64_t head, const float *total,
                        float most, float weight, float *partial) {
     int64_t to = (token * a->kv_heads * a->group + head) * a->dim;
+    float back[MOST_DIM] __attribute__((aligned(64)));
+    if (a->stored == TYPE_INT4 && !partial) {
+        memcpy(back, total, (size_t)a->dim * sizeof *back);
+        rotate(back, a->dim);
+        total = back;
+    }
     if (partial) partial[0] = weight, partial[1] = most, partial += 2;
     for (int64_t k = 0; k < a->dim; k += LANES) {
         vf sum = load(total + k);
@@ -202,6 +214,7 @@ INLINE void attend(const Attention *a, int64_t token, int64_t kv_head, int64_t f
             store(query.wide[q] + k, load_any(a->query, place + k, a->type) * a->scaling);
             store(total[q] + k, (vf){0});
         }
+        if (type == TYPE_INT4) rotate(query.wide[q], a->dim);
         if (has_pairs(a, type))
             memcpy(query.narrow[q], (const uint16_t *)a->query + place, (size_t)a->dim * 2);
         int has_sink = a->sinks && !partial; /* pieces get it when they are put together */
@@ -222,7 +235,7 @@ INLINE void attend(const Attention *a, int64_t token, int64_t kv_head, int64_t f
             score_lanes(a, &query, at[u / LANES], next[u / LANES], count - u,
                     (float (*)[STEP])(score[0] + u), n, type);
         for (int q = 0; q < n; q++) {
-            if (type == TYPE_INT8) scale_scores(a->key_scales, a, at, count, score[q]);
+            if (has_scales(type)) scale_scores(a->key_scales, a, at, count, score[q]);
             if (a->softcap)
                 for (int64_t i = 0; i < count; i += LANES)
                     store(score[q] + i, capped(load(score[q] + i), a->softcap));
@@ -234,7 +247,7 @@ INLINE void attend(const Attention *a, int64_t token, int64_t kv_head, int64_t f
             float shrink = weigh(score[q], count, &most[q], &weight[q]);
             if (shrink != 1)
                 for (int64_t k = 0; k < a->dim; k++) total[q][k] *= shrink;
-            if (type == TYPE_INT8) scale_scores(a->value_scales, a, at, count, score[q]);
+            if (has_scales(type)) scale_scores(a->value_scales, a, at, count, score[q]);
         }
         int64_t k = 0;
         for (; k + 4 * LANES <= a->dim; k += 4 * LANES)
@@ -257,10 +270,10 @@ typedef void (*Attend)(const Attention *, int64_t, int64_t, int64_t, int64_t, fl
         if (a->group - q == 2) attend(a, token, head, q, from, to, partial, 2, TYPE);            \
         if (a->group - q == 1) attend(a, token, head, q, from, to, partial, 1, TYPE);            \
     }
-ATTEND(TYPE_F32) ATTEND(TYPE_F16) ATTEND(TYPE_BF16) ATTEND(TYPE_INT8)
+ATTEND(TYPE_F32) ATTEND(TYPE_F16) ATTEND(TYPE_BF16) ATTEND(TYPE_INT8) ATTEND(TYPE_INT4)
 
 static const Attend attends[] = {attend_TYPE_F32, attend_TYPE_F16, attend_TYPE_BF16,
-                                 attend_TYPE_INT8};
+                                 attend_TYPE_INT8, attend_TYPE_INT4};
 
 /* ---- pieces of long sequences ---------------------------------------------------------------- */
 

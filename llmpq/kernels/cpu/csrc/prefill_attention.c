@@ -7,9 +7,9 @@
  * multiples of 64, so a token's answer depends neither on its run nor on the number of threads. Tiles
  * that no query of a strip sees are skipped.
  *
- * Where the processor can, bf16 queries and keys are multiplied as they are. With AMX likewise 8-bit
- * keys and values, as the bf16 numbers that their codes are; weights are cut into two bf16 numbers,
- * which keeps 16 bits of them. */
+ * Where the processor can, bf16 queries and keys are multiplied as they are. With AMX likewise keys
+ * and values of 8 and 4 bits, as the bf16 numbers that their codes are; weights, and queries that were
+ * rotated, are cut into two bf16 numbers, which keeps 16 bits of them. */
 #include "amx.h"
 #include "attention.h"
 
@@ -32,7 +32,8 @@ typedef struct {
     int64_t head[MOST_ROWS];
     float most[MOST_ROWS];
     vf weight[MOST_ROWS]; /* sums of the weights so far, lane by lane */
-    float query[ROOM] __attribute__((aligned(64)));  /* [rows, dim], scaled; pairs: in bf16, as it is */
+    float query[ROOM] __attribute__((aligned(64)));  /* [rows, dim], scaled; pairs: in bf16, as it is;
+                                                      * rotated: and what its rounding left, at ROOM */
     float total[ROOM] __attribute__((aligned(64)));  /* [rows, dim] */
     float keys[MOST_DIM * TILE] __attribute__((aligned(64)));   /* [dim, TILE]; AMX: see lay_out; pairs: [dim / 2, TILE, 2] */
     float values[TILE * MOST_DIM] __attribute__((aligned(64))); /* [TILE, dim]; likewise */
@@ -63,7 +64,7 @@ INLINE void widen_tokens(Run *r, int64_t first, const int64_t *at, const int typ
     const Attention *a = r->a;
     int64_t dim = a->dim;
     float scale[2][LANES];
-    if (type == TYPE_INT8)
+    if (has_scales(type))
         for (int j = 0; j < LANES; j++) {
             int64_t place = are_seen || at[j] >= 0 ? at[j] / dim : 0;
             scale[0][j] = scale_of(a->key_scales, place);
@@ -78,7 +79,7 @@ INLINE void widen_tokens(Run *r, int64_t first, const int64_t *at, const int typ
             if (are_seen || at[j] >= 0) {
                 if (keeps_keys) key[j] = load_stored(a->keys, at[j] + k, type);
                 value = load_stored(a->values, at[j] + k, type);
-                if (type == TYPE_INT8) key[j] *= scale[0][j], value *= scale[1][j];
+                if (has_scales(type)) key[j] *= scale[0][j], value *= scale[1][j];
             }
             memcpy(r->values + (first + j) * dim + k, &value, sizeof value);
         }
@@ -265,8 +266,8 @@ static void weigh(Run *r, int64_t row, int64_t t, float *score) {
 enum { PAIRS = 32, TILE_NUMBERS = AMX_ROWS * PAIRS }; /* columns of bf16 in a tile, and its numbers */
 
 INLINE int has_amx(const Attention *a) {
-    return a->type == TYPE_BF16 && (a->stored == TYPE_BF16 || a->stored == TYPE_INT8) &&
-           a->dim % PAIRS == 0;
+    int is_known = a->stored == TYPE_BF16 || has_scales(a->stored);
+    return a->type == TYPE_BF16 && is_known && a->dim % PAIRS == 0;
 }
 
 /* Half of 32 numbers of 16 bits, in 32 bits each. */
@@ -290,7 +291,7 @@ INLINE void lay_out(Run *r, int64_t first, const int64_t *at, const int type) {
     uint16_t *keys = (uint16_t *)r->keys, *values = (uint16_t *)r->values;
     for (int j = 0; j < LANES; j++) {
         r->key_scale[first + j] = a->scaling, r->value_scale[first + j] = 1;
-        if (type != TYPE_INT8 || at[j] < 0) continue;
+        if (!has_scales(type) || at[j] < 0) continue;
         r->key_scale[first + j] *= scale_of(a->key_scales, at[j] / dim);
         r->value_scale[first + j] = scale_of(a->value_scales, at[j] / dim);
     }
@@ -337,6 +338,14 @@ static void score_amx(const Run *r, int64_t row, float *score) {
         TILE_MULTIPLY_BF16(2, 6, 4);
         TILE_LOAD(5, keys + 3 * TILE_NUMBERS, VECTOR_BYTES);
         TILE_MULTIPLY_BF16(3, 6, 5);
+        if (r->a->stored != TYPE_INT4) continue;
+        TILE_LOAD(7, query + ROOM + k, 2 * dim);
+        TILE_MULTIPLY_BF16(2, 7, 4);
+        TILE_MULTIPLY_BF16(3, 7, 5);
+        TILE_LOAD(4, keys, VECTOR_BYTES);
+        TILE_MULTIPLY_BF16(0, 7, 4);
+        TILE_LOAD(5, keys + TILE_NUMBERS, VECTOR_BYTES);
+        TILE_MULTIPLY_BF16(1, 7, 5);
     }
     TILE_STORE(0, score, 4 * TILE);
     TILE_STORE(1, score + LANES, 4 * TILE);
@@ -403,7 +412,7 @@ INLINE int has_amx(const Attention *a) {
 /* Takes LANES tokens of a tile from its token `first` on; one at -1 is seen by no row. */
 INLINE void take_tokens(Run *r, int64_t first, const int64_t *at, const int type, int are_seen) {
 #ifdef __AMX_BF16__
-    if (r->strip == AMX_ROWS && (type == TYPE_BF16 || type == TYPE_INT8)) {
+    if (r->strip == AMX_ROWS && (type == TYPE_BF16 || has_scales(type))) {
         lay_out(r, first, at, type);
         return;
     }
@@ -448,14 +457,28 @@ static void set_row(Run *r, int64_t row, int64_t token, int64_t head) {
     r->weight[row] = (vf){0};
     if (a->sinks) r->weight[row][0] = 1;
     memset(r->total + row * a->dim, 0, (size_t)a->dim * sizeof *r->total);
-    if (r->strip != STRIP || r->in_pairs) {
+    const int is_narrow = r->strip != STRIP || r->in_pairs;
+    if (is_narrow && a->stored != TYPE_INT4) {
         const uint16_t *query = (const uint16_t *)a->query + r->from[row];
         memcpy((uint16_t *)r->query + row * a->dim, query, (size_t)a->dim * sizeof *query);
         return;
     }
+    float own[MOST_DIM] __attribute__((aligned(64)));
+    float *wide = is_narrow ? own : r->query + row * a->dim;
     for (int64_t k = 0; k < a->dim; k += LANES) {
-        vf query = load_any(a->query, r->from[row] + k, a->type) * a->scaling;
-        memcpy(r->query + row * a->dim + k, &query, sizeof query);
+        vf query = load_any(a->query, r->from[row] + k, a->type);
+        if (!is_narrow) query *= a->scaling;
+        memcpy(wide + k, &query, sizeof query);
+    }
+    if (a->stored == TYPE_INT4) rotate(wide, a->dim);
+    if (!is_narrow) return;
+    uint16_t *high = (uint16_t *)r->query + row * a->dim;
+    for (int64_t k = 0; k < a->dim; k += LANES) {
+        vf query = load_lanes(own, k, TYPE_F32);
+        vu bits = typed_bits(query, TYPE_BF16);
+        store_typed(high, k, LANES, bits, TYPE_BF16);
+        store_typed(high + ROOM, k, LANES, typed_bits(query - typed_value(bits, TYPE_BF16), TYPE_BF16),
+                    TYPE_BF16);
     }
 }
 
@@ -466,6 +489,8 @@ static void fill_strip(Run *r) {
     for (int64_t row = r->rows; row < r->rows + count; row++)
         r->first[row] = r->last[row] = 0, r->most[row] = -INFINITY, r->weight[row] = (vf){0};
     memset((char *)r->query + (size_t)(r->rows * dim) * number, 0, (size_t)(count * dim) * number);
+    if (number == sizeof(uint16_t) && r->a->stored == TYPE_INT4)
+        memset((uint16_t *)r->query + ROOM + r->rows * dim, 0, (size_t)(count * dim) * number);
     memset(r->total + r->rows * dim, 0, (size_t)(count * dim) * sizeof *r->total);
 }
 
@@ -497,9 +522,10 @@ static void attend_tile(Run *r, int64_t t) {
     }
 }
 
-static void put_rows(const Run *r) {
+static void put_rows(Run *r) {
     const Attention *a = r->a;
     for (int64_t row = 0; row < r->rows; row++) {
+        if (a->stored == TYPE_INT4) rotate(r->total + row * a->dim, a->dim);
         float weight = 0;
         for (int i = 0; i < LANES; i++) weight += r->weight[row][i];
         for (int64_t k = 0; k < a->dim; k += LANES) {
@@ -517,7 +543,8 @@ static void attend_rows(Run *r) {
         case TYPE_F32: take_tile(r, t, TYPE_F32); break;
         case TYPE_F16: take_tile(r, t, TYPE_F16); break;
         case TYPE_BF16: take_tile(r, t, TYPE_BF16); break;
-        default: take_tile(r, t, TYPE_INT8);
+        case TYPE_INT8: take_tile(r, t, TYPE_INT8); break;
+        default: take_tile(r, t, TYPE_INT4);
         }
         attend_tile(r, t);
     }

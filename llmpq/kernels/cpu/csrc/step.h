@@ -9,7 +9,7 @@ typedef struct {
     void *out;                           /* [tokens, heads, dim], of `type` */
     const void *new_key, *new_value;     /* [tokens, kv_heads, dim] by strides, of `type` */
     void *keys, *values;                 /* [blocks, kv_heads, block, dim] by strides, of `stored` */
-    void *key_scales, *value_scales;     /* bf16 [blocks, kv_heads, block], for 8-bit codes alone */
+    void *key_scales, *value_scales;     /* bf16 [blocks, kv_heads, block], for codes alone */
     const int32_t *tables;               /* the block tables of all sequences */
     const int64_t *starts, *lengths;     /* of each token: its table in `tables`; its position + 1 */
     const int64_t *chosen;               /* tokens that attend one by one; NULL for all */

@@ -1,30 +1,52 @@
-/* New keys and values of tokens, put into their blocks: as they are, or as 8-bit codes and a scale. */
+/* New keys and values of tokens, put into their blocks: as they are, or as codes and a scale. */
 #include "attention.h"
 
-static void keep_codes(const Attention *a, const void *new, int64_t from, void *store, int64_t to,
-                       uint16_t *scale) {
+/* Writes the codes of a number's steps; a number that is none is written as 0. */
+INLINE void put_codes(const float *x, float step, int64_t dim, void *store, int64_t to, const int type) {
+    if (type == TYPE_INT8) {
+        for (int64_t k = 0; k < dim; k++) {
+            float code = rintf(x[k] / step);
+            ((int8_t *)store)[to + k] = code == code ? (int8_t)code : 0;
+        }
+        return;
+    }
+    uint8_t *codes = (uint8_t *)store + to / 2;
+    memset(codes, 0, (size_t)dim / 2);
+    for (int64_t k = 0; k < dim; k++) {
+        float code = rintf((x[k] / step + 15) * 0.5f);
+        code = code > 15 ? 15 : code > 0 ? code : 0;
+        int64_t byte = k / 16 * 8 + (k & 1) * 4 + (k & 15) / 4; /* see load_nibbles */
+        codes[byte] |= (uint8_t)((int)code << (k & 2) * 2);
+    }
+}
+
+INLINE void keep_codes(const Attention *a, const void *new, int64_t from, void *store, int64_t to,
+                       uint16_t *scale, const int type) {
     float x[MOST_DIM] __attribute__((aligned(64))), peak = 0;
     for (int64_t k = 0; k < a->dim; k += LANES) {
         vf wide = load_any(new, from + k, a->type);
         memcpy(x + k, &wide, sizeof wide);
     }
+    if (type == TYPE_INT4) rotate(x, a->dim);
     for (int64_t k = 0; k < a->dim; k++) {
         float size = fabsf(x[k]);
         if (size > peak || size != size) peak = size; /* what is not a number stays one */
     }
-    *scale = narrowed((v16f){0} + peak * (float)(1.0 / 127))[0];
+    *scale = narrowed((v16f){0} + peak * (type == TYPE_INT8 ? (float)(1.0 / 127) : 1.0f / 16))[0];
     float step = scale_of(scale, 0);
     if (step < 1.17549435e-38f) step = 1.17549435e-38f;
-    for (int64_t k = 0; k < a->dim; k++) {
-        float code = rintf(x[k] / step);
-        ((int8_t *)store)[to + k] = code == code ? (int8_t)code : 0;
-    }
+    put_codes(x, step, a->dim, store, to, type);
 }
 
 static void keep(const Attention *a, const void *new, int64_t from, void *store, int64_t to,
                  void *scales) {
+    uint16_t *scale = (uint16_t *)scales + to / a->dim;
     if (a->stored == TYPE_INT8) {
-        keep_codes(a, new, from, store, to, (uint16_t *)scales + to / a->dim);
+        keep_codes(a, new, from, store, to, scale, TYPE_INT8);
+        return;
+    }
+    if (a->stored == TYPE_INT4) {
+        keep_codes(a, new, from, store, to, scale, TYPE_INT4);
         return;
     }
     for (int64_t k = 0; k < a->dim; k += LANES)
