@@ -21,6 +21,7 @@ from pathlib import Path
 
 from llmpq import __version__
 from llmpq.cli.common import INTERRUPTED
+from llmpq.cli.run_options import store_directory
 from llmpq.dist.metrics.measurement import busy_text, is_busy
 from llmpq.errors import LlmpqError
 from llmpq.profiler.device import cpu_name
@@ -105,6 +106,7 @@ def _file(group: DeviceGroup) -> Path:
         "instruction_set": group.instruction_set,
         "driver": driver,
         "torch": _version("torch"),
+        "store": str(store_directory(None, os.environ)) if group.type == "cpu" else None,
         "llmpq": __version__,
     }
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()

@@ -13,12 +13,19 @@ whose pages are faulted in by the thread, 1.1 GB/s with ``MADV_WILLNEED`` alone.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
+import shutil
+import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
+from statistics import median
 
+import torch
 from torch import Tensor
 
 from llmpq.errors import StageError
@@ -29,6 +36,8 @@ _MADV_POPULATE_READ = 22  # Linux 5.14
 _PIECE_BYTES = 16 * MIB
 """Bytes read between two looks at whether to go on."""
 _SCRATCH_BYTES = MIB
+MEASURED_BYTES = 512 * MIB
+"""Of the file with which a disk is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +213,42 @@ def _populate(address: int, nbytes: int, file: MappedFile, begin: int) -> None:
     offset = size - file.span[1] + begin
     for place in range(offset, offset + nbytes, _SCRATCH_BYTES):
         os.preadv(file.descriptor, [scratch], max(0, place))
+
+
+def read_bytes_per_s(folder: Path, nbytes: int = MEASURED_BYTES, rounds: int = 3) -> float | None:
+    """Return the bytes a second at which a folder's disk is read as layers are; the median.
+
+    A file of random bytes is written there, read from the disk in each round, and deleted.
+
+    Args:
+        folder: of the store.
+        nbytes: of the file.
+        rounds: how often it is read.
+
+    Returns:
+        ``None`` where there is no room for the file, or its pages cannot be dropped from memory.
+    """
+    if not hasattr(os, "posix_fadvise") or shutil.disk_usage(folder).free < 4 * nbytes:
+        return None
+    with tempfile.NamedTemporaryFile(dir=folder) as stream:
+        for _ in range(0, nbytes, _PIECE_BYTES):
+            stream.write(os.urandom(_PIECE_BYTES))
+        stream.flush()
+        os.fsync(stream.fileno())
+        nbytes = stream.tell()
+        memory = mmap.mmap(
+            stream.fileno(), nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+        )
+        tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        file = MappedFile(tensors=(tensor,), descriptor=stream.fileno(), name=stream.name)
+        seconds = []
+        for _ in range(rounds):
+            _drop(file)
+            begun_s = time.perf_counter()
+            for begin in range(0, nbytes, _PIECE_BYTES):
+                _populate(tensor.data_ptr() + begin, _PIECE_BYTES, file, begin)
+            seconds.append(time.perf_counter() - begun_s)
+    return nbytes / median(seconds)
 
 
 _INVALID = 22  # EINVAL
