@@ -100,7 +100,7 @@ class WholeDeviceOptions:
         Option(
             metavar="DIR",
             help="of a CPU, measure the disk of this folder too, with a file of 512 MiB, in some "
-            "2 s at 1 GB/s (default: that of the quantized weights; 'none' to leave it out)",
+            "2 s at 1 GB/s (default: that of the quantized weights; 'off' to leave it out)",
         ),
     ] = None
 
