@@ -79,19 +79,26 @@ def plan_longest_context(
             return found
     assert last is not None
     if not request.no_streaming:
-        for context in _short_contexts(request, max_model_len):
+        for context, aims in _reading_attempts(request, max_model_len):
             with contextlib.suppress(InfeasibleError):
-                return make_plan(_with_context(request, context, usual, {}), command=command)
+                return make_plan(_with_context(request, context, usual, aims), command=command)
     raise last
 
 
-def _short_contexts(request: PlanRequest, max_model_len: int | None) -> Iterator[int]:
-    """Yield the contexts of a plan that reads weights from disk: memory is worth speed then."""
-    context = max_model_len or min(request.model.max_positions or SHORT_CONTEXT, SHORT_CONTEXT)
-    yield context
-    while max_model_len is None and context // 2 >= LEAST_CONTEXT:
-        context //= 2
-        yield context
+def _reading_attempts(
+    request: PlanRequest, max_model_len: int | None
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield contexts and aims of a plan that reads weights from disk, the best first.
+
+    Memory is worth speed then, so contexts are short; it loses no more than layers at 4 bits, as
+    long as there is such a plan.
+    """
+    contexts = [max_model_len or min(request.model.max_positions or SHORT_CONTEXT, SHORT_CONTEXT)]
+    while max_model_len is None and contexts[-1] // 2 >= LEAST_CONTEXT:
+        contexts.append(contexts[-1] // 2)
+    at_4_bits = {"quality_budget": 1.0 + 1e-9, "theta_s": None}
+    for aims in ({},) if request.model.stored else (at_4_bits, {}):
+        yield from ((context, aims) for context in contexts)
 
 
 def _with_context(

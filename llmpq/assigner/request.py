@@ -340,7 +340,8 @@ def _reading_bound_s(task: PlanningTask) -> float:
     found = math.inf
     for pair in task.pairs:
         least = pair.layer_bytes.min(axis=(0, 2))[task.kinds].sum()
-        excess = max(0.0, float(least - (counts * np.maximum(0, pair.capacity_bytes)).sum()))
+        room = (counts * np.maximum(0, pair.capacity_bytes)).sum() - pair.master_bytes.min()
+        excess = max(0.0, float(least - room))
         steps = pair.prefill_batches, (pair.new_tokens - 1) * pair.decode_batches
         seconds = 0.0
         for byte_s, number in zip(

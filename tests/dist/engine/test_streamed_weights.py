@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.ranks import make_plan, make_split_plan, run_threads, with_weights_on_disk
+from helpers.online_runs import request
+from helpers.ranks import (
+    make_plan,
+    make_split_plan,
+    run_threads,
+    serve_script,
+    with_weights_on_disk,
+)
+from helpers.scripted_channel import Script
 from helpers.tiny_models import generate_alone, load_reference
 
 from llmpq.dist.engine.compiled_steps import CompiledSteps, step_runner_of
@@ -17,6 +25,7 @@ from llmpq.dist.io.prompts import Request
 from llmpq.dist.kv.cache import KVCache
 from llmpq.errors import SpecError
 from llmpq.models import PackedBatch, kv_shapes
+from llmpq.options.engine import EngineOptions
 from llmpq.quant.loading.loader import load_stage
 from llmpq.quant.loading.weight_cache import WeightCache
 from llmpq.spec.plan import default_schedule
@@ -95,6 +104,21 @@ def test_stages_of_one_phase_stream(tiny_model, tmp_path):
     plan = make_split_plan((0, 2, 6), (0, 6), bits=[8] * LAYERS)
     expected = tokens_of(plan, model_dir, None)
     assert tokens_of(with_weights_on_disk(plan), model_dir, tmp_path / "store") == expected
+
+
+@pytest.mark.parametrize("transport", ["threads", "sockets"])
+def test_the_server_streams(tiny_model, tmp_path, transport):
+    model_dir = tiny_model("qwen3", seed=1, shape=SHAPE)
+    reference = load_reference(model_dir)
+    plan = with_weights_on_disk(make_plan(CUTS[3], batch=4, prompt_tokens=32, new_tokens=16))
+    script = Script()
+    for number, prompt in enumerate(PROMPTS):
+        script.add(1 + 3 * number, request(number, prompt))
+    options = EngineOptions(token_budget=9)
+    serve_script(plan, model_dir, script, options, transport, store=tmp_path / "store")
+    for number, prompt in enumerate(PROMPTS):
+        expected = generate_alone(reference, prompt, NEW)[0][len(prompt) :]
+        assert script.tokens(f"r{number}") == expected
 
 
 @pytest.fixture
