@@ -315,9 +315,12 @@ def costs_of(request: PlanRequest, cluster: Cluster | None = None) -> ClusterCos
         head_bits=request.head_width,
         profile_dir=request.profile_dir,
         latency=request.latency,
-        can_stream=not request.no_streaming
-        and not (request.model_source is not None and is_gptq(request.model_source)),
+        can_stream=not request.no_streaming and not _is_gptq(request.model_source),
     )
+
+
+def _is_gptq(source: str | None) -> bool:
+    return source is not None and Path(source).is_dir() and is_gptq(source)
 
 
 def default_theta(task: PlanningTask) -> float:

@@ -196,7 +196,7 @@ def _layers_on_disk(load: _Load, precisions: Mapping[int, Precision]) -> dict[in
             )
         if load.cache is None:
             raise SpecError(
-                f"{where} found no store of weights, expected one: leave out --no_store"
+                f"{where} found no store of weights, expected one: name a folder by --store"
             )
         if load.gptq is not None:
             raise SpecError(
