@@ -6,6 +6,7 @@ import random
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,9 +28,11 @@ from llmpq.errors import SpecError
 from llmpq.models import PackedBatch, kv_shapes
 from llmpq.options.engine import EngineOptions
 from llmpq.quant.loading.loader import load_stage
+from llmpq.quant.loading.streaming import read_bytes_per_s
 from llmpq.quant.loading.weight_cache import WeightCache
 from llmpq.spec.plan import default_schedule
 from llmpq.spec.runtime_constants import STREAM_BUFFERS
+from llmpq.units import MIB
 
 torch.set_num_threads(1)
 
@@ -197,3 +200,11 @@ def test_a_store_that_is_too_small_is_an_error(tiny_model, tmp_path):
             model_dir, 0, 4, [4] * 4, dtype=torch.float32, device="cpu", on_disk=[0],
             weight_cache=cache,
         )  # fmt: skip
+
+
+def test_a_disk_is_measured_with_a_file_that_is_deleted(tmp_path, monkeypatch):
+    assert read_bytes_per_s(tmp_path, 32 * MIB, 1) > MIB
+    assert not list(tmp_path.iterdir())
+    full = SimpleNamespace(free=100 * MIB)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: full)
+    assert read_bytes_per_s(tmp_path, 32 * MIB, 1) is None
