@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -139,6 +140,9 @@ _VECTORS = (
     "prefill_s",
     "decode_s",
     "layer_bytes",
+    "stream_bytes",
+    "stream_prefill_s",
+    "stream_decode_s",
     "capacity_bytes",
     "first_capacity_bytes",
     "master_prefill_s",
@@ -265,7 +269,7 @@ def layers_that_fit(costs: PairCosts, counts: IntArray) -> IntArray:
     -1 where the master itself does not fit. With one kind of layers this is exact for every order;
     with several it is an upper bound.
     """
-    smallest = np.maximum(1, costs.layer_bytes.min(axis=(1, 2)))
+    smallest = np.maximum(1, costs.held_bytes.min(axis=(1, 2)))
     each = np.maximum(0, costs.capacity_bytes) // smallest
     first = costs.first_capacity_bytes // smallest
     total = (counts * each).sum() - each + np.maximum(0, first)
@@ -321,6 +325,11 @@ class _PairBuilder:
         )
         master = _integers(costs.master_bytes, devices)
         weights = _integers(costs.layer_weight_bytes, devices, self.kinds, self.bits)
+        streamed = _integers(self._stream_bytes, devices, self.kinds, self.bits)
+        stream_s = [
+            _floats(partial(self._stream_s, tokens=length), devices)
+            for length in (workload.prompt_tokens, 1)
+        ]
         total = _integers(costs.capacity_bytes, devices)
         runtime = _integers(costs.runtime_bytes, devices)
         found = []
@@ -347,6 +356,9 @@ class _PairBuilder:
                     return_decode_s=return_d,
                     new_tokens=workload.new_tokens,
                     layer_bytes=weights + own_kv[:, :, None],
+                    stream_bytes=streamed,
+                    stream_prefill_s=stream_s[0],
+                    stream_decode_s=stream_s[1],
                     kv_bytes=kv_bytes,
                     total_bytes=total,
                     runtime_bytes=runtime,
@@ -382,6 +394,15 @@ class _PairBuilder:
             links(whole) + apart,
             links(1),
         )
+
+    def _stream_bytes(self, device: Device, kind: int, bits: int) -> int:
+        costs = self.costs
+        if not costs.streams(device) or bits not in costs.specs[device.group].bits:
+            return 0
+        return costs.layer_weight_bytes(device, kind, bits)
+
+    def _stream_s(self, device: Device, tokens: float) -> float:
+        return self.costs.stream_s(device, 1, tokens) if self.costs.streams(device) else 0.0
 
     def _temporary(self, pair: MicroBatching, *, is_master: bool) -> IntArray:
         def temporary_bytes(item: Device) -> int:
@@ -446,7 +467,7 @@ class _LagrangianDual:
         # Bytes relative to a typical group's memory, so that all multipliers have one scale.
         scale = max(1.0, float(np.median(memory)))
         self.memory = np.maximum(memory, 0.0) / scale
-        self.layer = stacked("layer_bytes") / scale
+        self.layer = stacked("held_bytes") / scale
         self.master_prefill = stacked("master_prefill_s")[own]  # [M]
         self.master_decode = stacked("master_decode_s")[own]
         # [M, 1] seconds of latency per second of: the slowest prefill stage; the slowest decode

@@ -42,6 +42,7 @@ from llmpq.spec.plan import (
     StageForecast,
 )
 from llmpq.spec.precision import BITS, Phase
+from llmpq.spec.runtime_constants import STREAM_BUFFERS
 from llmpq.spec.workload import TraceRequest
 
 MAX_STEPS = 20_000
@@ -326,7 +327,8 @@ def evaluate_plan(plan: Plan, costs: ClusterCosts, omega: FloatArray) -> tuple[P
             tuple(stage.rank for stage in plan.stages for _ in stage.bits),
             tuple(bits.index(width) for width in plan.bits),
         )
-        found = estimate_of(problem, evaluate(problem, assignment))
+        on_disk = {stage.first_layer + index for stage in plan.stages for index in stage.on_disk}
+        found = estimate_of(problem, evaluate(problem, assignment, on_disk))
         estimate = with_exact_memory(replace(plan, estimate=found), costs)
     over = (stage.memory.total - stage.capacity_bytes for stage in estimate.stages)
     return estimate, sum(max(0, excess) for excess in over)
@@ -391,11 +393,14 @@ def stage_memory(
         costs.layer_kv_bytes(kind, slots, tokens, device, keeps_all=plan.is_split) for kind in kinds
     )
     kv += costs.copied_kv_bytes(slots, tokens, device, (stage.first_layer, stage.end_layer))
+    weights = [
+        costs.layer_weight_bytes(device, kind, bits)
+        for kind, bits in zip(kinds, stage.bits, strict=True)
+    ]
+    on_disk = [weights[index] for index in stage.on_disk]
+    buffers = STREAM_BUFFERS * max(on_disk, default=0)
     return MemoryParts(
-        weights=sum(
-            costs.layer_weight_bytes(device, kind, bits)
-            for kind, bits in zip(kinds, stage.bits, strict=True)
-        ),
+        weights=sum(weights) - sum(on_disk) + buffers,
         kv=kv,
         temporary=costs.temporary_bytes(
             device,

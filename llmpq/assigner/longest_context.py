@@ -3,12 +3,14 @@
 It has the longest context that fits, up to the model's own, at bits that lose next to nothing (8 or
 more) and with next to the speed that answers have with ``SHORT_CONTEXT`` tokens; among such plans
 it is the fastest for requests of usual lengths. Where even ``SHORT_CONTEXT`` tokens do not fit so,
-it loses the least quality with them, and then has a shorter context. A long context is not worth
-bits or speed: few answers come near it, and every answer has them.
+it loses the least quality with them, and then has a shorter context. A model that does not fit at
+any bits reads weights from disk, where that is allowed and the disk's speed is known. A long
+context is not worth bits or speed: few answers come near it, and every answer has them.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -60,8 +62,9 @@ def plan_longest_context(
         raise SpecError(f"max_model_len: found {max_model_len}, expected at least 2")
     last: InfeasibleError | None = None
     least: float | None = None
-    for context, aims in _attempts(request, max_model_len):
-        wanted = _with_context(request, context, usual, aims)
+    resident = replace(request, no_streaming=True)
+    for context, aims in _attempts(resident, max_model_len):
+        wanted = _with_context(resident, context, usual, aims)
         try:
             found = make_plan(wanted, command=command)
         except InfeasibleError as error:
@@ -70,12 +73,32 @@ def plan_longest_context(
         if max_model_len is not None or context <= SHORT_CONTEXT:
             return found
         if least is None:
-            short = make_plan(_with_context(request, SHORT_CONTEXT, usual, aims), command=command)
+            short = make_plan(_with_context(resident, SHORT_CONTEXT, usual, aims), command=command)
             least = NEXT_TO * _speed(short)
         if _speed(found) >= least:
             return found
     assert last is not None
+    if not request.no_streaming:
+        for context, aims in _reading_attempts(request, max_model_len):
+            with contextlib.suppress(InfeasibleError):
+                return make_plan(_with_context(request, context, usual, aims), command=command)
     raise last
+
+
+def _reading_attempts(
+    request: PlanRequest, max_model_len: int | None
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield contexts and aims of a plan that reads weights from disk, the best first.
+
+    Memory is worth speed then, so contexts are short; it loses no more than layers at 4 bits, as
+    long as there is such a plan.
+    """
+    contexts = [max_model_len or min(request.model.max_positions or SHORT_CONTEXT, SHORT_CONTEXT)]
+    while max_model_len is None and contexts[-1] // 2 >= LEAST_CONTEXT:
+        contexts.append(contexts[-1] // 2)
+    at_4_bits = {"quality_budget": 1.0 + 1e-9, "theta_s": None}
+    for aims in ({},) if request.model.stored else (at_4_bits, {}):
+        yield from ((context, aims) for context in contexts)
 
 
 def _with_context(

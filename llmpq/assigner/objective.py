@@ -8,6 +8,10 @@ two latency formulas, of which the first is ours (docs/how/equations.md):
 - ``paper``: ``(mu_pre - 1) Tmax_pre + sum_j T_pre[j] + (n - 1) (mu_dec - 1) Tmax_dec +
   sum_j T_dec[j]``.
 
+A stage whose weights do not fit in its memory reads the least bytes of whole layers from disk
+(``least_streamed``), while it computes: ``T[j]`` is then the larger of the seconds of its layers
+and of the reading, of which all its layers share the disk.
+
 ``j`` runs over the used stages, ``c`` is the time to send one micro-batch on (the last stage sends
 back to the master), ``Tmax`` covers stages and links. With one stage nothing is sent.
 
@@ -22,7 +26,8 @@ kind cost the same, so every figure is stored once per group and kind. Array leg
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import permutations
@@ -34,6 +39,7 @@ import numpy.typing as npt
 from llmpq.assigner.constraints.resolve import BoolArray, Limits
 from llmpq.errors import SolverError
 from llmpq.spec.plan import Formula, MicroBatching
+from llmpq.spec.runtime_constants import STREAM_BUFFERS
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -50,6 +56,9 @@ class PairCosts:
         new_tokens: tokens generated per sequence ``n``.
         prefill_s, decode_s: ``[T, K, B]`` seconds of one layer and one micro-batch.
         layer_bytes: ``[T, K, B]`` weights of one layer and its KV cache for the whole batch.
+        stream_bytes: ``[T, K, B]`` the weights, where they may rest on disk; else 0.
+        stream_prefill_s, stream_decode_s: ``[T]`` seconds in which a byte of them is read for a
+            micro-batch.
         kv_bytes: ``[K]`` the KV part of it.
         total_bytes, runtime_bytes: ``[T]`` a device's memory, and the part its process takes.
         temporary_bytes: ``[T]`` largest operator and message buffers.
@@ -66,6 +75,9 @@ class PairCosts:
     prefill_s: FloatArray
     decode_s: FloatArray
     layer_bytes: IntArray
+    stream_bytes: IntArray
+    stream_prefill_s: FloatArray
+    stream_decode_s: FloatArray
     kv_bytes: IntArray
     total_bytes: IntArray
     runtime_bytes: IntArray
@@ -82,6 +94,11 @@ class PairCosts:
     def capacity_bytes(self) -> IntArray:
         """``[T]`` bytes left for decoder layers; negative when the process itself does not fit."""
         return self.total_bytes - self.runtime_bytes - self.temporary_bytes
+
+    @property
+    def held_bytes(self) -> IntArray:
+        """``[T, K, B]`` bytes of a layer that are in memory at least, wherever its weights rest."""
+        return self.layer_bytes - self.stream_bytes
 
     @property
     def first_capacity_bytes(self) -> IntArray:
@@ -101,6 +118,7 @@ class PairCosts:
             prefill_s=summed(self.prefill_s, 1),
             decode_s=summed(self.decode_s, 1),
             layer_bytes=summed(self.layer_bytes, 1),
+            stream_bytes=0 * summed(self.stream_bytes, 1),  # runs stay in memory
             kv_bytes=summed(self.kv_bytes, 0),
         )
 
@@ -221,6 +239,7 @@ class StageEvaluation:
     """Seconds of one micro-batch and bytes of the layers of one used position.
 
     The stage's seconds include the master's own work; the sends are those of its outgoing link.
+    ``streamed`` has how many layers of a kind and width rest on disk, by kind and width.
     """
 
     position: int
@@ -230,6 +249,7 @@ class StageEvaluation:
     send_decode_s: float
     weight_bytes: int
     kv_bytes: int
+    streamed: tuple[tuple[tuple[int, int], int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,10 +266,18 @@ class Evaluation:
     excess_bytes: int
 
 
-def evaluate(problem: AssignmentProblem, assignment: Assignment) -> Evaluation:
-    """Evaluate a contiguous assignment (positions never decrease), whether it fits or not."""
+def evaluate(
+    problem: AssignmentProblem, assignment: Assignment, on_disk: Collection[int] | None = None
+) -> Evaluation:
+    """Evaluate a contiguous assignment (positions never decrease), whether it fits or not.
+
+    Args:
+        problem: the problem.
+        assignment: of its layers.
+        on_disk: layers whose weights rest on disk; by default those of ``least_streamed``.
+    """
     used = assignment.used_positions()
-    stages = tuple(_stage(problem, assignment, used, rank) for rank in range(len(used)))
+    stages = tuple(_stage(problem, assignment, used, rank, on_disk) for rank in range(len(used)))
     latency_s = latency(problem.costs, stages, problem.formula)
     quality = sum(
         float(problem.omega[layer, width]) for layer, width in enumerate(assignment.widths)
@@ -298,16 +326,17 @@ def latency(costs: PairCosts, stages: Sequence[StageEvaluation], formula: Formul
 
 
 def _stage(
-    problem: AssignmentProblem, assignment: Assignment, used: Sequence[int], rank: int
+    problem: AssignmentProblem,
+    assignment: Assignment,
+    used: Sequence[int],
+    rank: int,
+    on_disk: Collection[int] | None,
 ) -> StageEvaluation:
     costs, position = problem.costs, used[rank]
     group = problem.order[position]
     kinds = problem.kinds.tolist()
-    cells = [
-        (group, kinds[layer], assignment.widths[layer])
-        for layer, where in enumerate(assignment.positions)
-        if where == position
-    ]
+    layers = [layer for layer, where in enumerate(assignment.positions) if where == position]
+    cells = [(group, kinds[layer], assignment.widths[layer]) for layer in layers]
     prefill_s = sum(float(costs.prefill_s[cell]) for cell in cells)
     decode_s = sum(float(costs.decode_s[cell]) for cell in cells)
     if position == 0:
@@ -315,15 +344,78 @@ def _stage(
         decode_s += float(costs.master_decode_s[group])
     kv_bytes = sum(int(costs.kv_bytes[kind]) for _, kind, _ in cells)
     send_prefill_s, send_decode_s = _sends(problem, used, rank)
+    total = sum(int(costs.layer_bytes[cell]) for cell in cells)
+    if on_disk is None:
+        streamed = _streamed(costs, cells, total - problem.capacity_bytes(position))
+    else:
+        named = zip(layers, cells, strict=True)
+        streamed = Counter(cell[1:] for layer, cell in named if layer in on_disk)
+    if streamed:
+        sizes = [int(costs.stream_bytes[group, kind, width]) for kind, width in streamed]
+        read = sum(size * count for size, count in zip(sizes, streamed.values(), strict=True))
+        prefill_s = max(prefill_s, read * float(costs.stream_prefill_s[group]))
+        decode_s = max(decode_s, read * float(costs.stream_decode_s[group]))
+        total += STREAM_BUFFERS * max(sizes) - read
     return StageEvaluation(
         position=position,
         prefill_s=prefill_s,
         decode_s=decode_s,
         send_prefill_s=send_prefill_s,
         send_decode_s=send_decode_s,
-        weight_bytes=sum(int(costs.layer_bytes[cell]) for cell in cells) - kv_bytes,
+        weight_bytes=total - kv_bytes,
         kv_bytes=kv_bytes,
+        streamed=tuple(streamed.items()),
     )
+
+
+def _streamed(
+    costs: PairCosts, cells: Sequence[tuple[int, int, int]], excess: int
+) -> dict[tuple[int, int], int]:
+    """Return how many layers of each kind and width of a stage rest on disk; none if all fit."""
+    if excess <= 0:
+        return {}
+    counts = Counter(cell for cell in cells if costs.stream_bytes[cell])
+    names = sorted(counts, key=lambda cell: (-int(costs.stream_bytes[cell]), cell))
+    sizes = [int(costs.stream_bytes[cell]) for cell in names]
+    chosen = least_streamed(sizes, [counts[cell] for cell in names], excess)
+    pairs = zip(names, chosen or (), strict=bool(chosen))
+    return {(kind, width): count for (_, kind, width), count in pairs if count}
+
+
+def least_streamed(
+    sizes: Sequence[int], counts: Sequence[int], excess: int
+) -> tuple[int, ...] | None:
+    """Return how many layers of each size to stream, so that a stage fits in memory.
+
+    Reading takes longer the more bytes there are, and nothing else does: the fewest bytes are the
+    best choice for any plan, whatever its other stages. They exceed ``excess`` by the buffers.
+
+    Args:
+        sizes: bytes of the weights of a layer, falling.
+        counts: layers of each size.
+        excess: bytes of all layers beyond the memory.
+
+    Returns:
+        ``None`` if the stage does not fit even so.
+    """
+    best: tuple[int, tuple[int, ...]] | None = None
+    each = [size * count for size, count in zip(sizes, counts, strict=True)]
+    rest = [sum(each[index:]) for index in range(len(each))]
+    for first, largest in enumerate(sizes):
+        need = excess + STREAM_BUFFERS * largest
+        stack = [(first, 0, (0,) * first)]
+        while stack:
+            index, read, taken = stack.pop()
+            if best is not None and max(read, need) >= best[0]:
+                continue
+            if read >= need:
+                best = read, taken + (0,) * (len(sizes) - index)
+            elif index < len(sizes) and read + rest[index] >= need:
+                most = min(counts[index], -(-(need - read) // sizes[index]))
+                stack += [
+                    (index + 1, read + n * sizes[index], (*taken, n)) for n in range(most + 1)
+                ]
+    return None if best is None else best[1]
 
 
 def _sends(problem: AssignmentProblem, used: Sequence[int], rank: int) -> tuple[float, float]:

@@ -51,6 +51,7 @@ from llmpq.spec.plan import (
     Provenance,
     Search,
     StageAssignment,
+    WeightsPlace,
 )
 from llmpq.spec.precision import DTYPE_BYTES, Dtype
 from llmpq.spec.workload import Workload
@@ -311,6 +312,7 @@ def _stages(task: PlanningTask, solution: Solution) -> tuple[StageAssignment, ..
             if where == position
             for _ in range(starts[run], starts[run + 1])
         ]
+        streamed = solution.evaluation.stages[rank].streamed
         # Devices of a group are equal: the used positions take the first of them.
         member = free[problem.order[position]].pop(0)
         form = task.costs.format_of(task.request.cluster.devices[member])
@@ -321,11 +323,29 @@ def _stages(task: PlanningTask, solution: Solution) -> tuple[StageAssignment, ..
                 first_layer=layer,
                 end_layer=layer + len(bits),
                 bits=tuple(bits),
+                weights=_places(task, bits, layer, dict(streamed)) if streamed else None,
                 dtype=None if form == task.request.dtype else form,
             )
         )
         layer += len(bits)
     return tuple(stages)
+
+
+def _places(
+    task: PlanningTask,
+    bits: Sequence[int],
+    first_layer: int,
+    streamed: Mapping[tuple[int, int], int],
+) -> tuple[WeightsPlace, ...]:
+    """Return where the weights of a stage rest, spread evenly: reading goes on all the time."""
+    found: list[WeightsPlace] = ["resident"] * len(bits)
+    kinds = task.request.model.layer_kinds[first_layer : first_layer + len(bits)]
+    for (kind, width), count in streamed.items():
+        cell = kind, task.request.bits[width]
+        members = [place for place, own in enumerate(zip(kinds, bits, strict=True)) if own == cell]
+        for number in range(count):
+            found[members[(2 * number + 1) * len(members) // (2 * count)]] = "disk"
+    return tuple(found)
 
 
 def _inputs(task: PlanningTask) -> tuple[tuple[str, str], ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -41,6 +42,7 @@ from llmpq.errors import InfeasibleError, SpecError
 from llmpq.options.declare import check_options
 from llmpq.options.plan import SearchOptions, SolverName
 from llmpq.spec.cluster import Cluster
+from llmpq.spec.huggingface.quantization import is_gptq
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import OrderSet, Status
 from llmpq.spec.precision import BITS, Dtype
@@ -313,7 +315,12 @@ def costs_of(request: PlanRequest, cluster: Cluster | None = None) -> ClusterCos
         head_bits=request.head_width,
         profile_dir=request.profile_dir,
         latency=request.latency,
+        can_stream=not request.no_streaming and not _is_gptq(request.model_source),
     )
+
+
+def _is_gptq(source: str | None) -> bool:
+    return source is not None and Path(source).is_dir() and is_gptq(source)
 
 
 def default_theta(task: PlanningTask) -> float:
@@ -324,7 +331,30 @@ def default_theta(task: PlanningTask) -> float:
     """
     if task.request.quality_budget is not None or not task.pairs:
         return 0.0
-    return float(f"{task.bounds(0.0).min():.2g}")
+    return float(f"{max(task.bounds(0.0).min(), _reading_bound_s(task)):.2g}")
+
+
+def _reading_bound_s(task: PlanningTask) -> float:
+    """Return the seconds that any plan at least reads from disk, as not all layers fit in memory.
+
+    The disks share what does not fit.
+    """
+    counts = task.group_counts
+    found = math.inf
+    for pair in task.pairs:
+        least = pair.layer_bytes.min(axis=(0, 2))[task.kinds].sum()
+        room = (counts * np.maximum(0, pair.capacity_bytes)).sum() - pair.master_bytes.min()
+        excess = max(0.0, float(least - room))
+        steps = pair.prefill_batches, (pair.new_tokens - 1) * pair.decode_batches
+        seconds = 0.0
+        for byte_s, number in zip(
+            (pair.stream_prefill_s, pair.stream_decode_s), steps, strict=True
+        ):
+            disks = byte_s > 0
+            rate = float((counts[disks] / byte_s[disks]).sum())
+            seconds += number * excess / rate if rate else 0.0
+        found = min(found, seconds)
+    return found
 
 
 def default_omega(model: ModelSpec, bits: Sequence[int]) -> FloatArray:

@@ -123,6 +123,9 @@ def _check_formats(plan: Plan, costs: ClusterCosts, where: str) -> None:
         if plan.dtype_of(stage) != form:
             found, expected = plan.dtype_of(stage), f"'{form}', in which {device.label} computes"
             raise bad_field(where, f"{field}.dtype", found, expected)
+        if stage.on_disk and not costs.streams(device):
+            expected = f"'resident', or 'disk_bytes_per_s' of {device.label} in the cluster"
+            raise bad_field(where, f"{field}.weights", "disk", expected)
         known = costs.specs[device.group].bits
         if not set(stage.bits) <= set(known):
             expected = f"some of {list(known)}, by which {device.label} multiplies"

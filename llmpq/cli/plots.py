@@ -16,12 +16,12 @@ from typing import Any
 
 from llmpq.assigner.schedules.steady_state import Block, timeline
 from llmpq.cli.render import (
-    compact_bits,
     long_seconds,
     memory_pair,
     memory_unit,
     plans_text,
     rate_text,
+    stage_bits,
 )
 from llmpq.errors import SpecError
 from llmpq.sim.report import PERCENTILES, SimReport, summary
@@ -139,7 +139,9 @@ def _draw_layers(axis: Any, plan: Plan) -> None:
                 cells, (row - 0.38, 0.76), facecolor=BIT_COLOURS[width], edgecolor="white", lw=0.6
             )
             layer += length
-        text = compact_bits(stage.bits) if stage.num_layers else "master only"
+        read = [(stage.first_layer + index, 1.0) for index in stage.on_disk]
+        axis.broken_barh(read, (row - 0.38, 0.76), facecolor="none", edgecolor="white", hatch="//")
+        text = stage_bits(stage) if stage.num_layers else "master only"
         # Right of the axis, where there are no bars.
         axis.text(1.008, row, text, transform=axis.get_yaxis_transform(), va="center")
     for row in range(len(plan.stages), len(plan.stages) + len(plan.dropped_devices)):
@@ -147,6 +149,8 @@ def _draw_layers(axis: Any, plan: Plan) -> None:
     _name_rows(axis, _labels(plan, dropped=True), "Layers and bits")
     axis.set_xlim(0, plan.model.num_layers)
     axis.set_xlabel("decoder layer")
+    if any(stage.on_disk for stage in plan.stages):
+        axis.set_xlabel("decoder layer; hatched: weights read from disk")
     _legend(axis, [(f"{b} bits", BIT_COLOURS[b]) for b in BITS if b in plan.bits])
 
 

@@ -186,6 +186,12 @@ def rate_text(requests_per_s: float | None) -> str:
     return f"{requests_per_s:.4g}" if requests_per_s else "does not fit"
 
 
+def stage_bits(stage: StageAssignment) -> str:
+    """Return the bits of a stage's layers, and how many of them are read from disk."""
+    read = f", {len(stage.on_disk)} read from disk" if stage.on_disk else ""
+    return f"{compact_bits(stage.bits)}{read}"
+
+
 def _stage_rows(plan: Plan) -> list[tuple[str, ...]]:
     """Return the table of stages, with the phase of each stage where a plan is split (WAA)."""
     rows: list[tuple[str, ...]] = [
@@ -202,7 +208,7 @@ def _stage_rows(plan: Plan) -> list[tuple[str, ...]]:
                 plan.device_of(stage).label,
                 *_phase(plan, "both" if stage.phase is None else stage.phase.value),
                 layers,
-                compact_bits(stage.bits),
+                stage_bits(stage),
                 *_format(plan, plan.dtype_of(stage)),
                 _memory_text(estimate.memory.total, estimate.capacity_bytes),
                 format_seconds(estimate.prefill_s),

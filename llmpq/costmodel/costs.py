@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -28,6 +29,7 @@ from llmpq.spec.devices.figures import DeviceSpec, PrecisionCost, compute_format
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import DTYPE_BYTES, Dtype, Phase
+from llmpq.spec.runtime_constants import PROMPT_CHUNK_TOKENS
 from llmpq.spec.tables import LatencyTable
 from llmpq.spec.workload import Workload
 
@@ -109,6 +111,7 @@ class ClusterCosts:
         specs, latency: figures and latency model of every group, by ``Device.group``.
         formats: number formats of stages on every group, by ``Device.group``; empty: ``dtype``.
         head_bits: bits of the head's matrix.
+        can_stream: whether the runtime streams weights of this model.
         stage: seconds per micro-batch that a stage takes in addition to its layers (positions,
             masks, unpacking a message), by ``Device.group``.
     """
@@ -123,6 +126,7 @@ class ClusterCosts:
     stage: tuple[StageOverhead, ...] = ()
     formats: tuple[Dtype, ...] = ()
     head_bits: int = 16
+    can_stream: bool = True
 
     def format_of(self, device: Device | None) -> Dtype:
         """Return the number format in which a device computes; of no device the run's."""
@@ -205,6 +209,33 @@ class ClusterCosts:
         if bits not in self.specs[device.group].bits:
             return self.capacity_bytes(device) + 1
         return memory.layer_weight_bytes(self.model, kind, bits, self.format_of(device))
+
+    def streams(self, device: Device) -> bool:
+        """Return whether weights of a device may rest on its disk."""
+        is_cpu = self.specs[device.group].kind == "cpu" and device.members == 1
+        return is_cpu and self.can_stream and self._disk_bytes_per_s(device) is not None
+
+    def _disk_bytes_per_s(self, device: Device) -> float | None:
+        """Return a device's share of the disk of its host; ``None`` where that is not known."""
+        whole = self.specs[device.group].disk_bytes_per_s
+        if device.disk_bytes_per_s is not None or whole is None:
+            return device.disk_bytes_per_s
+        groups = self.cluster.node_of(device).devices
+        return whole / sum(group.count for group in groups if group.type == device.type)
+
+    def stream_s(self, device: Device, nbytes: int, tokens: float = 1.0) -> float:
+        """Return the seconds in which a device reads weights from its disk for a micro-batch.
+
+        Prompts run ``PROMPT_CHUNK_TOKENS`` at a time, and each pass reads all of them.
+
+        Args:
+            device: that ``streams``.
+            nbytes: of the weights.
+            tokens: of a prompt, 1 in decode.
+        """
+        rate = self._disk_bytes_per_s(device)
+        assert rate is not None, "only devices that stream are asked for"
+        return math.ceil(tokens / PROMPT_CHUNK_TOKENS) * nbytes / rate
 
     def layer_kv_bytes(
         self,
@@ -292,6 +323,7 @@ def build_costs(  # noqa: PLR0913  a model, its numbers, where it runs and what 
     head_bits: int = 16,
     profile_dir: Path | None = None,
     latency: LatencySource = "table",
+    can_stream: bool = True,
 ) -> ClusterCosts:
     """Build the costs of a model on a cluster, from tables where there are any, else the roofline.
 
@@ -314,6 +346,12 @@ def build_costs(  # noqa: PLR0913  a model, its numbers, where it runs and what 
         if device.local_index:
             continue
         spec = catalog.device(device.type, cluster)
+        if device.disk_bytes_per_s is not None and spec.kind != "cpu":
+            raise SpecError(
+                f"cluster {cluster.name}: field 'disk_bytes_per_s': found "
+                f"{device.disk_bytes_per_s:g} of {device.label}, expected it of CPU workers alone: "
+                "other devices do not stream weights"
+            )
         own = compute_format(spec, dtype, device.dtype)
         spec = _figures(spec, device, own)
         is_kept = kv_bits >= 8 * DTYPE_BYTES[dtype]
@@ -357,6 +395,7 @@ def build_costs(  # noqa: PLR0913  a model, its numbers, where it runs and what 
         stage=tuple(stages),
         formats=tuple(formats),
         head_bits=head_bits,
+        can_stream=can_stream,
     )
 
 

@@ -18,7 +18,7 @@ import inspect
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import cache
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +74,37 @@ LayerArguments = dict[str, Tensor | LayerAttention | KVView | Table | SharedKV |
 """Keyword arguments of a layer."""
 
 
+class LayerWeights(Protocol):
+    """Weights of layers that are not always in memory (``llmpq.quant.loading.streaming``)."""
+
+    def acquire(self, index: int) -> None:
+        """Wait until those of layer ``index`` of the stage (from 0) are in memory."""
+        ...
+
+    def release(self, index: int) -> None:
+        """Let go of those of a layer that has run."""
+        ...
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Indices of the layers in the stage, in order."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers."""
+        ...
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Most bytes of them that are in memory at a time."""
+        ...
+
+    def close(self) -> None:
+        """Read no more."""
+        ...
+
+
 class DecoderStage(nn.Module):
     """A contiguous range of decoder layers.
 
@@ -82,6 +113,9 @@ class DecoderStage(nn.Module):
         layers: from ``build_layer`` in order, weights loaded.
         first_layer: index of ``layers[0]`` in the whole model.
         skeleton: skeleton of the model; by default it is built (5 ms).
+
+    Attributes:
+        streamed: weights that rest on disk; ``None`` where all are in memory.
     """
 
     def __init__(
@@ -94,6 +128,7 @@ class DecoderStage(nn.Module):
         super().__init__()
         self.config = config
         self.first_layer = first_layer
+        self.streamed: LayerWeights | None = None
         self.layers = nn.ModuleList(layers)
         rotary = build_rotary(config, skeleton)
         self.rotary = None if rotary is None else RotaryTables(rotary, config)
@@ -272,7 +307,11 @@ class DecoderStage(nn.Module):
     @torch.inference_mode()
     def run_layer(self, index: int, hidden: Tensor, arguments: LayerArguments) -> Tensor:
         """Run layer ``index`` of the stage (from 0) on hidden states; return the same shape."""
+        if self.streamed is not None:
+            self.streamed.acquire(index)
         output = self.layers[index](hidden, **arguments)
+        if self.streamed is not None:
+            self.streamed.release(index)
         result: Tensor = output[0] if isinstance(output, tuple) else output
         return result
 

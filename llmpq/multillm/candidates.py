@@ -267,6 +267,7 @@ def _pipeline(
         request = PlanRequest(
             model=model.spec,
             model_source=model.source,
+            no_streaming=True,  # models of a host would share its disk
             cluster=cluster,
             workload=Workload(batch=batch, prompt_tokens=prompt, new_tokens=shape.longest - prompt),
             dtype=model.spec.dtype,

@@ -95,6 +95,14 @@ class WholeDeviceOptions:
     features: Annotated[
         int | None, Option(help="of a square weight (default: 2048, on a GPU 8192)")
     ] = None
+    store: Annotated[
+        str | None,
+        Option(
+            metavar="DIR",
+            help="of a CPU, measure the disk of this folder too, with a file of 512 MiB, in some "
+            "2 s at 1 GB/s (default: that of the quantized weights; 'off' to leave it out)",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -130,6 +130,14 @@ class WorkloadOptions:
 class SearchOptions:
     """What a plan may choose from, and how it is searched; fields of a ``PlanRequest``."""
 
+    no_streaming: Annotated[
+        bool,
+        Option(
+            help="keep all weights in memory, even on devices whose disk's speed is known "
+            "('disk_bytes_per_s' of the cluster file)",
+        ),
+    ] = False
+
     bits: Annotated[
         tuple[int, ...],
         Option(choices=WIDTHS, metavar="BITS", help="bitwidths to choose from (default: all)"),

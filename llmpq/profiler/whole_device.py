@@ -267,7 +267,7 @@ def _layers(job: DeviceJob, dtype: Dtype, bits: int, depth: int) -> list[nn.Modu
         quantize_layer_(layer, bits, FORMATS[dtype])
         fuse_norms_(layer)  # as loading does: compiled steps take no other norms
         layers.append(layer)
-    use_huge_pages(nn.ModuleList(layers))
+    use_huge_pages(*layers)
     return layers
 
 

@@ -274,6 +274,15 @@ class PlanCosts:
         )
         self._reads_row_lengths = [costs.specs[device.group].kind == "cpu" for device in own]
         self._stages = plan.stages
+        self._streamed_bytes = [
+            sum(
+                costs.layer_weight_bytes(
+                    device, kinds[stage.first_layer + index], stage.bits[index]
+                )
+                for index in stage.on_disk
+            )
+            for stage, device in zip(plan.stages, own, strict=True)
+        ]
         self._handovers = handovers_of(plan)
         self._stage: dict[tuple[int, Phase, int, int], float] = {}
         self._attention: dict[tuple[int, int], float] = {}
@@ -320,7 +329,19 @@ class PlanCosts:
         return bool(self._layers[rank]) and self._stages[rank].computes(phase)
 
     def layers_s(self, rank: int, phase: Phase, rows: int, tokens: float) -> float:
-        """Return the seconds of a stage; ``tokens`` may be a mean."""
+        """Return the seconds of a stage; ``tokens`` may be a mean.
+
+        Weights on disk are read while layers and the master compute.
+        """
+        computed_s = self._computed_s(rank, phase, rows, tokens)
+        if not self._streamed_bytes[rank]:
+            return computed_s
+        length = tokens if phase is Phase.PREFILL else 1.0
+        read_s = self._costs.stream_s(self._devices[rank], self._streamed_bytes[rank], length)
+        beside_s = self.master_s(phase, rows, length) if rank == 0 else 0.0
+        return max(computed_s, read_s - beside_s)
+
+    def _computed_s(self, rank: int, phase: Phase, rows: int, tokens: float) -> float:
         step = 1 if phase is Phase.PREFILL else CONTEXT_STEP
         below = int(tokens) // step * step
         share = (tokens - below) / step

@@ -67,6 +67,8 @@ class DeviceGroup:
         tensor_parallel: devices that share every layer of a stage; ``count`` then counts such
             teams, and ``memory_bytes`` is of one member. Planned and simulated, not run.
         dtype: number format in which it computes; ``None``: the run's, or the nearest it has.
+        disk_bytes_per_s: at which a CPU worker reads weights from its disk, beside the other
+            workers of its node; ``None``: its share of what its type has.
     """
 
     type: str
@@ -79,6 +81,7 @@ class DeviceGroup:
     cpu_share: Annotated[float | None, Rule(minimum=MIN_CPU_SHARE, maximum=1)] = None
     tensor_parallel: Annotated[int | None, Rule(minimum=2, maximum=MAX_MEMBERS)] = None
     dtype: Dtype | None = None
+    disk_bytes_per_s: Annotated[float | None, Rule(minimum=1)] = None
 
     @property
     def members(self) -> int:

@@ -177,9 +177,9 @@ class Fields:
         entries = self.entries(field, minimum)
         return [entries.child(name) for name in entries.names()]
 
-    def schema(self, version: int = SCHEMA) -> None:
-        """Take the field ``schema``, which must be ``version``."""
-        self.integer("schema", minimum=version, maximum=version)
+    def schema(self, version: int = SCHEMA, latest: int | None = None) -> int:
+        """Take and return the field ``schema``: from ``version`` to ``latest``, which it is too."""
+        return self.integer("schema", minimum=version, maximum=latest or version)
 
     def done(self) -> None:
         """Raise an error if a field was not taken."""
@@ -417,8 +417,9 @@ def from_json(kind: type[Stored], source: Fields) -> Stored:
     Raises:
         SpecError: a field is missing, unknown or not acceptable; names the file and the field.
     """
+    found = None
     if (version := getattr(kind, "SCHEMA", None)) is not None:
-        source.schema(version)
+        found = source.schema(version, getattr(kind, "LATEST_SCHEMA", None))
     values = {}
     for member in _members(kind):  # type: ignore[arg-type]  # a class is hashable
         # A free number or text may be null where it may be absent; anything else is left out.
@@ -428,14 +429,18 @@ def from_json(kind: type[Stored], source: Fields) -> Stored:
             source.drop_null(member.key)
     source.done()
     try:
-        return kind(**values)
+        made = kind(**values)
     except SpecError as error:
         raise SpecError(f"{source.where}: {error}") from None
+    needed = getattr(made, "schema", found)
+    if found is not None and needed is not None and needed > found:
+        raise source.error("schema", found, f"{needed}, which has fields that this file uses")
+    return made
 
 
 def to_json(value: Any) -> dict[str, Any]:
     """Return the JSON object of a dataclass."""
-    version = getattr(value, "SCHEMA", None)
+    version = getattr(value, "schema", getattr(value, "SCHEMA", None))
     found: dict[str, Any] = {} if version is None else {"schema": version}
     for member in _members(type(value)):  # type: ignore[arg-type]
         item = getattr(value, member.name)

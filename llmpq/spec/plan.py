@@ -204,6 +204,11 @@ PREFILL_BUFFERS = 2
 """Micro-batches that a stage which only prefills has slots for: one computed, one being sent."""
 
 
+WeightsPlace = Literal["resident", "disk"]
+"""Where the weights of a layer rest: in the memory of its device, or on the disk of its host, from
+which they are read whenever the layer runs."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageAssignment:
     """Consecutive layers on one device, and the precision of each.
@@ -213,6 +218,7 @@ class StageAssignment:
         device: index into ``cluster.devices``.
         first_layer, end_layer: half-open range of its decoder layers. Only rank 0 may have none.
         bits: the bitwidth of each of those layers.
+        weights: where those of each layer rest; ``None`` where all are resident.
         phase: the only phase its layers compute (WAA); ``None`` for both.
         dtype: number format of the stage, ``None`` for the plan's.
     """
@@ -222,6 +228,7 @@ class StageAssignment:
     first_layer: int
     end_layer: int
     bits: tuple[int, ...]
+    weights: tuple[WeightsPlace, ...] | None = None
     phase: Phase | None = None
     dtype: Dtype | None = None
 
@@ -229,6 +236,12 @@ class StageAssignment:
     def num_layers(self) -> int:
         """Decoder layers of the stage."""
         return self.end_layer - self.first_layer
+
+    @property
+    def on_disk(self) -> tuple[int, ...]:
+        """Layers of the stage (from 0) whose weights rest on disk."""
+        places = self.weights or ()
+        return tuple(index for index, place in enumerate(places) if place == "disk")
 
     def computes(self, phase: Phase) -> bool:
         """Whether its layers take part in a phase."""
@@ -408,6 +421,7 @@ class Plan:
     """
 
     SCHEMA: ClassVar[int] = SCHEMA
+    LATEST_SCHEMA: ClassVar[int] = 2
 
     model: ModelRef
     dtype: Dtype
@@ -427,6 +441,11 @@ class Plan:
     def __post_init__(self) -> None:
         _check_stages(self)
         _check_sizes(self)
+
+    @property
+    def schema(self) -> int:
+        """Version of its file: 2 where weights rest on disk, which version 1 cannot say."""
+        return self.LATEST_SCHEMA if any(stage.weights for stage in self.stages) else self.SCHEMA
 
     def __repr__(self) -> str:
         """Return the plan in a line; :meth:`summary` has more."""
@@ -595,6 +614,7 @@ class Plan:
         for stage, cost in zip(self.stages, self.estimate.stages, strict=True):
             bits = ", ".join(f"{bits} x {n}" for bits, n in Counter(stage.bits).most_common())
             form = "" if stage.dtype is None else f" in {stage.dtype}"
+            form += f", {len(stage.on_disk)} read from disk" if stage.on_disk else ""
             found.append(
                 (
                     str(stage.rank),
@@ -680,6 +700,11 @@ def _check_cover(plan: Plan, stages: tuple[StageAssignment, ...]) -> None:
             raise SpecError(
                 f"{where}.bits': found {list(stage.bits)}, "
                 f"expected {stage.num_layers} entries out of {list(BITS)}"
+            )
+        if stage.weights is not None and len(stage.weights) != stage.num_layers:
+            raise SpecError(
+                f"{where}.weights': found {len(stage.weights)} entries, expected "
+                f"{stage.num_layers}, one for each layer"
             )
         layer = stage.end_layer
     if layer != plan.model.num_layers:

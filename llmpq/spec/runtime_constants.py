@@ -46,6 +46,8 @@ KV_FILE_HEADER_BYTES: Final = 128
 PROMPT_CHUNK_TOKENS: Final = 1024
 """Most tokens of a sequence that layers compute at a time; a longer prompt takes several passes.
 Also the tokens of a step of the engine that serves, where no other number is given."""
+STREAM_BUFFERS: Final = 2
+"""Layers with weights on disk that are in memory at a time: the one computed, and the next."""
 
 MAX_CHOICES: Final = 2048
 """Most answers of a request to a server, unless told otherwise: its prompts times ``n``."""

@@ -59,6 +59,41 @@ def test_little_memory_takes_bits_before_a_context_below_the_short_one():
     assert min(plan.bits) < 8
 
 
+def on_disk(plan):
+    return sum(len(stage.on_disk) for stage in plan.stages)
+
+
+def with_disk(wanted, disk_bytes_per_s=2e9):
+    (node,) = wanted.cluster.nodes
+    groups = tuple(replace(one, disk_bytes_per_s=disk_bytes_per_s) for one in node.devices)
+    cluster = replace(wanted.cluster, nodes=(replace(node, devices=groups),))
+    return replace(wanted, cluster=cluster)
+
+
+def test_a_model_that_does_not_fit_is_read_from_disk_unless_that_is_forbidden():
+    with pytest.raises(InfeasibleError):
+        plan_longest_context(request(3))
+    with pytest.raises(InfeasibleError):
+        plan_longest_context(replace(with_disk(request(3)), no_streaming=True))
+    plan = plan_longest_context(with_disk(request(3)))
+    assert on_disk(plan)
+    assert plan.estimate.quality <= 1 + 1e-6
+    assert context(plan) >= 512
+    costs = build_costs(MODEL, plan.cluster, dtype="bfloat16", kv_bits=16)
+    estimate, excess = evaluate_plan(plan, costs, np.zeros((MODEL.num_layers, len(BITS))))
+    assert excess == 0
+    assert estimate.latency_s == pytest.approx(plan.estimate.latency_s)
+    slower = plan_longest_context(with_disk(request(3), 1e9))
+    assert slower.answer_tokens_per_s < plan.answer_tokens_per_s
+
+
+@pytest.mark.parametrize("gib", [7, 16])
+def test_a_disk_changes_no_plan_that_fits(gib):
+    plan, other = (plan_longest_context(one) for one in (request(gib), with_disk(request(gib))))
+    assert not on_disk(other)
+    assert (plan.bits, context(plan)) == (other.bits, context(other))
+
+
 def test_more_memory_is_never_worse():
     """Loss up to 8 bits counts as none; then the longer context is the better plan."""
     found = []

@@ -33,6 +33,8 @@ def pair_costs(
     prefill_batches=1,
     decode_batches=1,
     new_tokens=2,
+    stream_s=(0.0, 0.0),
+    streams=False,
 ) -> PairCosts:
     """Costs of ``[T, K, B]`` layers; everything per group may be a number or a list of ``T``."""
     prefill = np.asarray(prefill_s, dtype=np.float64)
@@ -52,6 +54,12 @@ def pair_costs(
         prefill_s=prefill,
         decode_s=np.asarray(decode_s, dtype=np.float64),
         layer_bytes=np.asarray(layer_bytes, dtype=np.int64),
+        stream_bytes=np.maximum(
+            0, np.asarray(layer_bytes, dtype=np.int64) - np.asarray(kv_bytes).max()
+        )
+        * np.broadcast_to(np.asarray(streams, dtype=np.int64), (groups,))[:, None, None],
+        stream_prefill_s=per_group(stream_s[0], np.float64),
+        stream_decode_s=per_group(stream_s[1], np.float64),
         kv_bytes=np.broadcast_to(np.asarray(kv_bytes, dtype=np.int64), (kinds,)).copy(),
         total_bytes=per_group(capacity_bytes, np.int64),
         runtime_bytes=per_group(0, np.int64),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,23 @@ def make_plan(
     )
 
 
+def with_weights_on_disk(plan: Plan, layers: Collection[int] | None = None) -> Plan:
+    """The plan with the weights of some layers, by default all, on disk."""
+    return replace(
+        plan,
+        stages=tuple(
+            replace(
+                stage,
+                weights=tuple(
+                    "disk" if layers is None or layer in layers else "resident"
+                    for layer in range(stage.first_layer, stage.end_layer)
+                ),
+            )
+            for stage in plan.stages
+        ),
+    )
+
+
 def make_split_plan(
     decode_cuts: Sequence[int],
     prefill_cuts: Sequence[int],
@@ -203,6 +220,7 @@ def serve_script(
     script: Script,
     engine: EngineOptions,
     transport: str = "threads",
+    **options: Any,
 ) -> None:
     """Serve what a script adds: the stages of a plan in threads, the master in this one."""
     longest = max_model_len(plan, engine, None)
@@ -213,7 +231,7 @@ def serve_script(
         ring = [one.communicator for one in made if one.communicator is not None]
     elif len(plan.stages) > 1:
         ring = in_process_ring(len(plan.stages), limits)
-    contexts = rank_contexts(plan, model_dir, ring, task="online", engine=engine)
+    contexts = rank_contexts(plan, model_dir, ring, task="online", engine=engine, **options)
     threads = [threading.Thread(target=run_stage, args=(one,)) for one in contexts[1:]]
     for thread in threads:
         thread.start()
@@ -237,8 +255,11 @@ def run_threads(
     speculative: SpeculativeConfig | None = None,
     run_drafts: Callable[[RankContext], None] = run_draft_rank,
     transport: str = "threads",
+    **options: Any,
 ) -> tuple[Answers, Measurement]:
     """Run every rank of ``plan`` in a thread; the master in this one.
+
+    ``options`` are those of the job.
 
     ``transport`` is of :func:`open_links`; queues of this process connect a plan without other
     links than one ring by default, sockets every other one.
@@ -258,14 +279,14 @@ def run_threads(
             replace(one, communicator=one.communicator and wrap(one.communicator))
             for one in connected_channels(plan, limits, transport=transport)
         ]
-        contexts = rank_contexts(plan, model_dir, [], progress, engine=engine)
+        contexts = rank_contexts(plan, model_dir, [], progress, engine=engine, **options)
         contexts = [
             replace(context, channels=own) for context, own in zip(contexts, channels, strict=True)
         ]
     else:
         ring = in_process_ring(len(plan.stages), limits) if len(plan.stages) > 1 else []
         wrapped = [wrap(one) for one in ring]
-        contexts = rank_contexts(plan, model_dir, wrapped, progress, engine=engine)
+        contexts = rank_contexts(plan, model_dir, wrapped, progress, engine=engine, **options)
     failures: list[BaseException] = []
 
     def stage(context: RankContext) -> None:

@@ -58,6 +58,7 @@ from llmpq.assigner.request import (
 )
 from llmpq.errors import InfeasibleError, SolverError
 from llmpq.spec.plan import Formula, MicroBatching, OrderSet
+from llmpq.spec.runtime_constants import STREAM_BUFFERS
 
 MAX_BITS = 64
 KEY_BITS = 63
@@ -100,12 +101,15 @@ def counts_of_key(space: SearchSpace, key: int, first: int, end: int) -> FloatAr
 class NativePair:
     """One pair as the core's structure, which points into arrays of this object.
 
-    ``floor`` is that of ``native.noncontiguous_bound``; ``fits`` whether the smallest layers fit in
-    all devices together: necessary, and with one kind of layers sufficient.
+    ``split`` is the share of reading in the bounds of stages that may read weights from disk,
+    ``streams`` whether there are any. ``floor`` is that of ``native.noncontiguous_bound``; ``fits``
+    whether the smallest layers fit in all devices together: necessary, and with one kind of layers
+    sufficient.
     """
 
-    def __init__(self, space: SearchSpace, costs: PairCosts) -> None:
+    def __init__(self, space: SearchSpace, costs: PairCosts, split: float = 0.0) -> None:
         self.costs = costs
+        self.streams = bool(costs.stream_bytes.any())
         self.problem = native.PairProblem()
         no_master = np.zeros(space.num_groups)
         self._held = native.fill(
@@ -119,6 +123,11 @@ class NativePair:
             decode=costs.decode_s,
             bytes=costs.layer_bytes,
             capacity=np.concatenate([costs.capacity_bytes, costs.first_capacity_bytes]),
+            streamable=costs.stream_bytes,
+            stream_prefill=costs.stream_prefill_s,
+            stream_decode=costs.stream_decode_s,
+            split=np.where(costs.stream_bytes.any(axis=(1, 2)), split, 0.0),
+            buffers=STREAM_BUFFERS,
             master_prefill=np.concatenate([no_master, costs.master_prefill_s]),
             master_decode=np.concatenate([no_master, costs.master_decode_s]),
             send_prefill=np.stack([costs.send_prefill_s, costs.return_prefill_s]),
@@ -131,7 +140,7 @@ class NativePair:
         )
         counts = np.array(space.group_counts)
         self.fits = bool(layers_that_fit(costs, counts).max() >= space.num_layers)
-        smallest = np.maximum(1, costs.layer_bytes[:, np.unique(space.kinds)].min(axis=(1, 2)))
+        smallest = np.maximum(1, costs.held_bytes[:, np.unique(space.kinds)].min(axis=(1, 2)))
         held = np.maximum(0, costs.capacity_bytes) // smallest
         most = np.sort(np.repeat(held, counts))[::-1].cumsum()
         fewest = 1 + int((most < space.num_layers).sum())
@@ -257,6 +266,7 @@ def repaired_plan(
     order = tuple(lattice.node_group[node] for node, _, _ in stages.tolist())
     problem = space.problem(pair.costs, order)
     widths = choice.astype(np.int64)
+    relaxed = widths.copy()
     positions = np.zeros(space.num_layers, dtype=np.int64)
     for position, (_, first, end) in enumerate(stages.tolist()):
         positions[first:end] = position
@@ -264,13 +274,16 @@ def repaired_plan(
         sizes = pair.costs.layer_bytes[order[position], space.kinds[first:end]]
         capacity = problem.capacity_bytes(position)
         widths[first:end] = _fitted(widths[first:end], prices, sizes, capacity)
-    assignment = Assignment(tuple(positions.tolist()), tuple(widths.tolist()))
-    if not obeys(space.limits, order, assignment.positions, assignment.widths):
-        return None
-    evaluation = evaluate(problem, assignment)
-    if not is_feasible(problem, evaluation):
-        return None
-    return Incumbent(problem, assignment, evaluation)
+    best: Incumbent | None = None
+    for chosen in (widths, relaxed) if pair.streams else (widths,):
+        assignment = Assignment(tuple(positions.tolist()), tuple(chosen.tolist()))
+        if not obeys(space.limits, order, assignment.positions, assignment.widths):
+            continue
+        found = evaluate(problem, assignment)
+        is_better = best is None or found.objective_s < best.evaluation.objective_s
+        if is_feasible(problem, found) and is_better:
+            best = Incumbent(problem, assignment, found)
+    return best
 
 
 def _prices(
@@ -323,6 +336,9 @@ LEVELS = (0.003, 0.02, 0.1, 1.0, 10.0, math.inf)
 
 BEAM = 24
 """Labels that the first, inexact run of a level keeps at one node and layer."""
+
+SPLITS = (0.3, 0.6, 0.8, 0.9, 0.95, 1.0)
+"""Shares of reading that the bound without contiguity is tried with, beside 0."""
 
 _ASCENTS = (SHORT, LONG)
 
@@ -511,6 +527,11 @@ class _Search:
             warm = warm or (pair, start_multipliers(self.space, pair))
             steps = NONCONTIGUOUS if self.deadline.left_s > 0 else NONCONTIGUOUS_OUT_OF_TIME
             bound_s, multipliers = noncontiguous_bound(self.space, pair, self.lattice, warm, steps)
+            for split in SPLITS if pair.streams and math.isfinite(bound_s) else ():
+                other = NativePair(self.space, costs, split)
+                found = noncontiguous_bound(self.space, other, self.lattice, warm, steps)
+                if found[0] > bound_s:
+                    pair, (bound_s, multipliers) = other, found
             self.candidates.append(_Candidate(index, pair, bound_s, multipliers))
             if math.isfinite(bound_s):
                 warm = pair, multipliers

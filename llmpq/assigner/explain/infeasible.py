@@ -34,7 +34,7 @@ from llmpq.spec.precision import BITS, Phase
 from llmpq.spec.runtime_constants import KV_CODE_BITS, PROMPT_CHUNK_TOKENS
 from llmpq.units import format_bytes, format_seconds
 
-Constraint = Literal["memory", "prefill", "decode", "prefill_link", "decode_link"]
+Constraint = Literal["memory", "disk", "prefill", "decode", "prefill_link", "decode_link"]
 
 NEARLY = 5e-3
 """Relative difference within which a stage counts as slow as the slowest."""
@@ -45,12 +45,14 @@ class Binding:
     """The binding constraints of one stage.
 
     Attributes:
-        constraints: ``memory`` without room for the smallest step; a phase or its link when among
-            the slowest, where the phase's latency follows its slowest stage.
+        constraints: ``memory`` without room for the smallest step; ``disk`` when its decode step
+            takes as long as reading its weights from disk; a phase or its link when among the
+            slowest, where the phase's latency follows its slowest stage.
         step_bytes: the smallest step that would need more than ``slack_bytes``: a layer at the next
             wider bits, or one more layer; ``None`` when there is no such step.
         prefill_share, decode_share: its time relative to the slowest stage's or link's.
         master_share: the master's own work as a share of this stage's decode step, 0 elsewhere.
+        read_bytes: weights that it reads from disk in each step.
     """
 
     rank: int
@@ -60,6 +62,7 @@ class Binding:
     prefill_share: float
     decode_share: float
     master_share: float
+    read_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +97,13 @@ def plan_binding(plan: Plan, costs: ClusterCosts) -> PlanBinding:
                 ("decode_link", estimate.send_decode_s, decode_s),
             ]
         names: list[Constraint] = ["memory"] if step is not None and slack < step else []
+        device, kinds = plan.device_of(stage), costs.model.layer_kinds
+        read = sum(
+            costs.layer_weight_bytes(device, kinds[stage.first_layer + index], stage.bits[index])
+            for index in stage.on_disk
+        )
+        if read and costs.stream_s(device, read) >= estimate.decode_s * (1 - NEARLY):
+            names.append("disk")
         names += [name for name, own_s, slowest_s in times if own_s >= slowest_s * (1 - NEARLY)]
         found.append(
             Binding(
@@ -104,6 +114,7 @@ def plan_binding(plan: Plan, costs: ClusterCosts) -> PlanBinding:
                 prefill_share=estimate.prefill_s / prefill_s if prefill_s > 0 else 1.0,
                 decode_share=estimate.decode_s / decode_s if decode_s > 0 else 1.0,
                 master_share=_master_share(plan, stage, estimate, costs),
+                read_bytes=read,
             )
         )
     return PlanBinding(
@@ -132,6 +143,8 @@ def binding_text(found: Binding) -> str:
             f"memory ({format_bytes(max(0, found.slack_bytes))} free, the smallest step takes "
             f"{format_bytes(found.step_bytes)})"
         )
+    if "disk" in found.constraints:
+        parts.append(f"reading {format_bytes(found.read_bytes)} of weights from disk a step")
     for phase in ("prefill", "decode"):
         if phase in found.constraints:
             parts.append(f"slowest in {phase}")

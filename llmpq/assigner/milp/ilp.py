@@ -10,7 +10,7 @@ needed. A solver whose value differs from that of ``objective`` is an error.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -33,6 +33,7 @@ from llmpq.assigner.objective import (
 )
 from llmpq.errors import SolverError
 from llmpq.options.plan import SolverName
+from llmpq.spec.runtime_constants import STREAM_BUFFERS
 
 SCALE = 100.0
 """The objective is scaled to about this, so that solver tolerances always mean the same."""
@@ -167,7 +168,7 @@ class Program:
             for kind in kinds:
                 numbers = allowed[problem.kinds == kind].sum(axis=0).tolist()
                 for width, number in enumerate(numbers):
-                    size = max(1, int(problem.costs.layer_bytes[group, kind, width]))
+                    size = max(1, int(problem.costs.held_bytes[group, kind, width]))
                     most = min(number, capacity // size)
                     self.counts[position, kind, width] = self.lp.variable(0, most, is_whole=True)
 
@@ -255,6 +256,14 @@ class Program:
             own = position == 0
             prefill_s = float(costs.master_prefill_s[group]) if own else 0.0
             decode_s = float(costs.master_decode_s[group]) if own else 0.0
+            freed: Terms = []
+            if costs.stream_bytes[group].any():
+                reads, freed = self._add_reads(group, cells)
+                prefill = self._slower(
+                    prefill, prefill_s, reads, float(costs.stream_prefill_s[group])
+                )
+                decode = self._slower(decode, decode_s, reads, float(costs.stream_decode_s[group]))
+                prefill_s = decode_s = 0.0
             self._bound_maxima(prefill, prefill_s, decode, decode_s)
             self.objective += [(item, value / self.unit_s) for item, value in prefill]
             self.constant += prefill_s / self.unit_s
@@ -266,7 +275,42 @@ class Program:
             # Bytes are whole: half a byte of room absorbs a solver's tolerance at an exact fit.
             scale = 1.0 / (max(0, capacity) * (1 - self.margin) + 0.5)
             sizes = [(item, scale * int(costs.layer_bytes[group, k, b])) for (k, b), item in cells]
+            sizes += [(item, scale * size) for item, size in freed]
             self.lp.constrain(sizes, "<=", 1.0)
+
+    def _add_reads(
+        self, group: int, cells: Sequence[tuple[tuple[int, int], int]]
+    ) -> tuple[Terms, Terms]:
+        """Add ``s[j, k, b]``, layers on disk, and the buffers for the largest of them.
+
+        Returns:
+            The terms of the bytes that are read, and of those that memory then holds more.
+        """
+        reads: Terms = []
+        buffer = self.lp.variable(0)  # of one layer, in units of the largest
+        largest = int(self.problem.costs.stream_bytes[group].max())
+        for (kind, width), held in cells:
+            size = int(self.problem.costs.stream_bytes[group, kind, width])
+            most = self.lp.upper[held]
+            if not size or not most:
+                continue
+            number = self.lp.variable(0, most, is_whole=True)
+            is_any = self.lp.variable(0, 1, is_whole=True)
+            self.lp.constrain([(number, 1.0), (held, -1.0)], "<=", 0.0)
+            self.lp.constrain([(number, 1.0), (is_any, -float(most))], "<=", 0.0)
+            self.lp.constrain([(buffer, 1.0), (is_any, -size / largest)], ">=", 0.0)
+            reads.append((number, float(size)))
+        freed = [(item, -size) for item, size in reads]
+        return reads, [*freed, (buffer, float(STREAM_BUFFERS * largest))]
+
+    def _slower(self, terms: Terms, constant: float, reads: Terms, byte_s: float) -> Terms:
+        """Return the larger of the seconds of computing and of reading, as a variable."""
+        unit_s = self.unit_s
+        top = self.lp.variable(0)
+        computed = [(item, value / unit_s) for item, value in terms]
+        self._bound(top, computed, constant / unit_s)
+        self._bound(top, [(item, size * byte_s / unit_s) for item, size in reads], 0.0)
+        return [(top, unit_s)]
 
     def _add_links(self) -> None:
         """Links between consecutive used positions, and back to the master."""

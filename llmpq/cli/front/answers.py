@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from llmpq.cli.front.host_plan import HostPlan, host_plan, say_plan
+from llmpq.cli.run_options import store_directory
 from llmpq.cli.workers.hosts import other_hosts_of
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.metrics.progress import BarProgress, Event, SilentProgress
@@ -126,6 +128,7 @@ class LoadedModel(contextlib.AbstractContextManager["LoadedModel"]):
         found = self.found
         bar = LoadProgress(BarProgress(sys.stderr, len(found.plan.bits)))
         progress = bar if sys.stderr.isatty() else SilentProgress()
+        streams = any(stage.on_disk for stage in found.plan.stages)
         self.pipeline = self._resources.enter_context(
             Pipeline(
                 found.plan,
@@ -133,6 +136,7 @@ class LoadedModel(contextlib.AbstractContextManager["LoadedModel"]):
                 progress=progress,
                 hosts=hosts,
                 monitor=self._others,
+                store=store_directory(None, os.environ) if streams else None,
             )
         )
         progress.close()

@@ -14,13 +14,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
 from llmpq import __version__
 from llmpq.cli.common import INTERRUPTED
+from llmpq.cli.run_options import store_directory
 from llmpq.dist.metrics.measurement import busy_text, is_busy
 from llmpq.errors import LlmpqError
 from llmpq.profiler.device import cpu_name
@@ -74,10 +75,23 @@ def with_measured_figures(cluster: Cluster) -> Cluster:
     """
     end_s = time.monotonic() + MEASURING_S
     entries: list[DeviceEntry] = []
+    disks: dict[str, float] = {}
     for one in host_devices(cluster):
         kept = _kept(one)
-        entries += kept or _measure(one, end_s - time.monotonic())
-    return with_device_types(cluster, entries)
+        entries += kept or _measure(one, end_s - time.monotonic(), disks)
+    return with_device_types(_with_disks(cluster, disks), entries)
+
+
+def _with_disks(cluster: Cluster, disks: Mapping[str, float]) -> Cluster:
+    """Return this host's devices with the speed of its disk, by type, which is shared."""
+
+    def stated(group: DeviceGroup) -> DeviceGroup:
+        whole = disks.get(group.type)
+        return group if whole is None else replace(group, disk_bytes_per_s=whole / group.count)
+
+    own, *others = cluster.nodes
+    own = replace(own, devices=tuple(map(stated, own.devices)))
+    return replace(cluster, nodes=(own, *others))
 
 
 def host_devices(cluster: Cluster) -> Iterator[HostDevice]:
@@ -105,6 +119,7 @@ def _file(group: DeviceGroup) -> Path:
         "instruction_set": group.instruction_set,
         "driver": driver,
         "torch": _version("torch"),
+        "store": str(store_directory(None, os.environ)) if group.type == "cpu" else None,
         "llmpq": __version__,
     }
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
@@ -126,8 +141,11 @@ def _kept(device: HostDevice) -> list[DeviceEntry]:
         return []
 
 
-def _measure(device: HostDevice, limit_s: float) -> list[DeviceEntry]:
-    """Measure a device in a process of its own, whose memory is free afterwards."""
+def _measure(device: HostDevice, limit_s: float, disks: dict[str, float]) -> list[DeviceEntry]:
+    """Measure a device in a process of its own, whose memory is free afterwards.
+
+    Where other programs use it meanwhile, the speed of the disk alone is put into ``disks``.
+    """
     _say(f"measuring {device.type}, once, for at most {max(0.0, limit_s):.0f} s (or: --no_measure)")
     device.file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=device.file.parent) as folder:
@@ -149,8 +167,11 @@ def _measure(device: HostDevice, limit_s: float) -> list[DeviceEntry]:
                 raise KeyboardInterrupt from None
             _say(f"{device.type}: measuring failed; {_CATALOGUE}")
             return []
-        share = json.loads(done.stdout)["cpu_taken"]
+        found = json.loads(done.stdout)
+        share, disk = found["cpu_taken"], found["devices"][0].get("disk_bytes_per_s")
         if is_busy(share):
+            if disk is not None:
+                disks[device.type] = disk
             _say(f"{busy_text({device.type: share}, 'while measuring')}; {_CATALOGUE}")
             return []
         output.replace(device.file)

@@ -129,8 +129,15 @@ def host_plan(
     own = with_kept_figures(devices)
     cluster = own if others is None else others.joined(own)
     least_bits = min(options.bits or BITS)
-    found = find_model(model, lambda spec: _check_room(spec, cluster, least_bits))
-    asked = {name: getattr(options, name) for name in ("max_model_len", "max_num_seqs", "bits")}
+    may_stream = not options.no_streaming
+
+    def check(spec: ModelSpec) -> None:
+        if not (may_stream and _has_disk(cluster)):
+            _check_room(spec, cluster, least_bits)
+
+    found = find_model(model, check)
+    names = ("max_model_len", "max_num_seqs", "bits", "no_streaming")
+    asked = {name: getattr(options, name) for name in names}
     lengths = None if read_lengths is None else read_lengths(found.path)
     if lengths is not None:
         asked["lengths"] = asdict(lengths)
@@ -175,6 +182,7 @@ def _make_plan(
         dtype=spec.dtype,
         kv_bits=8 * DTYPE_BYTES[spec.dtype],
         bits=tuple(sorted(set(options.bits), reverse=True)) if options.bits else BITS,
+        no_streaming=options.no_streaming,
     )
     longest, usual = options.max_model_len, None
     if lengths is not None:
@@ -232,6 +240,15 @@ def find_model(name: str, check: Callable[[ModelSpec], None] = lambda _: None) -
 
     hub = hub_model(wanted, lambda folder: check(read(folder)))
     return FoundModel(spec=read(hub.path), path=hub.path, hub=hub)
+
+
+def _has_disk(cluster: Cluster) -> bool:
+    """Whether weights may rest on the disk of some host, as its speed is known."""
+    return any(
+        device.disk_bytes_per_s is not None
+        or catalog.device(device.type, cluster).disk_bytes_per_s is not None
+        for device in cluster.devices
+    )
 
 
 def _check_room(spec: ModelSpec, cluster: Cluster, bits: int) -> None:
@@ -318,6 +335,7 @@ def plan_decisions(found: HostPlan) -> dict[str, Any]:
                 "figures": "measured" if device.type in found.measured else figures,
                 "threads": device.threads,
                 "layers": stage.num_layers,
+                "layers_on_disk": len(stage.on_disk),
                 "memory_bytes": estimate.memory.total,
                 "capacity_bytes": estimate.capacity_bytes,
             }
@@ -355,10 +373,11 @@ def plan_text(found: HostPlan) -> str:
     for stage, estimate in zip(plan.stages, stages, strict=True):
         if stage.bits:
             device, memory = plan.device_of(stage), estimate.memory.total
+            read = f" ({len(stage.on_disk)} read from disk)" if stage.on_disk else ""
             rows.append(
                 (
                     device.label,
-                    f"{len(stage.bits)} layers, {compact_bits(stage.bits)} bits, "
+                    f"{len(stage.bits)} layers{read}, {compact_bits(stage.bits)} bits, "
                     f"{format_bytes(memory)} of {format_bytes(estimate.capacity_bytes)}",
                 )
             )

@@ -36,7 +36,15 @@ def add_host_plan_options(
         add_options(group, EngineOptions, "max_model_len", max_model_len={"help": length})
     add_options(group, HostPlanOptions, "max_num_seqs", max_num_seqs={"default": sequences})
     bits = "bitwidths to choose from (default: all; 8 and more where they fit)"
-    add_options(group, SearchOptions, "bits", bits={"default": None, "help": bits})
+    stays = "refuse a model that does not fit in memory, instead of reading weights from disk"
+    add_options(
+        group,
+        SearchOptions,
+        "bits",
+        "no_streaming",
+        bits={"default": None, "help": bits},
+        no_streaming={"help": stays},
+    )
     names = ("no_measure", "workers", "key_file", "replan_timeout_s")
     add_options(group, HostPlanOptions, *(["replan"] * has_replan), *names)
     if has_launcher:

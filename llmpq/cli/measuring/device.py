@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
+from dataclasses import replace
 from typing import Any
 
 from llmpq import __version__
 from llmpq.cli.common import print_json, progress_bar, require
+from llmpq.cli.run_options import store_directory
 from llmpq.costmodel.device_fit import fit_device
 from llmpq.errors import SpecError
 from llmpq.options.declare import add_options
@@ -23,7 +26,7 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     add_options(device, WholeDeviceOptions, "device", "threads", "name")
     file = {"metavar": "FILE.json", "help": None}
     add_options(device, Measurements, "output", "budget", output=file)
-    add_options(device, WholeDeviceOptions, "features")
+    add_options(device, WholeDeviceOptions, "features", "store")
     device.set_defaults(run=run)
 
 
@@ -34,6 +37,7 @@ def run(options: argparse.Namespace) -> int:
 
     from llmpq.profiler.device import cpu_name
     from llmpq.profiler.whole_device import DeviceJob, measure_device
+    from llmpq.quant.loading.streaming import read_bytes_per_s
 
     if options.budget <= 0 or options.threads < 1 or (options.features or 64) % 64:
         raise SpecError(
@@ -58,10 +62,16 @@ def run(options: argparse.Namespace) -> int:
     )
     with progress_bar("device") as show:
         timings = measure_device(job, show)
+    disk = None
+    store = store_directory(options.store, os.environ) if device.type == "cpu" else None
+    if store is not None:
+        store.mkdir(parents=True, exist_ok=True, mode=0o700)
+        disk = read_bytes_per_s(store)
     chip = cpu_name() if device.type == "cpu" else str(device)
     entry = fit_device(
         timings, options.name, f"{chip}, torch {torch.__version__}, llmpq {__version__}"
     )
+    entry = replace(entry, disk_bytes_per_s=disk)
     record = to_json(DeviceFile(devices=(entry,)))
     write_text(options.output, dump_json(record))
     if options.json:
@@ -73,8 +83,10 @@ def run(options: argparse.Namespace) -> int:
 
 def _summary(entry: DeviceEntry) -> str:
     rates = ", ".join(f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in entry.flops or ())
+    disk = entry.disk_bytes_per_s
+    read = "" if disk is None else f"; the disk of the store {disk / 1e9:.3g} GB/s"
     return (
         f"{entry.type}: {rates}; memory {(entry.memory_bytes_per_s or 0) / 1e9:.3g} GB/s, of which "
         f"reading weights reaches {entry.memory_efficiency or 0:.0%}; a layer's launches "
-        f"{(entry.layer_overhead_s or 0) * 1e6:.0f} us"
+        f"{(entry.layer_overhead_s or 0) * 1e6:.0f} us{read}"
     )

@@ -55,8 +55,8 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     add_options(quality, PlanRequest, "bits")
     search = parser.add_argument_group("search")
     add_options(search, QualityOptions, "method", method={"choices": (*METHODS, "all")})
-    names = ("solver", "orders", "formula", "layer_group", "gap", "time_limit_s")
-    add_options(search, PlanRequest, *names, gap={"default": None})  # which depends on the solver
+    shape = ("solver", "orders", "formula", "layer_group", "gap", "time_limit_s", "no_streaming")
+    add_options(search, PlanRequest, *shape, gap={"default": None})  # which depends on the solver
     manual = parser.add_argument_group(
         "manual decisions",
         "DEVICE is node/type#0, or node/type, node or type for all devices that match. The search "
@@ -93,6 +93,8 @@ def request_of(options: argparse.Namespace) -> PlanRequest:
         latency="fit" if devices.fit else "table",
         overrides=overrides,
     )
+    if getattr(options, "policy", None) in get_args(SearchedPolicy):
+        request = replace(request, no_streaming=True)  # their searches move layers in memory
     fixes_layers = bool(overrides.layer_bits or overrides.device_bits)
     if model.stored:
         for name, given in (("fix_bits", fixes_layers), ("average_bits", quality.average_bits)):

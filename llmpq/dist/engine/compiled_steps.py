@@ -29,6 +29,7 @@ from llmpq.kernels.cpu.step import StepProgram, StepScores, UnsupportedStepError
 from llmpq.logging import get_logger
 from llmpq.models import DecoderStage, PackedBatch, kv_shapes
 from llmpq.models.attention import Attention, LayerAttention, ScoreOptions
+from llmpq.models.stage import LayerWeights
 from llmpq.models.states import COMPILED
 from llmpq.quant.modules.layer import QuantExperts
 from llmpq.quant.modules.step_compiler import (
@@ -130,8 +131,11 @@ class CompiledSteps:
         is_short = any(form.rotation == "short" for form, _ in choices.values())
         self._rotary = RotaryRows(layers, self._program, self._hidden, is_short=is_short)
         self._biased_tokens = 0
+        ends = [0]
         for index, choice in choices.items():
             self._append(index, choice)
+            ends.append(len(self._program))
+        self._runs_of_layers = _runs_of_layers(list(choices), ends, layers.streamed)
         self.takes_prompts = self._program.few_rows is None
 
     def forward(self, hidden: Tensor, batch: PackedBatch) -> Tensor:
@@ -151,13 +155,20 @@ class CompiledSteps:
         tokens = PagedTokens(batch.block_tables, batch.starts, batch.counts, batch.window_tables)
         sequences = None if self._cache.states is None else batch.sequence_rows
         output = torch.empty_like(hidden)
-        for first in range(0, len(tokens), self._program.most_rows):
-            end = min(first + self._program.most_rows, len(tokens))
-            self._hidden[: end - first] = hidden[0, first:end]
-            self._rotary.fill(batch.positions[0, first:end], batch.longest)
-            part = None if sequences is None else _part_of(sequences, first, end)
-            self._program.run(tokens.part(first, end), part)
-            output[0, first:end] = self._hidden[: end - first]
+        streamed = self._layers.streamed
+        for index, operators in self._runs_of_layers:
+            if streamed is not None and index is not None:
+                streamed.acquire(index)
+            for first in range(0, len(tokens), self._program.most_rows):
+                end = min(first + self._program.most_rows, len(tokens))
+                self._hidden[: end - first] = hidden[0, first:end]
+                self._rotary.fill(batch.positions[0, first:end], batch.longest)
+                part = None if sequences is None else _part_of(sequences, first, end)
+                self._program.run(tokens.part(first, end), part, operators)
+                output[0, first:end] = self._hidden[: end - first]
+            if streamed is not None and index is not None:
+                streamed.release(index)
+            hidden = output
         return output
 
     def margins(self, rows: int) -> Tensor:
@@ -193,6 +204,32 @@ class CompiledSteps:
             states={} if states is None else states.of_layer(number),
         )
         append_layer(self._program, self._layers.layers[index], step)
+
+
+def _runs_of_layers(
+    layers: Sequence[int], ends: Sequence[int], streamed: LayerWeights | None
+) -> list[tuple[int | None, range]]:
+    """Return the operators that run together: of a layer with weights on disk, of other layers.
+
+    All parts of a prompt run through the first before the second, so that weights are read once.
+
+    Args:
+        layers: by their index in the stage, in order.
+        ends: first operator of each, and the one after the last.
+        streamed: weights that rest on disk.
+
+    Returns:
+        The index of a layer with weights on disk, or ``None``, and the operators.
+    """
+    on_disk = () if streamed is None else streamed.layers
+    found: list[tuple[int | None, range]] = []
+    for place, index in enumerate(layers):
+        own = index if index in on_disk else None
+        first, end = ends[place : place + 2]
+        if own is None and found and found[-1][0] is None:
+            first = found.pop()[1].start
+        found.append((own, range(first, end)))
+    return found
 
 
 def _part_of(sequences: Tensor, first: int, end: int) -> Tensor:

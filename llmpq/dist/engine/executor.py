@@ -82,11 +82,13 @@ class StageRunner:
         return self.is_last and not self.returns_all
 
     def close(self) -> None:
-        """Close the links for keys and values, and write what waits to be written."""
+        """Close the links, write what waits to be written, close files of weights on disk."""
         if self.kv_connector is not None:
             self.kv_connector.close()
         if self.offload is not None:
             self.offload.close()
+        if self.layers is not None and self.layers.streamed is not None:
+            self.layers.streamed.close()
 
     def acquire(self, rows: Sequence[Row]) -> Sequence[Row]:
         """Wait until the layers may run; return the rows as :meth:`run` wants them."""

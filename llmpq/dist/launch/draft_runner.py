@@ -44,9 +44,12 @@ def weight_cache_of(job: Job) -> WeightCache | None:
 def held_bytes(
     layers: DecoderStage | None, cache: KVCache | None, master: Master | None, device: torch.device
 ) -> HeldBytes:
-    """Return the bytes of what a rank has loaded."""
+    """Return the bytes of what a rank has loaded; weights on disk count with their buffers."""
+    weights = 0 if layers is None else stored_bytes(layers.layers)
+    if layers is not None and layers.streamed is not None:
+        weights += layers.streamed.buffer_bytes - layers.streamed.nbytes
     return HeldBytes(
-        weights=0 if layers is None else stored_bytes(layers.layers),
+        weights=weights,
         master=0 if master is None else stored_bytes(master),
         kv=0 if cache is None else cache.nbytes,
         buffers=0 if cache is None else cache.buffer_bytes,

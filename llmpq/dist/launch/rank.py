@@ -382,6 +382,7 @@ def load_runner(context: RankContext, device: torch.device) -> StageRunner:
         progress=report,
         backend=job.kernel,
         weight_cache=weight_cache_of(job),
+        on_disk=stage.on_disk,
     )
     context.recorder.mark("layers")
     cache = KVCache(

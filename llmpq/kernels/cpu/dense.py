@@ -23,11 +23,13 @@ from torch import Tensor
 from llmpq.kernels.base import PreparedWeight
 from llmpq.kernels.cpu.kernel_choice import MANY_ROWS, break_even_rows, fastest, kept_limit
 from llmpq.kernels.cpu.native import (
+    Weight,
     dense_product,
     float_product,
     has_bf16_products,
     instruction_set,
     library,
+    panel_handle,
     to_panels,
 )
 from llmpq.spec.precision import default_precision
@@ -57,6 +59,13 @@ def is_whole(weight: Tensor) -> bool:
     return len(weight) % (PANEL_ROWS if multiplies_pairs(weight.dtype) else _ROWS_IN_FLOAT) == 0
 
 
+def goes_in_panels(rows: int, columns: int, dtype: torch.dtype) -> bool:
+    """Return whether a weight ``[N, K]`` on a CPU is kept in panels of the same bytes."""
+    weight = torch.empty(0, columns, dtype=dtype)
+    multiple = PANEL_ROWS if multiplies_pairs(dtype) else _ROWS_IN_FLOAT
+    return can_prepack(weight) and rows % multiple == 0
+
+
 def prepack(weight: Tensor, *, reuse: bool = False) -> PreparedWeight:
     """Return ``[N, K]`` in panels; ``can_prepack`` must hold.
 
@@ -71,6 +80,17 @@ def prepack(weight: Tensor, *, reuse: bool = False) -> PreparedWeight:
     if in_pairs:
         few_dense_rows()
     return _prepared(weight.detach().contiguous(), in_pairs=in_pairs, reuse=reuse)
+
+
+def wrap_panels(panels: Tensor) -> PreparedWeight:
+    """Return a weight that ``is_whole`` and is in panels already, without a copy."""
+    handle = panel_handle(panels, len(panels), panel_rows_of(panels.dtype))
+    return _in_panels(panels, handle, len(panels))
+
+
+def panel_rows_of(dtype: torch.dtype) -> int:
+    """Return P of weights of a dtype on this processor."""
+    return _panel_rows(in_pairs=multiplies_pairs(dtype))
 
 
 def prepacked_linear(x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
@@ -108,13 +128,21 @@ def has_tiles() -> bool:
 
 
 def _prepared(plain: Tensor, *, in_pairs: bool, reuse: bool = False) -> PreparedWeight:
-    rows = (_ROWS_WITH_AMX if has_tiles() else _ROWS_IN_PAIRS) if in_pairs else _ROWS_IN_FLOAT
+    rows = _panel_rows(in_pairs=in_pairs)
     multiple = rows if len(plain) % rows == 0 and not in_pairs else PANEL_ROWS
     panels, handle = to_panels(plain, rows, multiple, reuse=reuse)
+    return _in_panels(panels, handle, len(plain))
+
+
+def _panel_rows(*, in_pairs: bool) -> int:
+    return (_ROWS_WITH_AMX if has_tiles() else _ROWS_IN_PAIRS) if in_pairs else _ROWS_IN_FLOAT
+
+
+def _in_panels(panels: Tensor, handle: Weight, rows: int) -> PreparedWeight:
     return PreparedWeight(
         backend=DENSE_BACKEND,
-        out_features=plain.shape[0],
-        in_features=plain.shape[1],
+        out_features=rows,
+        in_features=panels.shape[1],
         precision=default_precision(16),
         tensors=(panels,),
         handle=handle,

@@ -498,20 +498,26 @@ def to_panels(
     rows, columns = weight.shape
     missing = -rows % multiple
     panels = weight if reuse and not missing else weight.new_empty(rows + missing, columns)
-    handle = Weight(
-        tiles=panels.data_ptr(),
-        rows=rows,
-        columns=columns,
-        group=columns,
-        bits=16,
-        scale_type=TYPES[weight.dtype],
-        panel=panel_rows,
-    )
+    handle = panel_handle(panels, rows, panel_rows)
     threads = torch.get_num_threads()
     if _kernels().kernels_order(byref(handle), weight.data_ptr(), threads) != DONE:
         raise MemoryError(f"found no memory for {panel_rows} rows of {columns} numbers")
     panels[rows + -rows % panel_rows :].zero_()  # whole panels are missing
     return panels, handle
+
+
+def panel_handle(panels: Tensor, rows: int, panel_rows: int) -> Weight:
+    """Return the handle of a 16-bit weight of ``rows`` rows in panels ``[N', K]``."""
+    columns = panels.shape[1]
+    return Weight(
+        tiles=panels.data_ptr(),
+        rows=rows,
+        columns=columns,
+        group=columns,
+        bits=16,
+        scale_type=TYPES[panels.dtype],
+        panel=panel_rows,
+    )
 
 
 def dense_product(

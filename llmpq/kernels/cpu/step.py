@@ -13,7 +13,7 @@ experts, k experts of a row, F features of an expert.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from ctypes import Array, Structure, addressof, byref, c_float, c_int32, c_int64, c_void_p
+from ctypes import Array, Structure, addressof, byref, c_float, c_int32, c_int64, c_void_p, sizeof
 from dataclasses import dataclass
 from enum import IntEnum, auto
 from typing import NamedTuple
@@ -488,21 +488,32 @@ class StepProgram:
         if rows is not None:
             self.few_rows = min(rows, self.few_rows or rows)
 
-    def run(self, tokens: PagedTokens, sequences: Tensor | None = None) -> None:
-        """Run all operators for the first R rows of the buffers.
+    def __len__(self) -> int:
+        """Number of operators."""
+        return len(self._operators)
+
+    def run(
+        self,
+        tokens: PagedTokens,
+        sequences: Tensor | None = None,
+        operators: range | None = None,
+    ) -> None:
+        """Run operators for the first R rows of the buffers.
 
         Args:
             tokens: of the rows; no two of a sequence have the same position.
             sequences: of the rows, as :attr:`llmpq.models.PackedBatch.sequence_rows`; for mixers.
+            operators: consecutive ones to run, by default all.
         """
         assert len(tokens) <= self.most_rows
         if self._list is None:
             self._list = (Operator * len(self._operators))(
                 *(Operator(kind=kind, what=addressof(what)) for kind, what in self._operators)
             )
+        chosen = range(len(self)) if operators is None else operators
         step = Step(
-            operators=addressof(self._list),
-            count=len(self._operators),
+            operators=addressof(self._list) + chosen.start * sizeof(Operator),
+            count=len(chosen),
             rows=len(tokens),
             **tokens.fields,
             window_tables=tokens.window_blocks.ctypes.data,

@@ -17,23 +17,19 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import count
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from llmpq.errors import SpecError
 from llmpq.kernels.base import KernelBackend, PackedWeight, open_device, packed_row_bytes
-from llmpq.kernels.cpu.dense import can_prepack
+from llmpq.kernels.cpu.dense import can_prepack, goes_in_panels, panel_rows_of
 from llmpq.kernels.cpu.native import TILE_ROWS, TiledWeight
 from llmpq.kernels.registry import TileBackend, choose_backend
 from llmpq.models import Checkpoint, DecoderStage, Master
@@ -41,12 +37,16 @@ from llmpq.models.states import COMPILED
 from llmpq.models.tensor_files import TensorSource, on_host
 from llmpq.quant.checkpoint.format import concatenate_rows
 from llmpq.quant.checkpoint.reader import GptqCheckpoint, is_as_stored, read_as_stored
+from llmpq.quant.loading.prefetch import PAGE_BYTES, Prefetcher, Slot
+from llmpq.quant.loading.streaming import MappedFile, StreamedWeights
 from llmpq.quant.loading.weight_cache import (
     BackgroundWriter,
     CacheEntry,
     WeightCache,
+    dense_weight_of,
     entry_key,
     entry_layout,
+    finish_entry,
     weight_of,
 )
 from llmpq.quant.modules.layer import (
@@ -55,22 +55,23 @@ from llmpq.quant.modules.layer import (
     QuantHead,
     QuantLinear,
     TiedEmbedding,
+    dense_linear,
+    dense_weight,
     expert_keys,
     experts_of,
     fuse_norms_,
     is_lookup,
     matrices_of,
+    operator_of,
     prepack_,
     quantize_layer_,
+    set_bias_,
 )
 from llmpq.quant.modules.mixers import compile_mixers_
 from llmpq.quant.quantizers.rtn import quantize
 from llmpq.spec.huggingface.quantization import is_gptq, stored_head
 from llmpq.spec.precision import Precision, default_precision
 from llmpq.spec.runtime_constants import HEAD_ROW_MULTIPLE
-from llmpq.units import MIB
-
-T = TypeVar("T")
 
 SLOTS = 2
 """16-bit matrices held at once: one is being read, one quantized; only one of a checkpoint of wider
@@ -79,7 +80,6 @@ numbers. The cost model counts ``MATRICES_UNDER_WAY``, which includes temporarie
 BLOCK_WEIGHTS = 1 << 21
 """Weights read and quantized at once; their codes stay in a core's cache until they are tiled."""
 
-PAGE_BYTES = 2 * MIB
 _MADV_COLLAPSE = 25  # Linux 6.1; at once, the memory is copied
 _MADV_HUGEPAGE = 14  # older ones; by a thread of the kernel, in its own time
 _GAP_BYTES = 2 * mmap.PAGESIZE
@@ -100,6 +100,7 @@ def load_stage(  # noqa: PLR0913  the stage, and where it goes; a worker has all
     backend: str | None = None,
     weight_cache: WeightCache | None = None,
     checkpoint: Checkpoint | None = None,
+    on_disk: Collection[int] = (),
 ) -> DecoderStage:
     """Load decoder layers ``[first_layer, end_layer)``, each at its own bitwidth.
 
@@ -115,6 +116,8 @@ def load_stage(  # noqa: PLR0913  the stage, and where it goes; a worker has all
         weight_cache: of quantized layers, read and written; ``None`` for none.
         checkpoint: the weights, ``None`` for those of the directory. What it stores as codes is
             decoded.
+        on_disk: layers of the stage (from 0) whose weights stay in files of the cache, from which
+            they are read as they are needed.
 
     Raises:
         SpecError: no such layers, a bitwidth missing or unknown, other bits than a GPTQ
@@ -126,32 +129,146 @@ def load_stage(  # noqa: PLR0913  the stage, and where it goes; a worker has all
     _check_range(checkpoint, first_layer, end_layer, widths)
     if load.gptq is not None and bits is not None:
         load.gptq.check_bits(first_layer, bits)
+    precisions = [default_precision(one) for one in widths]
+    chosen = {first_layer + index: precisions[index] for index in sorted(on_disk)}
+    layers = list[nn.Module]()
+    with torch.no_grad(), _on(load.device):
+        files = _layers_on_disk(load, chosen)
+        for layer in _loaded_layers(load, first_layer, precisions, files):
+            layers.append(layer.module)
+            if progress is not None:
+                progress(len(layers), len(widths), layer.description)
+            del layer  # before the next one is waited for
+    stage = DecoderStage(checkpoint.config, layers, first_layer, checkpoint.skeleton)
+    stage.to(load.device)
+    use_huge_pages(*(part for place, part in enumerate(layers) if place not in on_disk))
+    if any(hasattr(part, COMPILED) for part in stage.modules()):
+        compile_mixers_(stage, dtype)
+    if files:
+        stage.streamed = StreamedWeights(
+            {index - first_layer: _mapped_file(layer) for index, layer in files.items()}
+        )
+    return stage
+
+
+def _loaded_layers(
+    load: _Load,
+    first_layer: int,
+    precisions: Sequence[Precision],
+    prepared: Mapping[int, LayerLoad],
+) -> Iterator[LayerLoad]:
+    """Yield layers that are whole; ``prepared`` are some of them by their index in the model."""
+    checkpoint = load.checkpoint
     is_wide = checkpoint.dtype.itemsize > 2 or checkpoint.tensors.decodes
     prefetcher: Prefetcher[Piece | LayerLoad] = Prefetcher(
         1 if is_wide else SLOTS, is_pinned=load.device.type == "cuda"
     )
-    read = _read_layers(load, prefetcher, first_layer, [default_precision(one) for one in widths])
-    quantizer, layers = _Quantizer(load), list[nn.Module]()
+    read = _read_layers(load, prefetcher, first_layer, precisions, prepared)
+    quantizer = _Quantizer(load)
     with (
-        torch.no_grad(),
-        _on(load.device),
-        nullcontext() if weight_cache is None else BackgroundWriter() as writer,
+        nullcontext() if load.cache is None else BackgroundWriter() as writer,
         closing(prefetcher.iterate(read)) as ahead,
     ):
         for item in ahead:
             if isinstance(item, Piece):
                 _place(item, quantizer, writer, load)
             else:
-                layers.append(_finished(item, writer, load))
-                if progress is not None:
-                    progress(len(layers), len(widths), item.description)
+                _finish_(item, writer, load)
+                yield item
             del item  # before the next one is waited for
-    stage = DecoderStage(checkpoint.config, layers, first_layer, checkpoint.skeleton)
-    stage.to(load.device)
-    use_huge_pages(stage)
-    if any(hasattr(part, COMPILED) for part in stage.modules()):
-        compile_mixers_(stage, dtype)
-    return stage
+
+
+def _layers_on_disk(load: _Load, precisions: Mapping[int, Precision]) -> dict[int, LayerLoad]:
+    """Prepare layers whose weights rest on disk, by their index in the model.
+
+    Those that are not in the cache yet are made, one at a time, and written to it.
+
+    Raises:
+        SpecError: there is no cache, it cannot hold a layer, or the device cannot read from it.
+    """
+    found: dict[int, LayerLoad] = {}
+    for index, precision in precisions.items():
+        where = f"layer {index}: its weights rest on disk, but"
+        if load.device.type != "cpu":
+            raise SpecError(
+                f"{where} found device '{load.device}', expected a CPU: other devices do not "
+                "stream yet; plan with --no_streaming"
+            )
+        if load.cache is None:
+            raise SpecError(
+                f"{where} found no store of weights, expected one: name a folder by --store"
+            )
+        if load.gptq is not None:
+            raise SpecError(
+                f"{where} found a checkpoint in GPTQ's format, which is not streamed yet; plan "
+                "with --no_streaming, or serve the model it was made from"
+            )
+        layer = _prepared(load, index, precision, on_disk=True)
+        if layer.matrices.file is None:
+            raise SpecError(
+                f"{where} found files in {load.checkpoint.directory} that are being written, or "
+                "were a moment ago; try again"
+            )
+        if layer.matrices.cached is None:
+            for made in _loaded_layers(load, index, [precision], {}):
+                if precision.bits == 16:
+                    _write_dense(layer.matrices, made.module)
+                del made
+            layer = _prepared(load, index, precision, on_disk=True)
+        if layer.matrices.cached is None:
+            raise SpecError(
+                f"{where} {load.cache.directory} cannot hold it; raise --store_limit, or give "
+                "--store a folder with room"
+            )
+        found[index] = layer
+    return found
+
+
+def _write_dense(matrices: MatrixSet, layer: nn.Module) -> None:
+    """Write the unquantized matrices of a layer to their entry of the cache."""
+    assert matrices.file is not None
+    writer = matrices.file.write()
+    if writer is None:
+        return
+    for name, matrix in ((one.name, one) for one in matrices.members):
+        writer.add(f"{name}.tiles", dense_weight(operator_of(layer, matrix)))
+    finish_entry(writer, matrices.file)
+
+
+def _mapped_file(layer: LayerLoad) -> MappedFile:
+    """Return the file that a layer's weights lie in.
+
+    Raises:
+        SpecError: a kernel has made a copy of them, or the file is gone.
+    """
+    matrices = layer.matrices
+    assert matrices.file is not None
+    assert matrices.cached is not None
+    descriptor = matrices.file.open()
+    if descriptor is None:
+        raise SpecError(
+            f"layer {layer.index}: found its file in {matrices.file.cache.directory} deleted by "
+            "another run; raise --store_limit"
+        )
+    file = MappedFile(
+        tensors=tuple(matrices.cached.values()),
+        descriptor=descriptor,
+        name=f"the weights of layer {layer.index}",
+    )
+    for matrix in matrices.members:
+        operator = operator_of(layer.module, matrix)
+        weights = (
+            operator.prepared.tensors
+            if isinstance(operator, (QuantLinear, DenseLinear))
+            else (dense_weight(operator),)
+        )
+        if not all(map(file.holds, weights)):
+            raise SpecError(
+                f"layer {layer.index}: '{matrix.name}' "
+                f"[{matrix.out_features}, {matrix.in_features}] at {matrices.precision} has no "
+                "kernel here that reads it in place; plan with --no_streaming"
+            )
+    return file
 
 
 def _place(
@@ -159,7 +276,13 @@ def _place(
 ) -> None:
     """Put a tensor into its layer, or a matrix once all of its rows are quantized."""
     layer, into, weight = piece.layer, piece.into, piece.weight
-    if isinstance(into, Matrix):
+    if (
+        isinstance(into, Matrix)
+        and isinstance(weight, Tensor)
+        and layer.matrices.cached is not None
+    ):
+        layer.install(into, dense_linear(weight, is_ordered=into.name in layer.matrices.tiled))
+    elif isinstance(into, Matrix):
         whole = quantizer.add(layer.matrices, into, piece.first_row, weight)
         if whole is not None:
             if writer is not None and layer.matrices.entry is not None:
@@ -172,15 +295,14 @@ def _place(
         piece.slot.release()
 
 
-def _finished(layer: LayerLoad, writer: BackgroundWriter | None, load: _Load) -> nn.Module:
-    """Return a layer whose tensors have all been placed, and end its new entry of the cache."""
+def _finish_(layer: LayerLoad, writer: BackgroundWriter | None, load: _Load) -> None:
+    """Finish a layer whose tensors have all been placed, and its new entry of the cache."""
     if writer is not None and layer.matrices.entry is not None:
         writer.end()
     module = layer.finish()
     if layer.matrices.precision.bits == 16:
         quantize_layer_(module, 16, load.dtype, backend=load.backend)
     fuse_norms_(module)
-    return module
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -224,14 +346,7 @@ class _Load:
         reads_rows: bool = False,
     ) -> MatrixSet:
         """Choose the forms of matrices, and check their entry of the cache."""
-        kernels = {
-            one.name: self.kernel(
-                precision, one.out_features, one.in_features, reads_rows=reads_rows
-            )
-            for one in members
-            if one.name in weights
-        }
-        tiled = frozenset(name for name, one in kernels.items() if isinstance(one, TileBackend))
+        tiled = self._tiled([one for one in members if one.name in weights], precision, reads_rows)
         entry = self._entry(members, weights, precision, tiled)
         cached = None if entry is None else entry.read()
         return MatrixSet(
@@ -240,8 +355,23 @@ class _Load:
             weights=weights,
             tiled=tiled,
             cached=cached,
-            entry=entry if cached is None else None,
+            entry=entry if cached is None and precision.bits != 16 else None,
+            file=entry,
         )
+
+    def _tiled(
+        self, members: Sequence[Matrix], precision: Precision, reads_rows: bool
+    ) -> frozenset[str]:
+        """Return the names of those matrices that are kept in tiles, or in panels if 16 bits."""
+
+        def is_tiled(one: Matrix) -> bool:
+            shape = one.out_features, one.in_features
+            if precision.bits == 16:
+                return goes_in_panels(*shape, self.dtype)
+            kernel = self.kernel(precision, *shape, reads_rows=reads_rows)
+            return isinstance(kernel, TileBackend)
+
+        return frozenset(one.name for one in members if is_tiled(one))
 
     def _entry(
         self,
@@ -259,6 +389,8 @@ class _Load:
             f"{name} {name in tiled}{' as stored' * is_as_stored(source, precision)}"
             for name, source in weights.items()
         ]
+        if precision.bits == 16 and tiled:
+            forms.append(f"panels of {panel_rows_of(self.dtype)}")
         return CacheEntry(
             cache=self.cache,
             key=entry_key(fingerprint, [str(precision), str(self.dtype), *forms]),
@@ -296,9 +428,10 @@ class MatrixSet:
         precision: of all of them.
         members: in the order in which they are read.
         weights: source of each by its name; empty if they are stored as GPTQ codes.
-        tiled: names of those whose kernels read tiles.
+        tiled: names of those whose kernels read tiles, or panels of 16-bit numbers.
         cached: tensors of the entry, mapped; ``None`` if there is none.
         entry: a new one, to be written; ``None`` if nothing is.
+        file: the entry, written or not; ``None`` without a cache.
     """
 
     precision: Precision
@@ -307,6 +440,7 @@ class MatrixSet:
     tiled: frozenset[str]
     cached: Mapping[str, Tensor] | None
     entry: CacheEntry | None
+    file: CacheEntry | None
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -341,7 +475,7 @@ class LayerLoad:
             kind = type(self.module).__name__
             raise SpecError(f"{kind}: has no place for '{unknown.unexpected_keys[0]}'")
 
-    def install(self, matrix: Matrix, linear: QuantLinear) -> None:
+    def install(self, matrix: Matrix, linear: nn.Module) -> None:
         """Put in the operator of one matrix.
 
         A bias must be there already. Experts are replaced once all of their matrices are there.
@@ -349,13 +483,13 @@ class LayerLoad:
         module = self.module.get_submodule(matrix.module)
         if matrix.expert is None:
             assert isinstance(module, nn.Linear)
-            linear.set_bias(module.bias)
+            set_bias_(linear, module.bias)
             self.module.set_submodule(matrix.module, linear)
             return
         lists = self._experts.setdefault(matrix.module, {key: [] for key in expert_keys(module)})
         key = matrix.key.rpartition(".")[2]
         biases = getattr(module, f"{key}_bias", None)  # [E, N]
-        linear.set_bias(None if biases is None else biases[matrix.expert])
+        set_bias_(linear, None if biases is None else biases[matrix.expert])
         assert matrix.expert == len(lists[key])
         lists[key].append(linear)
         if all(len(own) == len(module.get_parameter(key)) for key, own in lists.items()):
@@ -402,6 +536,7 @@ def _read_layers(
     prefetcher: Prefetcher[Piece | LayerLoad],
     first_layer: int,
     precisions: Sequence[Precision],
+    prepared: Mapping[int, LayerLoad],
 ) -> Iterator[Piece | LayerLoad]:
     """Yield the pieces of each layer, read when they are asked for, and then the layer.
 
@@ -418,19 +553,26 @@ def _read_layers(
         initializer=open_device,  # choosing a kernel may launch one
         initargs=(load.device,),
     )
+
+    def prepare(index: int, precision: Precision) -> LayerLoad:
+        return prepared[index] if index in prepared else _prepared(load, index, precision)
+
     try:
-        for layer in pool.map(partial(_prepared, load), count(first_layer), precisions):
+        for layer in pool.map(prepare, count(first_layer), precisions):
             yield from _read_layer(load, layer, prefetcher)
             yield layer
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _prepared(load: _Load, index: int, precision: Precision) -> LayerLoad:
-    """Build a layer on the meta device, find its tensors and check its entry of the cache."""
+def _prepared(load: _Load, index: int, precision: Precision, *, on_disk: bool = False) -> LayerLoad:
+    """Build a layer on the meta device, find its tensors and check its entry of the cache.
+
+    Unquantized weights have one if they rest on disk.
+    """
     layer = load.checkpoint.empty_layer(index).requires_grad_(False).eval()
     members: Sequence[Matrix] = ()
-    if load.gptq is not None or precision.bits != 16:
+    if load.gptq is not None or precision.bits != 16 or on_disk:
         members = matrices_of(layer)
     if load.gptq is not None:
         keys = load.gptq.packed_keys(index)
@@ -480,7 +622,11 @@ def _read_layer(
             yield Piece(layer=layer, into=matrix, weight=packed, slot=slot)
             del packed
         elif matrices.cached is not None:
-            mapped = weight_of(matrix, matrices.precision, matrices.cached)
+            mapped = (
+                dense_weight_of(matrix, matrices.cached)
+                if matrices.precision.bits == 16
+                else weight_of(matrix, matrices.precision, matrices.cached)
+            )
             yield Piece(layer=layer, into=matrix, weight=mapped, slot=None)
         else:
             yield from _read_rows(load, layer, matrix, prefetcher.acquire())
@@ -573,126 +719,6 @@ class _Quantizer:
             source = matrices.weights[matrix.name]
             where = self._load.checkpoint.tensors.where(source.name)
             raise SpecError(f"{where}: {error}") from error
-
-
-class Cancelled(Exception):  # noqa: N818  not an error: the caller has stopped
-    """The caller does not want more items."""
-
-
-class Slot:
-    """The right to hold one item, with reusable host memory to read it into.
-
-    Reading into memory that was used before saves the page faults of fresh memory; it begins at a
-    page, so that a disk can write into it directly.
-
-    Args:
-        free: the queue that the slot returns to.
-        is_pinned: whether the memory is pinned, for copies to a CUDA device.
-    """
-
-    def __init__(self, free: SimpleQueue[Slot | None], *, is_pinned: bool) -> None:
-        self._free = free
-        self._is_pinned = is_pinned
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-
-    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a tensor in the slot's memory with undefined content, valid until release."""
-        nbytes = torch.Size(shape).numel() * dtype.itemsize
-        if self._buffer.nbytes < nbytes:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # freed before it is replaced
-            self._buffer = _pages(nbytes, is_pinned=self._is_pinned)
-        return self._buffer[:nbytes].view(dtype).view(shape)
-
-    def release(self) -> None:
-        """Allow the next item to be read."""
-        self._free.put(self)
-
-    def close(self) -> None:
-        """Give up the memory, which lives on in tensors that were made of it."""
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-
-
-def _pages(nbytes: int, *, is_pinned: bool) -> Tensor:
-    """Return memory that begins at a page, as direct reads need."""
-    if is_pinned:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    if nbytes > PAGE_BYTES:  # Linux aligns only maps of whole huge pages to them
-        nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # small pages make direct reads slow
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-class Prefetcher(Generic[T]):
-    """Iterates over a generator in a thread of its own.
-
-    Args:
-        num_slots: items that may be held at once.
-        is_pinned: whether the memory of the slots is pinned.
-    """
-
-    def __init__(self, num_slots: int, *, is_pinned: bool = False) -> None:
-        self._free: SimpleQueue[Slot | None] = SimpleQueue()
-        self._is_cancelled = False
-        self._slots = [Slot(self._free, is_pinned=is_pinned) for _ in range(num_slots)]
-        for slot in self._slots:
-            slot.release()
-
-    def acquire(self) -> Slot:
-        """Wait for a free slot; called by the generator before it reads an item.
-
-        Raises:
-            Cancelled: the caller has stopped.
-        """
-        slot = self._free.get()
-        if slot is None or self._is_cancelled:
-            raise Cancelled
-        return slot
-
-    def iterate(self, items: Iterator[T]) -> Generator[T, None, None]:
-        """Yield the items in order; close the generator to stop the thread.
-
-        Raises:
-            BaseException: what ``items`` raised.
-        """
-        ready: SimpleQueue[T | _End] = SimpleQueue()
-
-        def read() -> None:
-            error: BaseException | None = None
-            try:
-                for item in items:
-                    ready.put(item)
-                    del item
-            except Cancelled:
-                pass
-            except BaseException as raised:  # raised again by the caller's thread
-                error = raised
-            ready.put(_End(error))
-
-        thread = threading.Thread(target=read, name="load-read", daemon=True)
-        thread.start()
-        try:
-            while not isinstance(item := ready.get(), _End):
-                yield item
-                del item  # frees it before the next one is waited for
-            if item.error is not None:
-                raise item.error
-        finally:
-            self._is_cancelled = True
-            self._free.put(None)
-            thread.join()
-            # Slots and their queue refer to each other, and while a rank serves, Python's garbage
-            # collector seldom runs.
-            for slot in self._slots:
-                slot.close()
-
-
-@dataclass(frozen=True)
-class _End:
-    """Follows the last item."""
-
-    error: BaseException | None
 
 
 def load_master(
@@ -892,8 +918,8 @@ def _order_head_(master: Master) -> None:
     master.lm_head = linear
 
 
-def use_huge_pages(module: nn.Module) -> None:
-    """Ask for pages of ``PAGE_BYTES`` for the weights of a module that lie in memory.
+def use_huge_pages(*modules: nn.Module) -> None:
+    """Ask for pages of ``PAGE_BYTES`` for the weights of modules that lie in memory.
 
     Only pages that weights fill are asked for, so that no memory is added. Nothing happens where
     the system has no such pages, or a weight is mapped from a file.
@@ -902,7 +928,7 @@ def use_huge_pages(module: nn.Module) -> None:
     if not hasattr(libc, "madvise"):
         return
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    for first, end in huge_ranges(_spans(module)):
+    for first, end in huge_ranges(_spans(modules)):
         for advice in (_MADV_COLLAPSE, _MADV_HUGEPAGE):
             if libc.madvise(first, end - first, advice) == 0:
                 break
@@ -927,8 +953,8 @@ def huge_ranges(spans: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
     return [(first, end) for first, end in whole if first < end]
 
 
-def _spans(module: nn.Module) -> Iterator[tuple[int, int]]:
-    for tensor in _weights(module):
+def _spans(modules: Iterable[nn.Module]) -> Iterator[tuple[int, int]]:
+    for tensor in (weight for module in modules for weight in _weights(module)):
         if tensor.device.type == "cpu" and tensor.layout == torch.strided:
             yield tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
 

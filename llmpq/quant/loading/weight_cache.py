@@ -87,22 +87,30 @@ def entry_layout(
     Args:
         matrices: of the layer.
         precision: of all of them.
-        dtype: of the run, in which scales and zeros are stored.
+        dtype: of the run, in which scales and zeros are stored, and weights of 16 bits.
         tiled: names of the matrices that are stored in tiles; the others are packed rows.
     """
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for matrix in matrices:
         rows, columns = matrix.out_features, matrix.in_features
-        if matrix.name in tiled:
+        parts: Shapes
+        if precision.bits == 16:
+            parts = {"tiles": (dtype, (rows, columns))}
+        elif matrix.name in tiled:
             parts = tiled_shapes(rows, columns, precision, dtype)
         else:
             groups = (rows, columns // precision.effective_group(columns))
             row_bytes = packed_row_bytes(columns, precision.bits)
             parts = {"codes": (torch.uint8, (rows, row_bytes)), "scales": (dtype, groups)}
             if not precision.symmetric:
-                parts["zeros"] = (dtype, groups)
+                parts = {**parts, "zeros": (dtype, groups)}
         tensors |= {f"{matrix.name}.{part}": item for part, item in parts.items()}
     return EntryLayout(tensors)
+
+
+def dense_weight_of(matrix: Matrix, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return a matrix of 16 bits out of its layer's entry, in the order that was written."""
+    return tensors[f"{matrix.name}.tiles"]
 
 
 def weight_of(
@@ -187,6 +195,13 @@ class WeightCache:
             _logger.warning("store %s: cannot read: %s", self.directory, error)
         return None
 
+    def open(self, key: str) -> int | None:
+        """Open the file of an entry for reading; ``None`` if there is none."""
+        try:
+            return os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            return None
+
     def write(self, key: str, layout: EntryLayout) -> EntryWriter | None:
         """Begin an entry; ``None`` if it is larger than the limit or cannot be written."""
         if layout.file_bytes > self.limit_bytes:
@@ -246,6 +261,10 @@ class CacheEntry:
     def read(self) -> dict[str, Tensor] | None:
         """Return its tensors; see :meth:`WeightCache.read`."""
         return self.cache.read(self.key, self.layout)
+
+    def open(self) -> int | None:
+        """Open its file; see :meth:`WeightCache.open`."""
+        return self.cache.open(self.key)
 
     def write(self) -> EntryWriter | None:
         """Begin it; see :meth:`WeightCache.write`."""
@@ -360,16 +379,17 @@ class BackgroundWriter:
     def end(self) -> None:
         """Finish the entry, or delete it if it is not valid once all is written."""
         if self._entry is not None and self._file is not None:
-            finish = self._thread.submit(_finish, self._file, self._entry.is_valid)
+            finish = self._thread.submit(finish_entry, self._file, self._entry)
             self._written.append(finish)
         self._entry = self._file = None
 
 
-def _finish(entry: EntryWriter, is_valid: Callable[[], bool]) -> None:
-    if is_valid():
-        entry.commit()
+def finish_entry(writer: EntryWriter, entry: CacheEntry) -> None:
+    """Commit an entry, or delete it if its weights have changed meanwhile."""
+    if entry.is_valid():
+        writer.commit()
     else:
-        entry.abort()
+        writer.abort()
 
 
 def _map_entry(path: Path, layout: EntryLayout) -> dict[str, Tensor]:

@@ -29,7 +29,13 @@ from torch import Tensor, nn
 
 from llmpq.errors import SpecError
 from llmpq.kernels.base import KernelBackend, PackedWeight, PreparedWeight
-from llmpq.kernels.cpu.dense import can_prepack, is_whole, prepack, prepacked_linear
+from llmpq.kernels.cpu.dense import (
+    can_prepack,
+    is_whole,
+    prepack,
+    prepacked_linear,
+    wrap_panels,
+)
 from llmpq.kernels.cpu.native import TYPES, Norm, TiledWeight, library, rows_of_tiles
 from llmpq.kernels.registry import TileBackend, choose_backend
 from llmpq.models.adapter import BiasedExperts, ClampedGate, accepts, default_norm
@@ -208,6 +214,31 @@ def _ordered(views: Sequence[nn.Linear]) -> list[nn.Module]:
     ]
 
 
+def dense_linear(weight: Tensor, *, is_ordered: bool) -> DenseLinear | nn.Linear:
+    """Return the operator of a weight ``[N, K]`` that is not quantized, without a bias or a copy.
+
+    Args:
+        weight: in the order of this CPU's kernels, or in its own.
+        is_ordered: which of them.
+    """
+    if is_ordered:
+        return DenseLinear.of_panels(weight)
+    out_features, in_features = weight.shape
+    linear = nn.Linear(in_features, out_features, bias=False, device="meta")
+    linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    return linear
+
+
+def set_bias_(linear: nn.Module, bias: Tensor | None) -> None:
+    """Give an operator without a bias one, ``[N]``."""
+    if isinstance(linear, QuantLinear):
+        linear.set_bias(bias)
+    elif bias is not None and isinstance(linear, nn.Linear):
+        linear.bias = nn.Parameter(bias.detach(), requires_grad=False)
+    elif bias is not None and isinstance(linear, DenseLinear):
+        linear.bias = bias.detach().to(linear.dtype)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matrix:
     """One weight matrix that a plan quantizes.
@@ -305,6 +336,26 @@ def experts_of(
         return QuantStack(linears["weight"])
     first, down = (linears[key] for key in expert_keys(module))
     return QuantExperts(first, down, gate_of(module))
+
+
+def operator_of(layer: nn.Module, matrix: Matrix) -> nn.Module:
+    """Return the operator that has a matrix, once experts are operators of their own."""
+    module = layer.get_submodule(matrix.module)
+    if matrix.expert is None:
+        return module
+    if isinstance(module, QuantStack):
+        return module.matrices[matrix.expert]
+    assert isinstance(module, QuantExperts)
+    own = module.down if matrix.key.endswith(_EXPERT_WEIGHTS[1]) else module.gate_up
+    return own[matrix.expert]
+
+
+def dense_weight(linear: nn.Module) -> Tensor:
+    """Return the weight of an operator that is not quantized, ``[N, K]``, in panels or not."""
+    if isinstance(linear, DenseLinear):
+        return linear.prepared.tensors[0]
+    assert isinstance(linear, nn.Linear)
+    return linear.weight.detach()
 
 
 def expert_views(experts: nn.Module, key: str) -> list[nn.Linear]:
@@ -518,10 +569,21 @@ class DenseLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None, *, reuse: bool = False) -> None:
         """Order ``weight`` ``[N, K]``, in its own memory with ``reuse``; the caller drops it."""
         super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.dtype = weight.dtype
-        self._weight = prepack(weight, reuse=reuse)
-        self.register_buffer("bias", None if bias is None else bias.detach().to(weight.dtype))
+        self._set(prepack(weight, reuse=reuse), weight.dtype, bias)
+
+    @classmethod
+    def of_panels(cls, panels: Tensor) -> DenseLinear:
+        """Return the operator of a weight ``[N, K]`` that is ordered, without a bias or a copy."""
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made._set(wrap_panels(panels), panels.dtype, None)
+        return made
+
+    def _set(self, weight: PreparedWeight, dtype: torch.dtype, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = weight.out_features, weight.in_features
+        self.dtype = dtype
+        self._weight = weight
+        self.register_buffer("bias", None if bias is None else bias.detach().to(dtype))
 
     @property
     def weight_bytes(self) -> int:

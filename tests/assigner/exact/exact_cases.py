@@ -10,6 +10,7 @@ import numpy as np
 from llmpq.assigner.enumeration import device_orders
 from llmpq.assigner.objective import PairCosts, SearchSpace
 from llmpq.spec.plan import MicroBatching
+from llmpq.spec.runtime_constants import STREAM_BUFFERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +89,9 @@ def _random_pair(
         prefill_s=prefill,
         decode_s=decode,
         layer_bytes=size,
+        stream_bytes=np.zeros_like(size),
+        stream_prefill_s=np.zeros(groups),
+        stream_decode_s=np.zeros(groups),
         kv_bytes=np.zeros(kinds, dtype=np.int64),
         total_bytes=capacity + runtime + temporary,
         runtime_bytes=runtime,
@@ -102,6 +106,27 @@ def _random_pair(
     )
 
 
+def with_disks(rng: np.random.Generator, space: SearchSpace) -> SearchSpace:
+    """The same problem where weights of some groups may rest on disks of any speed."""
+    kept = rng.uniform(0, 0.2)
+    has_disk = rng.random(space.num_groups) < 0.85
+    speed = np.exp(rng.normal(0, 1.5, space.num_groups))  # of reading, relative to computing
+    pairs = []
+    for pair in space.pairs:
+        byte_s = pair.decode_s.mean() / pair.layer_bytes.mean() / speed
+        passes = float(rng.integers(1, 4))
+        pairs.append(
+            replace(
+                pair,
+                stream_bytes=(pair.layer_bytes * (1 - kept)).astype(np.int64)
+                * has_disk[:, None, None],
+                stream_prefill_s=passes * byte_s * has_disk,
+                stream_decode_s=byte_s * has_disk,
+            )
+        )
+    return replace(space, pairs=tuple(pairs))
+
+
 def best_value(space: SearchSpace, orders: str) -> float:
     """Try every order, placement and choice of bitwidths; infinite when nothing is feasible."""
     return min(
@@ -113,12 +138,15 @@ def best_value(space: SearchSpace, orders: str) -> float:
 
 def _best_of_order(space: SearchSpace, pair: PairCosts, order: tuple[int, ...]) -> float:
     layers = space.num_layers
-    choices = np.array(list(itertools.product(range(len(space.bits)), repeat=layers)))
+    # Of each layer a width, and where there are disks whether its weights rest there.
+    variants = len(space.bits) * (1 + bool(pair.stream_bytes.any()))
+    variants_of = np.array(list(itertools.product(range(variants), repeat=layers)))
+    choices, on_disk = variants_of % len(space.bits), variants_of >= len(space.bits)
     every = np.arange(layers)
     quality = space.omega[every, choices].sum(axis=1)
     best = np.inf
     for places in itertools.combinations_with_replacement(range(len(order)), layers):
-        value, fits = _values(space, pair, order, (np.array(places), choices))
+        value, fits = _values(space, pair, order, (np.array(places), choices, on_disk))
         if space.quality_budget is not None:
             fits &= quality <= space.quality_budget * (1 + 1e-9) + 1e-15
         fits &= _obeys(space, np.array(order)[list(places)], choices)
@@ -145,10 +173,10 @@ def _values(
     space: SearchSpace,
     pair: PairCosts,
     order: tuple[int, ...],
-    plans: tuple[np.ndarray, np.ndarray],
+    plans: tuple[np.ndarray, np.ndarray, np.ndarray],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Latency and fit of one placement at every choice of bitwidths: the formulas once more."""
-    places, choices = plans
+    """Latency and fit of one placement at every choice of variants: the formulas once more."""
+    places, choices, on_disk = plans
     used = sorted({0, *places.tolist()})
     fits = np.ones(len(choices), dtype=bool)
     prefill, decode = [], []
@@ -157,10 +185,16 @@ def _values(
         mine = np.flatnonzero(places == position)
         cell = (group, space.kinds[mine], choices[:, mine])
         first = position == 0
-        prefill.append(pair.prefill_s[cell].sum(axis=1) + first * pair.master_prefill_s[group])
-        decode.append(pair.decode_s[cell].sum(axis=1) + first * pair.master_decode_s[group])
+        read = pair.stream_bytes[cell] * on_disk[:, mine]
+        fits &= (read > 0).sum(axis=1) == on_disk[:, mine].sum(axis=1)
+        computed = pair.prefill_s[cell].sum(axis=1) + first * pair.master_prefill_s[group]
+        prefill.append(np.maximum(computed, read.sum(axis=1) * pair.stream_prefill_s[group]))
+        computed = pair.decode_s[cell].sum(axis=1) + first * pair.master_decode_s[group]
+        decode.append(np.maximum(computed, read.sum(axis=1) * pair.stream_decode_s[group]))
         room = (pair.first_capacity_bytes if first else pair.capacity_bytes)[group]
-        fits &= pair.layer_bytes[cell].sum(axis=1) <= room
+        held = pair.layer_bytes[cell].sum(axis=1) - read.sum(axis=1)
+        held += STREAM_BUFFERS * read.max(axis=1, initial=0)
+        fits &= held <= room
     hops = [(order[a], order[b]) for a, b in itertools.pairwise(used)]
     back = (order[used[-1]], order[0])
     alone = len(used) == 1

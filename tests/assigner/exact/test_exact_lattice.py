@@ -68,7 +68,16 @@ def test_interchangeable_groups_are_entered_in_one_order_only() -> None:
     equal_pairs = []
     for pair in space.pairs:
         names = (
-            *("prefill_s", "decode_s", "layer_bytes", "total_bytes", "runtime_bytes"),
+            *(
+                "prefill_s",
+                "decode_s",
+                "layer_bytes",
+                "stream_bytes",
+                "stream_prefill_s",
+                "stream_decode_s",
+                "total_bytes",
+                "runtime_bytes",
+            ),
             *("temporary_bytes", "master_bytes", "master_prefill_s", "master_decode_s"),
         )
         equal_pairs.append(replace(pair, **{name: getattr(pair, name)[[0, 0]] for name in names}))

@@ -108,7 +108,16 @@ def test_renaming_groups_changes_nothing(space: SearchSpace, orders: str) -> Non
         vectors = {
             name: getattr(pair, name)[renamed]
             for name in (
-                *("prefill_s", "decode_s", "layer_bytes", "total_bytes", "runtime_bytes"),
+                *(
+                    "prefill_s",
+                    "decode_s",
+                    "layer_bytes",
+                    "stream_bytes",
+                    "stream_prefill_s",
+                    "stream_decode_s",
+                    "total_bytes",
+                    "runtime_bytes",
+                ),
                 *("temporary_bytes", "master_bytes", "master_prefill_s", "master_decode_s"),
             )
         }
@@ -131,7 +140,16 @@ def test_splitting_a_group_into_equal_groups_changes_nothing_for_all_orders() ->
         vectors = {
             name: getattr(pair, name)[rows]
             for name in (
-                *("prefill_s", "decode_s", "layer_bytes", "total_bytes", "runtime_bytes"),
+                *(
+                    "prefill_s",
+                    "decode_s",
+                    "layer_bytes",
+                    "stream_bytes",
+                    "stream_prefill_s",
+                    "stream_decode_s",
+                    "total_bytes",
+                    "runtime_bytes",
+                ),
                 *("temporary_bytes", "master_bytes", "master_prefill_s", "master_decode_s"),
             )
         }

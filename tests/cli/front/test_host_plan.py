@@ -295,6 +295,7 @@ def test_the_record_has_every_decision(memory):
             "figures": "catalogue",
             "threads": 2,
             "layers": 12,
+            "layers_on_disk": 0,
             "memory_bytes": stage.memory.total,
             "capacity_bytes": 4 * GIB,
         }

@@ -12,7 +12,7 @@
 
 typedef struct {
     uint64_t counts;
-    int64_t bytes;
+    int64_t bytes, held; /* all, and at least in memory */
     double prefill, decode, degradation, price;
 } State;
 
@@ -94,8 +94,9 @@ static int extend(Sweep *w, const LagrangianTables *t, int k, int c, int size, d
             State state = w->now[s];
             state.price += price[b];
             state.bytes += p->bytes[cell + b];
+            state.held += p->bytes[cell + b] - p->streamable[cell + b];
             state.degradation += p->omega[c * B + b];
-            if (state.price + rest >= limit || state.bytes > p->capacity[k] ||
+            if (state.price + rest >= limit || state.held > p->capacity[k] ||
                 state.degradation > p->budget)
                 continue;
             state.prefill += p->prefill[cell + b], state.decode += p->decode[cell + b];
@@ -147,19 +148,85 @@ static int append(Columns *s, const Column *column, int size) {
     return EXACT_DONE;
 }
 
+/* Layers of one size whose weights may rest on disk. */
+typedef struct {
+    int64_t size, count;
+} Streamable;
+
+static int by_size(const void *a, const void *b) {
+    const Streamable *x = a, *y = b;
+    return (x->size < y->size) - (x->size > y->size);
+}
+
+/* The fewest bytes, at least `need`, of layers from `first` on; at most `best` is looked for. */
+static int64_t fewest(const Streamable *of, int size, int first, int64_t read, int64_t need,
+                      int64_t best) {
+    if (read >= need) return read < best ? read : best;
+    int64_t rest = 0;
+    for (int i = first; i < size; i++) rest += of[i].size * of[i].count;
+    if (read + rest < need || need >= best) return best;
+    int64_t most = (need - read + of[first].size - 1) / of[first].size;
+    if (most > of[first].count) most = of[first].count;
+    for (int64_t n = most; n >= 0 && best > need; n--)
+        best = fewest(of, size, first + 1, read + n * of[first].size, need, best);
+    return best;
+}
+
+/* The fewest bytes on disk with which layers [a, c) fit; INT64_MAX if they never do. */
+static int64_t least_streamed(const Sweep *w, const Problem *p, const State *state, int k, int a,
+                              int c) {
+    Streamable of[p->kinds * p->bits];
+    uint64_t counts = state->counts;
+    int size = 0;
+    for (int kind = p->kinds - 1; kind >= 0; kind--) {
+        int64_t last = 0;
+        for (int i = a; i < c; i++) last += p->kind[i] == kind;
+        for (int b = p->bits - 2; b >= -1; b--) {
+            int width = b < 0 ? p->bits - 1 : b;
+            int64_t count = last;
+            if (b >= 0) {
+                uint64_t radix = w->radix[kind * p->bits + b];
+                count = (int64_t)(counts / radix), counts %= radix;
+                last -= count;
+            }
+            int64_t each = p->streamable[((k % p->groups) * p->kinds + kind) * p->bits + width];
+            if (count > 0 && each > 0) of[size++] = (Streamable){.size = each, .count = count};
+        }
+    }
+    qsort(of, (size_t)size, sizeof *of, by_size);
+    int64_t best = INT64_MAX;
+    for (int i = 0; i < size; i++)
+        best = fewest(of, size, i, 0, state->bytes - p->capacity[k] + p->buffers * of[i].size, best);
+    return best;
+}
+
 /* Turn the states that end at c into columns of the cell. */
-static int emit(Sweep *w, Columns *s, const LagrangianTables *t, const double *x, int k, int size,
-                double allowed) {
+static int emit(Sweep *w, Columns *s, const LagrangianTables *t, const double *x, int k, int a,
+                int c, int size, double allowed) {
     const Problem *p = t->problem;
+    int g = k % p->groups, found = 0;
     double memory = x[at_memory(p, k)] / t->byte_unit;
-    int found = 0;
     for (int j = 0; j < size; j++) {
-        const State *state = w->now + j;
+        State *state = w->now + j;
+        double prefill = state->prefill, decode = state->decode;
         double price = state->price + memory * (double)(p->capacity[k] - state->bytes);
+        if (state->held < state->bytes) {
+            if (state->bytes > p->capacity[k]) {
+                int64_t read = least_streamed(w, p, state, k, a, c);
+                if (read == INT64_MAX) continue;
+                if ((double)read * p->stream_prefill[g] > prefill)
+                    prefill = (double)read * p->stream_prefill[g];
+                if ((double)read * p->stream_decode[g] > decode)
+                    decode = (double)read * p->stream_decode[g];
+            }
+            price = (1 + x[at_prefill(p, g)]) * prefill +
+                    (sum_price(p, x) + x[at_decode(p, g)]) * decode +
+                    (p->theta + x[at_budget(p)]) * state->degradation;
+        }
         if (price >= allowed) continue;
-        w->found[found++] = (Column){.prefill = state->prefill,
-                                     .decode = state->decode,
-                                     .cost = state->prefill + p->theta * state->degradation,
+        w->found[found++] = (Column){.prefill = prefill,
+                                     .decode = decode,
+                                     .cost = prefill + p->theta * state->degradation,
                                      .degradation = state->degradation,
                                      .price = price,
                                      .counts = state->counts};
@@ -190,7 +257,7 @@ static int sweep(Sweep *w, Columns *s, const LagrangianTables *t, const double *
             s->states += size;
         }
         if (c - a >= t->lattice->least_layers[k] && size > 0 && c <= last)
-            status = emit(w, s, t, x, k, size, limit - best[c]);
+            status = emit(w, s, t, x, k, a, c, size, limit - best[c]);
         if (status) return status;
     }
     start[L + 1] = (int32_t)s->size;

@@ -23,16 +23,18 @@ static double relaxed_master(const Relaxation *r, const double *x, double *gradi
         int k = T + g;
         if (p->capacity[k] < 0) continue;
         double held = ((double)p->capacity[g] - (double)p->capacity[k]) / r->byte_unit;
-        double price = (1 + x[at_prefill(p, g)]) * p->master_prefill[k] +
-                       (sum_price(p, x) + x[at_decode(p, g)]) * p->master_decode[k] +
+        double computed = 1 - p->split[g];
+        double price = computed * (1 + x[at_prefill(p, g)]) * p->master_prefill[k] +
+                       computed * (sum_price(p, x) + x[at_decode(p, g)]) * p->master_decode[k] +
                        x[at_memory(p, g)] * held;
         if (price < least) least = price, best = g;
     }
     if (best < 0) return HUGE_VAL;
     int k = T + best;
-    gradient[at_prefill(p, best)] += p->master_prefill[k];
-    gradient[at_decode(p, best)] += p->master_decode[k];
-    gradient[at_sum(p)] += p->master_decode[k];
+    double computed = 1 - p->split[best];
+    gradient[at_prefill(p, best)] += computed * p->master_prefill[k];
+    gradient[at_decode(p, best)] += computed * p->master_decode[k];
+    gradient[at_sum(p)] += computed * p->master_decode[k];
     gradient[at_memory(p, best)] +=
         ((double)p->capacity[best] - (double)p->capacity[k]) / r->byte_unit;
     return least;
@@ -44,7 +46,8 @@ static void relaxed_bases(const Relaxation *r, const double *x, int layer, doubl
         base[b] = HUGE_VAL, who[b] = 0;
         for (int g = 0; g < p->groups; g++) {
             if (!r->usable[g] || !may_run(p, g, layer, b)) continue;
-            double price = layer_base(p, x, g, p->kind[layer], b, r->byte_unit);
+            Parts parts = layer_parts(p, x, g, p->kind[layer], b, r->byte_unit);
+            double price = parts_price(p, x, g, parts, r->byte_unit);
             if (price < base[b]) base[b] = price, who[b] = g;
         }
     }
@@ -63,12 +66,13 @@ static double relaxed_layers(const Relaxation *r, const double *x, double *gradi
             double price = base[b] + quality * omega[b];
             if (price < least) least = price, best = b;
         }
-        int g = who[best], j = (g * p->kinds + p->kind[i]) * p->bits + best;
+        int g = who[best];
+        Parts parts = layer_parts(p, x, g, p->kind[i], best, r->byte_unit);
         total += least;
-        gradient[at_prefill(p, g)] += p->prefill[j];
-        gradient[at_decode(p, g)] += p->decode[j];
-        gradient[at_sum(p)] += p->decode[j];
-        gradient[at_memory(p, g)] += (double)p->bytes[j] / r->byte_unit;
+        gradient[at_prefill(p, g)] += parts.prefill;
+        gradient[at_decode(p, g)] += parts.decode;
+        gradient[at_sum(p)] += parts.decode;
+        gradient[at_memory(p, g)] += parts.bytes / r->byte_unit;
         gradient[at_budget(p)] += omega[best];
     }
     return total;

@@ -10,7 +10,7 @@
 #include <math.h>
 #include <stdint.h>
 
-#define EXACT_ABI 2
+#define EXACT_ABI 3
 enum { EXACT_DONE = 0, EXACT_OVERFLOW = 1, EXACT_DEADLINE = 2, EXACT_NO_MEMORY = 3 };
 
 /* One micro-batch pair. With P and D the largest prefill and decode times of stages and links,
@@ -23,6 +23,13 @@ typedef struct {
     const double *prefill, *decode;                /* [T, K, B] seconds of one layer */
     const int64_t *bytes;                          /* [T, K, B] */
     const int64_t *capacity;                       /* [C] */
+    /* Weights that may rest on disk. A stage that does not fit reads the least bytes of whole
+     * layers that let it fit, beside `buffers` of the largest of them; its times are then at least
+     * those of reading. */
+    const int64_t *streamable;                     /* [T, K, B] bytes, 0 for none */
+    const double *stream_prefill, *stream_decode;  /* [T] seconds of a byte */
+    const double *split;                           /* [T] share of the reading in bounds, 0 to 1 */
+    int64_t buffers;
     const double *master_prefill, *master_decode;  /* [C] seconds; 0 unless first */
     const double *send_prefill, *send_decode;      /* [2, T, T] forward, then back to the master */
     const double *omega;                           /* [L, B] degradation */
@@ -153,7 +160,14 @@ double mean_layer_bytes(const Problem *p);
 /* Price of a second of summed decode time: its fixed weight, and what the sum branch of the
  * steady round adds. */
 double sum_price(const Problem *p, const double *x);
-/* Price of a layer of a kind at bitwidth b on class k, its degradation apart. */
-double layer_base(const Problem *p, const double *x, int k, int kind, int b, double unit);
+/* What a layer counts for in a bound, its degradation apart. The larger of computing and reading
+ * is at least (1 - split) of the one and split of the other; a layer is on disk where that is
+ * cheaper than its memory. */
+typedef struct {
+    double prefill, decode, bytes;
+} Parts;
+Parts layer_parts(const Problem *p, const double *x, int k, int kind, int b, double unit);
+/* Price of such parts on class k. */
+double parts_price(const Problem *p, const double *x, int k, Parts parts, double unit);
 
 #endif

@@ -28,11 +28,24 @@ double sum_price(const Problem *p, const double *x) {
     return p->sum_weight[0] + x[at_sum(p)];
 }
 
-double layer_base(const Problem *p, const double *x, int k, int kind, int b, double unit) {
+double parts_price(const Problem *p, const double *x, int k, Parts parts, double unit) {
+    int g = k % p->groups;
+    return (1 + x[at_prefill(p, g)]) * parts.prefill +
+           (sum_price(p, x) + x[at_decode(p, g)]) * parts.decode +
+           x[at_memory(p, k)] * (parts.bytes / unit);
+}
+
+Parts layer_parts(const Problem *p, const double *x, int k, int kind, int b, double unit) {
     int g = k % p->groups, j = (g * p->kinds + kind) * p->bits + b;
-    return (1 + x[at_prefill(p, g)]) * p->prefill[j] +
-           (sum_price(p, x) + x[at_decode(p, g)]) * p->decode[j] +
-           x[at_memory(p, k)] * ((double)p->bytes[j] / unit);
+    Parts parts = {.prefill = p->prefill[j], .decode = p->decode[j], .bytes = (double)p->bytes[j]};
+    double share = p->split[g], read = (double)p->streamable[j];
+    parts.prefill *= 1 - share, parts.decode *= 1 - share;
+    if (p->streamable[j] == 0) return parts;
+    Parts on_disk = {.prefill = parts.prefill + share * p->stream_prefill[g] * read,
+                     .decode = parts.decode + share * p->stream_decode[g] * read,
+                     .bytes = parts.bytes - read};
+    int is_cheaper = parts_price(p, x, k, on_disk, unit) < parts_price(p, x, k, parts, unit);
+    return is_cheaper ? on_disk : parts;
 }
 
 static double link_price(const Problem *p, const double *x, int id, int priced) {
@@ -53,10 +66,12 @@ static int link_is_priced(const Problem *p, const Lattice *g, int id) {
 }
 
 static int64_t least_bytes(const Problem *p, int k, int layer) {
-    const int64_t *bytes = p->bytes + ((k % p->groups) * p->kinds + p->kind[layer]) * p->bits;
+    int first = ((k % p->groups) * p->kinds + p->kind[layer]) * p->bits;
     int64_t least = INT64_MAX;
-    for (int b = 0; b < p->bits; b++)
-        if (may_run(p, k, layer, b) && bytes[b] < least) least = bytes[b];
+    for (int b = 0; b < p->bits; b++) {
+        int64_t held = p->bytes[first + b] - p->streamable[first + b];
+        if (may_run(p, k, layer, b) && held < least) least = held;
+    }
     return least;
 }
 
@@ -122,7 +137,8 @@ static void fill_prices(LagrangianTables *t, const double *x) {
         for (int i = 0; i < L; i++) {
             if (i == 0 || p->kind[i] != p->kind[i - 1])
                 for (int b = 0; b < B; b++)
-                    base[b] = layer_base(p, x, k, p->kind[i], b, t->byte_unit);
+                    base[b] = parts_price(
+                        p, x, k, layer_parts(p, x, k, p->kind[i], b, t->byte_unit), t->byte_unit);
             prices = t->layer_price + ((size_t)k * L + i) * B;
             int best = 0;
             for (int b = 0; b < B; b++) {
@@ -135,8 +151,9 @@ static void fill_prices(LagrangianTables *t, const double *x) {
             prefix[i + 1] = prefix[i] + (isfinite(prices[best]) ? prices[best] : 0);
         }
         int g = k % p->groups;
-        t->fixed[k] = (1 + x[at_prefill(p, g)]) * p->master_prefill[k] +
-                      (sum_price(p, x) + x[at_decode(p, g)]) * p->master_decode[k] -
+        double computed = 1 - p->split[g];
+        t->fixed[k] = computed * (1 + x[at_prefill(p, g)]) * p->master_prefill[k] +
+                      computed * (sum_price(p, x) + x[at_decode(p, g)]) * p->master_decode[k] -
                       x[at_memory(p, k)] * ((double)p->capacity[k] / t->byte_unit);
     }
     tables_price_links(t, x);
@@ -220,15 +237,17 @@ void tables_add_link(const LagrangianTables *t, int id, double *gradient) {
     gradient[at_decode_link(p, id % p->groups)] += p->send_decode[id];
 }
 
-static void add_stage(const LagrangianTables *t, int k, int first, int end, double *gradient) {
+static void add_stage(const LagrangianTables *t, const double *x, int k, int first, int end,
+                      double *gradient) {
     const Problem *p = t->problem;
     int g = k % p->groups;
-    double prefill = p->master_prefill[k], decode = p->master_decode[k];
+    double computed = 1 - p->split[g];
+    double prefill = computed * p->master_prefill[k], decode = computed * p->master_decode[k];
     double memory = -(double)p->capacity[k];
     for (int i = first; i < end; i++) {
         int b = t->choice[(size_t)k * p->layers + i];
-        int j = (g * p->kinds + p->kind[i]) * p->bits + b;
-        prefill += p->prefill[j], decode += p->decode[j], memory += (double)p->bytes[j];
+        Parts parts = layer_parts(p, x, k, p->kind[i], b, t->byte_unit);
+        prefill += parts.prefill, decode += parts.decode, memory += parts.bytes;
         gradient[at_budget(p)] += p->omega[i * p->bits + b];
     }
     gradient[at_prefill(p, g)] += prefill;
@@ -237,7 +256,7 @@ static void add_stage(const LagrangianTables *t, int k, int first, int end, doub
     gradient[at_memory(p, k)] += memory / t->byte_unit;
 }
 
-static void fill_gradient(const LagrangianTables *t, double *gradient) {
+static void fill_gradient(const LagrangianTables *t, const double *x, double *gradient) {
     const Problem *p = t->problem;
     memset(gradient, 0, (size_t)multipliers(p) * sizeof(double));
     if (isfinite(p->budget)) gradient[at_budget(p)] = -p->budget;
@@ -247,7 +266,7 @@ static void fill_gradient(const LagrangianTables *t, double *gradient) {
         v = t->lattice->edge_target[e];
         int end = best_end(t, v, i);
         tables_add_link(t, t->lattice->edge_link[e], gradient);
-        add_stage(t, t->lattice->node_class[v], i, end, gradient);
+        add_stage(t, x, t->lattice->node_class[v], i, end, gradient);
         i = end;
     }
     tables_add_link(t, t->lattice->node_return[v], gradient);
@@ -264,7 +283,7 @@ double tables_evaluate(LagrangianTables *t, const double *x, double *gradient) {
         if (v > 0) fill_entry(t, v, scratch, queue);
     }
     double bound = t->to_go[0];
-    if (gradient && isfinite(bound)) fill_gradient(t, gradient);
+    if (gradient && isfinite(bound)) fill_gradient(t, x, gradient);
     return isfinite(p->budget) ? bound - x[at_budget(p)] * p->budget : bound;
 }
 
