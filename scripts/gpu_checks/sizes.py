@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 
 from llmpq.batching.blocks import blocks_of
 from llmpq.dist.engine.cuda_graphs import CudaCapture, DecodeGraphs, DecodeSizes
-from llmpq.dist.engine.engine import SamplingState, ScoredRows
+from llmpq.dist.engine.engine import Choice, SamplingState, ScoredRows
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.kv.cache import KVCache
 from llmpq.kernels.gpu.paged_decode import DecodeRows, attend
@@ -225,7 +225,7 @@ def sampling(setting: Setting) -> Iterator[Row]:
 
 
 def _choose(logits: Tensor, states: Sequence[SamplingState]) -> None:
-    scored = ScoredRows(logits)
+    scored = ScoredRows(logits, [Choice(row, state) for row, state in enumerate(states)])
     for row, state in enumerate(states):
         scored.sample(row, state)
 
