@@ -25,7 +25,7 @@ from llmpq.errors import SpecError
 from llmpq.logging import get_logger
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster, Device, limited_set
-from llmpq.spec.devices.figures import DeviceSpec, PrecisionCost, compute_format
+from llmpq.spec.devices.figures import DeviceSpec, PrecisionCost, compute_format, reads_blocks
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import DTYPE_BYTES, Dtype, Phase
@@ -290,6 +290,7 @@ class ClusterCosts:
             micro_batching,
             dtype=self.format_of(device),
             device_kind=self.specs[device.group].kind,
+            reads_blocks=reads_blocks(self.specs[device.group]),
             is_master=is_master,
             kv_bits=self.kv_bits_of(device),
             is_last=is_last or len(self.cluster.devices) == 1,

@@ -36,6 +36,7 @@ from llmpq.spec.runtime_constants import (
     SHARED_FROM_BYTES,
     STEP_ROWS,
     STEP_SLOTS,
+    decode_splits,
     kept_blocks,
     state_slots,
 )
@@ -262,6 +263,7 @@ def temporary_bytes(  # noqa: PLR0913  what a step is, and where it runs
     dtype: Dtype,
     device_kind: DeviceKind,
     is_master: bool,
+    reads_blocks: bool = True,
     kv_bits: int = 16,
     is_last: bool = False,
     kv_bytes: int = 0,
@@ -280,6 +282,8 @@ def temporary_bytes(  # noqa: PLR0913  what a step is, and where it runs
                             attention, feed-forward, worst operator's rows )
         attention    = R (4 q + 2 k) d e                     q and k, rotated too, v, and the output
                      + 2 G (k + x) d e                       keys and values gathered from blocks
+                       or, in decode of GPUs,
+                       4 v q s (d + 1)                       of every part of a row's keys
                      + v B C e                               mask of B query and C context tokens
                      + v q B C (2 e + 8)                     scores with a bias
                      + q B C 4 + 4 C k d                     scores that are written out
@@ -289,14 +293,15 @@ def temporary_bytes(  # noqa: PLR0913  what a step is, and where it runs
         rows         = R a ((in + out) e + w in + 4 out)     8-bit rows and their 32-bit sums
 
     ``i`` and ``m`` are the outputs and the channels of a mixer, ``u`` the numbers of its state.
-    ``B`` is at most ``SCORE_BLOCK_TOKENS``; ``G`` is ``v C`` in decode, else the larger of ``R``
-    and ``C``: chunks gather one sequence at a time. ``x`` is ``q`` where heads are grouped, which
-    are repeated in prefill and decode alike, else 0; ``a`` experts a token; ``p`` the sum and ``f``
-    the largest of the feed-forward operators' outputs; ``c`` results of the activation alive at
-    once; ``w`` bytes of a value on its way to 8 bits, 1 (float32 runs widen instead). Scores that
-    are capped or have sinks are written out, for one prompt at a time, in decode for ``v``, with
-    keys or values in float32; ``x`` is then 0. Of latent attention, the latent vectors and what is
-    made of them count. What quantized layers need is always counted.
+    ``s`` parts of a row's keys are computed apart and joined (``decode_splits``): there nothing is
+    gathered, masked or written out. ``B`` is at most ``SCORE_BLOCK_TOKENS``; ``G`` is ``v C`` in
+    decode, else the larger of ``R`` and ``C``: chunks gather one sequence at a time. ``x`` is ``q``
+    where heads are grouped, which are repeated in prefill and decode alike, else 0; ``a`` experts a
+    token; ``p`` the sum and ``f`` the largest of the feed-forward operators' outputs; ``c`` results
+    of the activation alive at once; ``w`` bytes of a value on its way to 8 bits, 1 (float32 runs
+    widen instead). Scores that are capped or have sinks are written out, for one prompt at a time,
+    in decode for ``v``, with keys or values in float32; ``x`` is then 0. Of latent attention, the
+    latent vectors and what is made of them count. What quantized layers need is always counted.
 
     Elsewhere than on a CPU the step takes::
 
@@ -326,7 +331,12 @@ def temporary_bytes(  # noqa: PLR0913  what a step is, and where it runs
     )  # fmt: skip
     steps = [prompts, decode]
     if device_kind != "cpu":
-        worst = max(_gpu_peak(step, is_master=is_master) for step in steps)
+        worst = max(
+            _gpu_peak(
+                step, is_master=is_master, reads_blocks=reads_blocks and device_kind == "cuda"
+            )
+            for step in steps
+        )
         return GPU_WORKSPACE_BYTES + math.ceil((1.0 + GPU_MARGIN) * worst)
     links = (not is_master) + (not is_last)
     worst = max(_cpu_peak(step, is_master=is_master, links=links) for step in steps)
@@ -409,11 +419,12 @@ def read_buffer_bytes(steps: Sequence[ForwardShape]) -> int:
     return 2 * tokens * widest * DTYPE_BYTES[step.dtype]
 
 
-def _gpu_peak(step: ForwardShape, *, is_master: bool) -> int:
+def _gpu_peak(step: ForwardShape, *, is_master: bool, reads_blocks: bool) -> int:
     value_bytes, peaks = DTYPE_BYTES[step.dtype], []
     for layer in step.model.layer_types:
         weights = [op.out_features * op.in_features for op in layer.linears if op.quantizable]
-        peaks.append(_layer_bytes(step, layer, on_cpu=False) + max(weights) * value_bytes)
+        own = _layer_bytes(step, layer, on_cpu=False, reads_blocks=reads_blocks)
+        peaks.append(own + max(weights) * value_bytes)
     return 2 * step.message + step.apart + max(peaks) + (_logits(step) if is_master else 0)
 
 
@@ -431,17 +442,21 @@ def _cpu_peak(step: ForwardShape, *, is_master: bool, links: int) -> int:
     return max(1, links * held) * step.message + step.apart + worst + holes
 
 
-def _layer_bytes(step: ForwardShape, layer: LayerSpec, *, on_cpu: bool) -> int:
+def _layer_bytes(
+    step: ForwardShape, layer: LayerSpec, *, on_cpu: bool, reads_blocks: bool = True
+) -> int:
     """Return the bound of the tensors of a layer alive at once; see :func:`temporary_bytes`."""
     quantizable = [op for op in layer.linears if op.quantizable]
     others = OTHER_TENSORS[DTYPE_BYTES[step.dtype]] * step.hidden if on_cpu else 0
     in_place = on_cpu and fits_kernel(layer)
+    has_parts = not on_cpu and reads_blocks and step.tokens == 1
     has_bias = in_place and family_of(step.model.family).alibi is not None
     bias = 4 * layer.num_heads * step.context if has_bias else 0
     if layer.state_values:
         mixed = _recurrence(step, layer, on_cpu=on_cpu)
     else:
-        mixed = _attention(step, layer, in_place=in_place)
+        mixed = _attention(step, layer, in_place=in_place or has_parts)
+        mixed += decode_parts_bytes(step, layer) if has_parts else 0
     worst = max(
         step.of(2 * step.model.hidden_size, 4),  # a norm in float32
         mixed + others,
@@ -476,6 +491,14 @@ def _attention(step: ForwardShape, layer: LayerSpec, *, in_place: bool) -> int:
         total += seen // alone * layer.num_heads * SCORE_BYTES
         total += step.batch // alone * step.context * key * 4
     return total
+
+
+def decode_parts_bytes(step: ForwardShape, layer: LayerSpec) -> int:
+    """Return the bytes of what parts of the keys of all rows make on a GPU, in float32."""
+    if layer.value_dim is not None or not layer.num_heads:
+        return 0
+    splits = decode_splits(step.batch, layer.num_kv_heads)
+    return step.batch * layer.num_heads * splits * (layer.head_dim + 1) * DTYPE_BYTES["float32"]
 
 
 def _recurrence(step: ForwardShape, layer: LayerSpec, *, on_cpu: bool) -> int:

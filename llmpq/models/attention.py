@@ -26,12 +26,13 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
@@ -195,6 +196,38 @@ class PackedBatch:
         return torch.tensor(found) if len({*slots}) == len(slots) else None
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Alibi:
+    """ALiBi's bias of the scores in one step; made when a layer reads it.
+
+    Attributes:
+        heads: H.
+        longest: S, tokens of the longest sequence; 0 where slopes alone are read.
+        like: tensor with the dtype and device of the layers.
+        largest: largest exponent of MPT's slopes, whose bias is not rounded; ``None`` for BLOOM.
+    """
+
+    heads: int
+    longest: int
+    like: Tensor
+    largest: int | None = None
+
+    @property
+    def slopes(self) -> Tensor:
+        """Of every head, float32 ``[H]``."""
+        return _slopes_on(self.heads, self.largest, self.like.device)
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether the products of slopes and positions are rounded to the dtype of the layers."""
+        return self.largest is None
+
+    @cached_property
+    def bias(self) -> Tensor:
+        """Of the scores of every key, float32 ``[H, S]``."""
+        return alibi_bias(self.heads, self.longest, self.like, largest=self.largest)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScoreOptions:
     """How the scores of attention become weights.
@@ -205,7 +238,7 @@ class ScoreOptions:
         chunk: a query sees the tokens of its own chunk of this size; ``None`` for all.
         softcap: bound of the scores, by a hyperbolic tangent; ``None`` for none.
         sinks: ``[H]``, one more score of each head, without a value; ``None`` for none.
-        bias: float32 ``[H, S]``, added to the scores of the keys; ``None`` for none.
+        alibi: bias of the scores, ``None`` for none.
     """
 
     scaling: float
@@ -213,12 +246,12 @@ class ScoreOptions:
     chunk: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
-    bias: Tensor | None = None
+    alibi: Alibi | None = None
 
     @property
     def is_plain(self) -> bool:
         """Whether the scores are only scaled."""
-        return self.softcap is None and self.sinks is None and self.bias is None
+        return self.softcap is None and self.sinks is None and self.alibi is None
 
     @property
     def writes_scores(self) -> bool:
@@ -231,8 +264,8 @@ class ScoreOptions:
         return first if self.chunk is None else max(first, position // self.chunk * self.chunk)
 
 
-class KVView(Protocol):
-    """Keys and values of the rows of one step, with the interface of a transformers cache.
+class RowsView(Protocol):
+    """Keys and values of rows of one new token each, with the interface of a transformers cache.
 
     The calls after :meth:`update` belong to the layer of that update.
     """
@@ -240,16 +273,6 @@ class KVView(Protocol):
     @property
     def states(self) -> SequenceStates | None:
         """States of the layers with a recurrent state, ``None`` without any."""
-        ...
-
-    @property
-    def attends(self) -> bool:
-        """Whether :meth:`attend` is available."""
-        ...
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether keys and values are read as they were written."""
         ...
 
     def update(
@@ -260,6 +283,38 @@ class KVView(Protocol):
 
     def select(self, layer_idx: int) -> None:
         """Let the next calls read a layer that has been updated and attended to in this step."""
+        ...
+
+    def attend_rows(
+        self, query: Tensor, rows: Sequence[int], out: Tensor, options: ScoreOptions
+    ) -> None:
+        """Attend with the one new token of each of some rows to the stored keys and values.
+
+        Args:
+            query: of all tokens of the step, ``[1, H, N, d]``.
+            rows: the same ones in every layer.
+            out: ``[1, N, H, d]``, contiguous; receives the results of these tokens.
+            options: of the scores.
+        """
+        ...
+
+
+class KVView(RowsView, Protocol):
+    """Keys and values of the rows of one step, of any number of new tokens."""
+
+    @property
+    def attends(self) -> bool:
+        """Whether :meth:`attend` is available."""
+        ...
+
+    @property
+    def attends_rows(self) -> bool:
+        """Whether :meth:`attend_rows` is available."""
+        ...
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether keys and values are read as they were written."""
         ...
 
     def attend(self, query: Tensor, options: ScoreOptions) -> Tensor:
@@ -324,6 +379,14 @@ def keys_before(
     if chunk is not None:
         visible = visible & (keys >= queries // chunk * chunk)
     return visible
+
+
+def on_device(values: NDArray[Any], device: torch.device) -> Tensor:
+    """Return numbers of the host on a device; to a GPU they are copied while the host goes on."""
+    found = torch.from_numpy(values)
+    if device.type != "cuda":
+        return found.to(device)
+    return found.pin_memory().to(device, non_blocking=True)
 
 
 PACKED_ATTENTION = "llmpq_packed"
@@ -421,6 +484,7 @@ class StepAttention:
         self._view = view
         self._returns_all = returns_all
         self._single: list[int] = []  # rows
+        self._single_places: Tensor | None = None  # their tokens in the step, their positions
         others = list(range(batch.rows))
         self._is_paged = view is not None and view.attends and not returns_all
         if view is not None and not returns_all:
@@ -490,11 +554,19 @@ class StepAttention:
         return attend_last(query, key, value, options)
 
     def _attend_single(self, query: Tensor, options: ScoreOptions, out: Tensor) -> None:
-        """Attend with one token of each of several rows to padded copies of their blocks."""
+        """Attend with one token of each of several rows.
+
+        Without a kernel that reads their blocks in place, to padded copies of them.
+        """
         assert self._view is not None
+        if self._view.attends_rows:
+            self._view.attend_rows(query, self._single, out, options)
+            return
         batch, device = self._batch, query.device
-        tokens = torch.tensor([batch.offsets[row] for row in self._single], device=device)
-        positions = torch.tensor([batch.starts[row] for row in self._single], device=device)
+        if self._single_places is None:  # once a step
+            found = [[batch.offsets[row], batch.starts[row]] for row in self._single]
+            self._single_places = on_device(np.array(found).T.copy(), device)
+        tokens, positions = self._single_places
         key, value, positions = self._view.read_rows(self._single, positions)  # [R, h, S, d]
         own = query[0].index_select(1, tokens).transpose(0, 1)[:, :, None]  # [R, H, 1, d]
         out[0, tokens] = _attend_to_rows(own, key, value, positions, options)[:, :, 0]
@@ -515,35 +587,35 @@ class DecodeAttention:
     """The attention of one new token a row, computed on the device (for CUDA graphs).
 
     Args:
-        positions: of the new tokens, ``[R]`` int64 on the device.
-        view: keys and values of the rows.
+        view: keys and values of the rows, in blocks that a kernel reads in place.
     """
 
-    def __init__(self, positions: Tensor, view: KVView) -> None:
-        self._positions = positions
+    def __init__(self, view: RowsView) -> None:
         self._view = view
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions) -> Tensor:
         """Return ``[1, R, H, d]``; see :class:`Attention`."""
-        del key, value
-        keys, values, positions = self._view.read_rows((), self._positions)
-        own = query[0].transpose(0, 1)[:, :, None]  # [R, H, 1, d]
-        return _attend_to_rows(own, keys, values, positions, options)[None, :, :, 0]
+        del key
+        _, heads, rows, _ = query.shape
+        out = query.new_empty(1, rows, heads, value.shape[-1])
+        self._view.attend_rows(query, range(rows), out, options)
+        return out
 
 
 def _attend_to_rows(
     query: Tensor, key: Tensor, value: Tensor, positions: Tensor, options: ScoreOptions
 ) -> Tensor:
     """Attend with a query ``[R, H, 1, d]`` of each row at ``positions`` ``[R]``."""
-    if options.bias is not None:  # it covers the longest row
-        longest = options.bias.shape[1]
+    bias = None if options.alibi is None else options.alibi.bias
+    if bias is not None:  # it covers the longest row
+        longest = bias.shape[1]
         key, value = key[:, :, :longest], value[:, :, :longest]
     keys = torch.arange(key.shape[2], device=query.device)
     places = positions[:, None, None]
     visible = keys_before(places, keys, options.window, options.chunk)  # [R, 1, 1, S]
     if not options.writes_scores:
         key, value = _repeated(query, key, value)
-    return masked_attention(query, key, value, visible, options)
+    return masked_attention(query, key, value, visible, options, bias)
 
 
 def attend_last(query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions) -> Tensor:
@@ -575,16 +647,20 @@ def attend_last(query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions
         visible = keys_before(
             places[before:][block], places[seen], options.window, options.chunk
         )  # [T, S]
-        bias = None if options.bias is None else options.bias[:, seen]
+        bias = None if options.alibi is None else options.alibi.bias[:, seen]
         out[:, :, block] = masked_attention(
-            query[:, :, block], key[:, :, seen], value[:, :, seen], visible,
-            replace(options, bias=bias),
-        )  # fmt: skip
+            query[:, :, block], key[:, :, seen], value[:, :, seen], visible, options, bias
+        )
     return out
 
 
 def masked_attention(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, options: ScoreOptions
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor,
+    options: ScoreOptions,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Attend to the visible keys: ``[R, H, T, d]``.
 
@@ -593,12 +669,13 @@ def masked_attention(
         key: ``[R, H, S, d]``; of h heads where scores are written out.
         value: likewise.
         visible: bool, broadcast to ``[R, H, T, S]``.
-        options: of the scores; its bias is that of these keys.
+        options: of the scores.
+        bias: ALiBi's of these keys, float32 ``[H, S]``; ``None`` for none.
     """
     mask = visible
-    if options.bias is not None:
-        bias = options.bias[:, None, : key.shape[2]].to(query.dtype)  # [H, 1, S]
-        mask = bias.masked_fill(~visible, -torch.inf)
+    if bias is not None:
+        mask = bias[:, None, : key.shape[2]].to(query.dtype)  # [H, 1, S]
+        mask = mask.masked_fill(~visible, -torch.inf)
     if not options.writes_scores:
         if mask.dim() == 3:
             mask = mask[None]
@@ -613,7 +690,7 @@ def masked_attention(
     # In place: they are the largest tensor of a step.
     if options.softcap is not None:
         scores.div_(options.softcap).tanh_().mul_(options.softcap)
-    if options.bias is not None:
+    if bias is not None:
         scores.add_(mask)
     scores.masked_fill_(~visible, -torch.inf)
     highest = scores.amax(-1, keepdim=True)
@@ -699,12 +776,12 @@ class AlibiAttention(nn.Module):
         self,
         hidden_states: Tensor,
         residual: Tensor,
-        alibi: Tensor,
+        alibi: Alibi,
         attention_mask: LayerAttention,
-        layer_past: KVView | None = None,
+        layer_past: RowsView | None = None,
         **_: object,
     ) -> tuple[Tensor, None]:
-        """Return ``[1, N, hidden]`` plus the residual; ``alibi`` is from :func:`alibi_bias`."""
+        """Return ``[1, N, hidden]`` plus the residual."""
         tokens = hidden_states.shape[1]
         fused = self.query_key_value(hidden_states)
         parts = fused.view(1, tokens, self._heads, 3, self._head_dim).transpose(1, 2)
@@ -712,7 +789,7 @@ class AlibiAttention(nn.Module):
         if layer_past is not None:
             key, value = layer_past.update(key, value, self._layer)
         scaling, window = self._head_dim**-0.5, attention_mask.window
-        options = ScoreOptions(scaling=scaling, window=window, bias=alibi)
+        options = ScoreOptions(scaling=scaling, window=window, alibi=alibi)
         attended = attention_mask.step.attend(query, key, value, options)  # [1, N, H, d]
         return residual + self.dense(attended.view(1, tokens, -1)), None
 
@@ -736,12 +813,12 @@ class PositionBiasAttention(nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        position_bias: Tensor,
-        past_key_values: KVView | None = None,
+        position_bias: Alibi,
+        past_key_values: RowsView | None = None,
         attention_mask: LayerAttention | None = None,
         **_: object,
     ) -> tuple[Tensor, None]:
-        """Return ``[1, N, hidden]``; ``position_bias`` is from ``alibi_bias``."""
+        """Return ``[1, N, hidden]``."""
         assert attention_mask is not None
         fused = self.Wqkv(hidden_states)
         if self._largest:
@@ -752,7 +829,7 @@ class PositionBiasAttention(nn.Module):
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self._layer)
         options = ScoreOptions(
-            scaling=self._scaling, window=attention_mask.window, bias=position_bias
+            scaling=self._scaling, window=attention_mask.window, alibi=position_bias
         )
         attended = attention_mask.step.attend(query, key, value, options)  # [1, N, H, d]
         return self.out_proj(attended.reshape(1, tokens, -1)), None
@@ -779,7 +856,7 @@ class FusedRotaryAttention(nn.Module):
         hidden_states: Tensor,
         alibi: None,
         attention_mask: LayerAttention,
-        layer_past: KVView | None = None,
+        layer_past: RowsView | None = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         **_: object,
     ) -> tuple[Tensor, None]:
@@ -826,7 +903,7 @@ class ComplexRotaryAttention(nn.Module):
         hidden_states: Tensor,
         position_embeddings: Tensor,
         attention_mask: LayerAttention,
-        past_key_values: KVView | None = None,
+        past_key_values: RowsView | None = None,
         **_: object,
     ) -> tuple[Tensor, None]:
         """Return ``[1, N, hidden]``; ``position_embeddings`` are complex rotations."""

@@ -36,14 +36,14 @@ from llmpq.models.adapter import (
     layer_window,
 )
 from llmpq.models.attention import (
+    Alibi,
     Attention,
     DecodeAttention,
     KVStore,
-    KVView,
     LayerAttention,
     PackedBatch,
+    RowsView,
     StepAttention,
-    alibi_bias,
     use_own_attention,
     use_packed_attention,
 )
@@ -70,7 +70,7 @@ Table = tuple[Tensor, Tensor] | Tensor
 Span = tuple[int, int | None]
 """Number of consecutive tokens of a row whose angles are for one length, and that length; ``None``
 for the length up to the last of them."""
-LayerArguments = dict[str, Tensor | LayerAttention | KVView | Table | SharedKV | None]
+LayerArguments = dict[str, Tensor | LayerAttention | RowsView | Table | SharedKV | Alibi | None]
 """Keyword arguments of a layer."""
 
 
@@ -272,7 +272,7 @@ class DecoderStage(nn.Module):
 
     @torch.inference_mode()
     def decode_arguments(
-        self, hidden: Tensor, positions: Tensor, view: KVView, longest: int
+        self, hidden: Tensor, positions: Tensor, view: RowsView
     ) -> list[LayerArguments]:
         """Return the arguments of every layer for one new token per row, computed on the device.
 
@@ -281,28 +281,27 @@ class DecoderStage(nn.Module):
 
         Args:
             hidden: ``[1, R, H]``.
-            positions: of the new tokens, ``[R]`` int64 on the same device.
+            positions: of the new tokens, ``[R]`` integers on the same device.
             view: KV view of the rows.
-            longest: tokens that ``view`` returns of each row, at least the longest context.
         """
-        step, place = DecodeAttention(positions, view), positions[None]
+        step, place = DecodeAttention(view), positions.long()[None]
         tables = None
         if self.rotary is not None:
             tables = self.rotary(hidden, place, [(1, None)] * len(positions))
-        return self._arguments(hidden, place, longest, view, step, tables)
+        return self._arguments(hidden, place, 0, view, step, tables)
 
-    def score_bias(self, longest: int, like: Tensor) -> Tensor:
-        """Return ALiBi's bias of the scores of ``longest`` tokens, float32 ``[heads, longest]``.
+    def score_bias(self, longest: int, like: Tensor) -> Alibi:
+        """Return ALiBi's bias of the scores.
 
         Args:
-            longest: tokens.
+            longest: tokens of the longest sequence.
             like: tensor with the dtype and device of the layers.
         """
         heads: int = self.config.num_attention_heads
         assert self._alibi is not None
         field = self._alibi.largest
         largest = None if field is None else attrgetter(field)(self.config)
-        return alibi_bias(heads, longest, like, largest=largest)
+        return Alibi(heads=heads, longest=longest, like=like, largest=largest)
 
     @torch.inference_mode()
     def run_layer(self, index: int, hidden: Tensor, arguments: LayerArguments) -> Tensor:
@@ -324,7 +323,7 @@ class DecoderStage(nn.Module):
             if state.own is not None:
                 own["per_layer_input"] = state.own[:, :, self.first_layer + index]
             own["shared_kv_states"] = state.shared
-            source, view = self._sources[index], cast("KVView", own[self._cache_arguments[index]])
+            source, view = self._sources[index], cast("RowsView", own[self._cache_arguments[index]])
             if source is not None and view is not None:
                 keeper = self._keepers[source]
                 if keeper == self.first_layer + index:
@@ -341,7 +340,7 @@ class DecoderStage(nn.Module):
         hidden: Tensor,
         positions: Tensor,
         longest: int,
-        view: KVView | None,
+        view: RowsView | None,
         step: Attention,
         tables: list[Table] | None,
     ) -> list[LayerArguments]:

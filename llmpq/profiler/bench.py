@@ -25,7 +25,7 @@ from llmpq.batching.blocks import blocks_of, slot_blocks
 from llmpq.batching.policy_scheduler import slot_limits
 from llmpq.dist.engine.batch_run import BatchRun, FinishedAnswer
 from llmpq.dist.engine.compiled_steps import step_runner_of
-from llmpq.dist.engine.cuda_graphs import DecodeGraphs, GraphKey
+from llmpq.dist.engine.cuda_graphs import DecodeGraphs
 from llmpq.dist.engine.executor import PipelineExecutor, StageRunner
 from llmpq.dist.io.prompts import Request
 from llmpq.dist.kv.cache import KVCache
@@ -269,7 +269,7 @@ class LayerBench:
         steps = step_runner_of(stage, self._cache)
         if isinstance(steps, DecodeGraphs):
             decode = [shape for shape in self.job.shapes if shape.phase is Phase.DECODE]
-            steps.capture({GraphKey.of(shape.batch, shape.tokens) for shape in decode})
+            steps.capture({shape.batch for shape in decode}, self.job.max_tokens + 1)
         return StageRunner(
             layers=stage,
             cache=self._cache,

@@ -22,7 +22,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from llmpq.batching.blocks import blocks_of, slot_blocks
 from llmpq.dist.engine.compiled_steps import step_runner_of
-from llmpq.dist.engine.cuda_graphs import DecodeGraphs, GraphKey
+from llmpq.dist.engine.cuda_graphs import DecodeGraphs
 from llmpq.dist.engine.executor import StageRunner
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.metrics.measurement import TakenShare
@@ -295,7 +295,8 @@ def _trials(
     steps = step_runner_of(stage, cache)
     if isinstance(steps, DecodeGraphs):
         decode = [shape for shape in shapes if shape.phase is Phase.DECODE]
-        steps.capture({GraphKey.of(shape.batch, shape.tokens) for shape in decode})
+        most = max((shape.tokens for shape in decode), default=1)
+        steps.capture({shape.batch for shape in decode}, most)
     runner = StageRunner(
         layers=stage, cache=cache, device=job.device, is_last=False, steps=steps,
         chunk_tokens=sys.maxsize,

@@ -47,6 +47,7 @@ from llmpq.costmodel import ClusterCosts
 from llmpq.costmodel.base import PhaseSeconds, chunked_s, prompt_s
 from llmpq.errors import SpecError
 from llmpq.spec.cluster import Device
+from llmpq.spec.devices.figures import reads_blocks
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import Plan, handovers_of
 from llmpq.spec.precision import Phase
@@ -272,7 +273,7 @@ class PlanCosts:
             hosts=tuple(device.node for device in own),
             cores={name: count for name, count in cores.items() if count is not None},
         )
-        self._reads_row_lengths = [costs.specs[device.group].kind == "cpu" for device in own]
+        self._reads_row_lengths = [reads_blocks(costs.specs[device.group]) for device in own]
         self._stages = plan.stages
         self._streamed_bytes = [
             sum(

@@ -20,6 +20,12 @@ KV_CODE_BITS: Final = (4, 8)
 """Bits of a cached key or value where it is quantized."""
 SCORE_BLOCK_TOKENS: Final = 64
 """Queries whose scores, bias or mask are materialized at a time."""
+DECODE_PROGRAMS: Final = 1024
+"""Programs that decode attention aims at on a GPU, by splitting the keys of rows."""
+MAX_DECODE_SPLITS: Final = 64
+"""Most parts that the keys of a row are split into."""
+MAX_DECODE_FEATURES: Final = 512
+"""Most features of a key or a value there: a tile of them is in shared memory."""
 ACTIVATION_BLOCK_VALUES: Final = 2**18
 """Values to which a stepwise activation is applied at a time."""
 ROW_BLOCK: Final = 256
@@ -63,6 +69,16 @@ a saved one, with which the next turn of a conversation goes on, and one for dra
 def state_slots(sequences: int) -> int:
     """Return the states that a plan of so many sequences keeps in a layer with a state."""
     return max(sequences, MIN_STATE_SLOTS) if sequences else 0
+
+
+def decode_splits(rows: int, kv_heads: int) -> int:
+    """Return into how many parts decode attention on a GPU splits the keys of each row.
+
+    A power of two, for about ``DECODE_PROGRAMS`` programs, of which a processor runs several at
+    once: rows have different lengths.
+    """
+    wanted = min(MAX_DECODE_SPLITS, max(1, DECODE_PROGRAMS // (rows * kv_heads)))
+    return 1 << (wanted.bit_length() - 1)
 
 
 def kept_blocks(

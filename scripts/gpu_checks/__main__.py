@@ -41,12 +41,13 @@ class Planned(NamedTuple):
 # In the order of what is worth most when time runs out.
 CHECKS: dict[str, Planned] = {
     "environment": Planned(machine.environment, 60, 1),
-    "compile": Planned(kernels.compile_all, 150, 1),
-    "kernel_times": Planned(kernels.times, 120, 1),
+    "compile": Planned(kernels.compile_all, 135, 1),
+    "kernel_times": Planned(kernels.times, 110, 1),
     "kv8": Planned(runtime.kv8, 45, 1),
     "decode_graphs": Planned(runtime.decode_graphs, 90, 1),
     "prompts": Planned(sizes.prompts, 60, 1),
     "kernel_errors": Planned(kernels.errors, 120, 2),
+    "attention": Planned(sizes.attention, 45, 1),
     "step": Planned(sizes.step, 150, 2),
     "growth": Planned(sizes.growth, 60, 2),
     "mixed": Planned(sizes.mixed, 45, 2),

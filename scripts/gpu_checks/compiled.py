@@ -31,7 +31,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from llmpq.kernels.gpu import triton_kernels, triton_recurrence
+from llmpq.kernels.gpu import triton_attention, triton_kernels, triton_recurrence
+from llmpq.kernels.gpu.paged_decode import tiles_of
 from llmpq.kernels.gpu.triton_int import _tiles, segments
 from llmpq.kernels.gpu.triton_mixers import BLOCK_CHANNELS, STATE_NUMBERS
 from scripts.gpu_checks.harness import ROOT
@@ -40,13 +41,16 @@ OUTPUT = ROOT / "benchmarks" / "results" / "gpu-kernels.json"
 ARCHITECTURES = (80, 90, 120)
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}
 """Most shared memory of a program, by compute capability."""
-MODULES = (triton_kernels, triton_recurrence)
+MODULES = (triton_kernels, triton_recurrence, triton_attention)
 INTEGERS = {"M", "N", "K", "group_size", "size", "C", "stride", "channels", "key_dim", "value_dim",
-            "head_dim", "state_dim", "width", "normed"}  # fmt: skip
+            "head_dim", "state_dim", "width", "normed", "query_head", "query_token", "table_stride",
+            "block_stride", "head_stride", "value_block_stride", "value_head_stride",
+            "scale_block_stride", "scale_head_stride"}  # fmt: skip
 """Integers that are multiples of 16 in models as they are."""
-COUNTS = {"heads", "share"}
+COUNTS = {"heads", "share", "splits"}
 """Integers that may be any."""
-FLOATS = {"scale", "epsilon", "least", "most"}
+FLOATS = {"scale", "epsilon", "least", "most", "scaling", "softcap"}
+_SCALES = ("key_scales_ptr", "value_scales_ptr")
 STEPS = 16
 SPILLED = {(3, 64): 48}
 """Bytes that a thread spills today, by bits and rows; all others have registers enough."""
@@ -151,7 +155,59 @@ def variants() -> list[Variant]:
             constants={"INNER_TILES": 8, "BLOCK_N": 16, "BLOCK_K": 128},
         )
     )
-    return [*found, *_recurrences()]
+    return [*found, *_recurrences(), *_attention()]
+
+
+def _attention() -> list[Variant]:
+    """Return decode attention as models launch it, at both widths of keys and values.
+
+    Those are Llama 3 and a model of as many key heads, Phi 2 (80 features), Gemma 2 (256, with a
+    bound and a window), the layers of 512 features of Gemma 4, and a run in float32.
+    """
+    found = []
+    for name, dim, group, dtype, more in (
+        ("128 features, 4 heads a key", 128, 4, torch.bfloat16, {}),
+        ("128 features, 1 head a key", 128, 1, torch.bfloat16, {}),
+        ("80 features", 80, 1, torch.bfloat16, {}),
+        ("256 features, bounded", 256, 2, torch.bfloat16, {"HAS_SOFTCAP": True, "WINDOW": 4096}),
+        ("512 features", 512, 8, torch.bfloat16, {}),
+        ("128 features in float32", 128, 4, torch.float32, {}),
+    ):
+        block = 1 << (dim - 1).bit_length()
+        plain = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[dtype]
+        for kv_bits in (16, 8):
+            keys, warps, stages = tiles_of(block, dtype, is_coded=kv_bits == 8)
+            stored, scales = (plain, None) if kv_bits == 16 else ("*i8", "*bf16")
+            found.append(
+                Variant(
+                    name=f"decode, {name}, {'8 bits' if kv_bits == 8 else 'as they are'}",
+                    kernel="paged_decode_kernel",
+                    pointers={
+                        "query_ptr": plain, "keys_ptr": stored, "values_ptr": stored,
+                        "tables_ptr": "*i32", "positions_ptr": "*i64", "parts_ptr": "*fp32",
+                        "lse_ptr": "*fp32",
+                    } | ({} if scales is None else dict.fromkeys(_SCALES, scales)),
+                    constants={
+                        "HEADS": 8 * group, "KEY_HEADS": 8, "HEAD_DIM": dim, "VALUE_DIM": dim,
+                        "WINDOW": 0, "CHUNK": 0, "HAS_SOFTCAP": False, "ROUNDS": False,
+                        "IN_FLOAT32": False, "BLOCK": 16, "BLOCK_G": 16, "BLOCK_D": block,
+                        "BLOCK_E": block, "KEYS": keys, "slopes_ptr": None, "tokens_ptr": None,
+                    } | more | ({} if scales is not None else dict.fromkeys(_SCALES)),
+                    warps=warps,
+                    stages=stages,
+                    loop_weights=2 * keys * block,
+                )
+            )  # fmt: skip
+    joined = {"HEADS": 32, "VALUE_DIM": 128, "BLOCK_S": 16, "BLOCK_E": 128}
+    found.append(
+        Variant(
+            name="join of splits",
+            kernel="join_splits_kernel",
+            pointers={"parts_ptr": "*fp32", "lse_ptr": "*fp32", "out_ptr": "*bf16"},
+            constants=joined | {"sinks_ptr": None, "tokens_ptr": None},
+        )
+    )
+    return found
 
 
 def _recurrences() -> list[Variant]:
@@ -338,7 +394,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     for made in found:
         print(
-            f"{made.name:26} {made.architecture:4} {made.registers:4} registers "
+            f"{made.name:48} {made.architecture:4} {made.registers:4} registers "
             f"{made.spill_bytes:4} spilled {made.shared_bytes:7} shared "
             f"{made.loop_instructions:5} in the loop {made.per_weight or '-'} a weight"
         )

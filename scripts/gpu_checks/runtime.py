@@ -18,13 +18,7 @@ from transformers import AutoModelForCausalLM
 from llmpq.batching.blocks import blocks_of
 from llmpq.dist import generate_offline
 from llmpq.dist.engine.batch_run import FinishedAnswer
-from llmpq.dist.engine.cuda_graphs import (
-    Capture,
-    CudaCapture,
-    DecodeGraphs,
-    DecodeSizes,
-    Work,
-)
+from llmpq.dist.engine.cuda_graphs import CudaCapture, DecodeGraphs, DecodeSizes
 from llmpq.dist.io.job import Job
 from llmpq.dist.io.prompts import Prompt, Request
 from llmpq.dist.kv.cache import KVCache
@@ -95,8 +89,10 @@ def decode_graphs(setting: Setting) -> Iterator[Row]:
     """Decode steps replayed from graphs: the layers' numbers, and their time as a ratio.
 
     Heads have 128 features, as in models that people run, so that torch chooses the attention that
-    it chooses there. On a CPU nothing is captured; the same steps at fixed places are called again.
+    it chooses there.
     """
+    if setting.device.type != "cuda":
+        raise SkippedError("a CPU captures nothing")
     shape = _graph_config(setting)
     rows: list[Row] = []
     for family in GRAPH_FAMILIES[: 1 if setting.is_quick else None]:
@@ -109,7 +105,7 @@ def decode_graphs(setting: Setting) -> Iterator[Row]:
                 row: Row = {"family": family, "bits": bits, "rows": count}
                 rows.append(row | _replayed(setting, stage, count))
                 yield rows[-1]
-    _check_replays(setting, rows)
+    _check_replays(rows)
 
 
 def _graph_config(setting: Setting) -> dict[str, int]:
@@ -119,7 +115,9 @@ def _graph_config(setting: Setting) -> dict[str, int]:
 
 
 def kv8(setting: Setting) -> Iterator[Row]:
-    """Graphs of 8-bit keys and values: short ones replayed after longer ones and after prompts."""
+    """Graphs of 8-bit keys and values: few rows replayed after more and after prompts."""
+    if setting.device.type != "cuda":
+        raise SkippedError("a CPU captures nothing")
     shape = _graph_config(setting)
     model_dir = _model(setting, "llama", **shape)
     stage = load_stage(model_dir, 0, 4, [16] * 4, dtype=torch.bfloat16, device=setting.device)
@@ -127,31 +125,21 @@ def kv8(setting: Setting) -> Iterator[Row]:
     for count in (1, 4, 8):
         rows.append({"rows": count} | _replayed(setting, stage, count, kv_bits=8))
         yield rows[-1]
-    _check_replays(setting, rows)
+    _check_replays(rows)
 
 
-def _check_replays(setting: Setting, rows: Sequence[Row]) -> None:
+def _check_replays(rows: Sequence[Row]) -> None:
     if any(not row["error"] < REPLAY_TOLERANCE for row in rows):
         raise FailedError(f"an error above {REPLAY_TOLERANCE}")
-    if setting.device.type == "cuda" and not all(row["graphs"] for row in rows):
+    if not all(row["graphs"] for row in rows):
         raise FailedError("a stage was not captured; the reason is in its standard error")
-
-
-class _CalledAgain:
-    """Stands in for CUDA's capture on a CPU."""
-
-    def __call__(self, work: Work) -> Work:
-        return work
-
-    def free_bytes(self) -> int:
-        return 1 << 40
 
 
 def _replayed(setting: Setting, stage: DecoderStage, count: int, kv_bits: int | None = None) -> Row:
     """Decode by layers and by graphs, each with a cache of its own.
 
-    Every second step has one row alone, so that small and large shapes take turns, and steps cross
-    the edge of a shape. Between the steps a prompt is read, which takes other memory.
+    Every second step has one row alone, so that small and large shapes take turns. Between the
+    steps a prompt is read, which takes other memory.
     """
     first, steps, size = 124, 6 if setting.is_quick else 40, stage.config.hidden_size
     width = blocks_of(first + steps)
@@ -165,12 +153,10 @@ def _replayed(setting: Setting, stage: DecoderStage, count: int, kv_bits: int | 
         )
         for _ in range(2)
     ]  # fmt: skip
-    is_gpu = setting.device.type == "cuda"
-    capture: Capture = CudaCapture(setting.device) if is_gpu else _CalledAgain()
-    graphs = DecodeGraphs(stage, caches[1], capture=capture)
-    sizes = DecodeSizes(rows=count, least_tokens=1, most_tokens=first + steps)
+    graphs = DecodeGraphs(stage, caches[1], capture=CudaCapture(setting.device))
+    sizes = DecodeSizes(rows=count, most_tokens=first + steps)
     start = time.perf_counter()
-    graphs.capture(sizes.shapes())
+    graphs.capture(sizes.shapes(), sizes.most_tokens)
     capture_s = time.perf_counter() - start
     prompt = torch.randn(1, count * first, size, generator=rng).bfloat16().to(setting.device)
     for cache in caches:

@@ -14,11 +14,13 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from llmpq.batching.blocks import blocks_of
-from llmpq.dist.engine.cuda_graphs import CudaCapture, DecodeGraphs, DecodeSizes, GraphKey
-from llmpq.dist.engine.engine import SamplingState, ScoredRows
+from llmpq.dist.engine.cuda_graphs import CudaCapture, DecodeGraphs, DecodeSizes
+from llmpq.dist.engine.engine import Choice, SamplingState, ScoredRows
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.kv.cache import KVCache
-from llmpq.models import DecoderStage, PackedBatch, kv_shapes
+from llmpq.kernels.gpu.paged_decode import DecodeRows, attend
+from llmpq.kernels.gpu.triton_int import launch_failure
+from llmpq.models import DecoderStage, KVShape, PackedBatch, kv_shapes
 from llmpq.models.adapter import Skeleton
 from llmpq.quant.loading.loader import load_stage
 from llmpq.quant.modules.layer import fuse_norms_, quantize_layer_, stored_bytes
@@ -31,8 +33,10 @@ STEPS = ((1, 1024), (16, 1024), (64, 1024), (1, 8192), (16, 8192))
 """Rows and tokens of each of the timed decode steps."""
 VOCABULARY = 128_256
 SHOWN_KERNELS = 12
-MOST_GROWTH = 1.5
-"""Most memory of all graphs, in that of the first and largest."""
+MOST_GROWTH = 1.1
+"""Most memory of any graphs, in that of the largest for short sequences."""
+MOST_ATTENTION_ERROR = 0.02
+"""Of the norm of the outputs: weights and results are rounded to bf16."""
 
 
 def step(setting: Setting) -> Iterator[Row]:
@@ -60,7 +64,7 @@ def _one_shape(setting: Setting, stage: DecoderStage, rows: int, tokens: int) ->
     row: Row = {"eager ms": 1e3 * spent_s}
     if device.type == "cuda":
         graphs = DecodeGraphs(stage, cache, capture=CudaCapture(device))
-        graphs.capture([GraphKey.of(rows, tokens + 1)])
+        graphs.capture([rows], tokens + 1)
         row["graph ms"] = None
         if graphs.shapes:
             spent_s = best_s(lambda: graphs.forward(hidden, batch), device)
@@ -91,30 +95,94 @@ def _kernels_of(work: Callable[[], object]) -> Iterator[Row]:
 
 
 def growth(setting: Setting) -> Iterator[Row]:
-    """Memory that the graphs of 16 rows of 1k to 4k tokens take, captured as a rank does."""
+    """Memory that graphs take for sequences of 1k to 8k tokens, and that of all numbers of rows."""
     device = setting.device
     if device.type != "cuda":
         raise SkippedError("a CPU captures nothing")
-    rows, least, most = (4, 128, 256) if setting.is_quick else (16, 1024, 4096)
+    rows, lengths = (4, (128, 256)) if setting.is_quick else (16, (1024, 2048, 4096, 8192))
     stage = random_stage(setting, 16)
-    cache = _cache(setting, stage, rows * blocks_of(most))
-    graphs = DecodeGraphs(stage, cache, capture=CudaCapture(device))
-    sizes = DecodeSizes(rows=rows, least_tokens=least, most_tokens=most)
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved(device)
-    first = held = 0
-    for shape in reversed(sizes.shapes()):
+    cache = _cache(setting, stage, rows * blocks_of(max(lengths)))
+    held = []
+    for shapes, tokens in [
+        *(((rows,), tokens) for tokens in lengths),
+        (DecodeSizes(rows=rows, most_tokens=max(lengths)).shapes(), max(lengths)),
+    ]:
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(device)
+        graphs = DecodeGraphs(stage, cache, capture=CudaCapture(device))
         start = time.perf_counter()
-        graphs.capture([shape])
+        graphs.capture(shapes, tokens)
         spent_s = time.perf_counter() - start
         torch.cuda.empty_cache()
-        held = torch.cuda.memory_reserved(device) - before
-        first = first or held
-        yield {"rows": shape.rows, "tokens": shape.tokens, "held GB": held / 1e9, "s": spent_s}
-    if len(graphs.shapes) < len(sizes.shapes()):
-        raise FailedError("some shapes were not captured; the reason is in the standard error")
-    if held > MOST_GROWTH * first:
-        raise FailedError(f"all graphs hold {held / first:.2f} times what the largest holds")
+        held.append(torch.cuda.memory_reserved(device) - before)
+        yield {
+            "shapes": len(graphs.shapes), "tokens": tokens, "held GB": held[-1] / 1e9, "s": spent_s
+        }  # fmt: skip
+        if len(graphs.shapes) < len(shapes):
+            raise FailedError("some shapes were not captured; the reason is in the standard error")
+        del graphs
+    if max(held) > MOST_GROWTH * held[0]:
+        raise FailedError(f"graphs hold up to {max(held) / held[0]:.2f} times what the first holds")
+
+
+def attention(setting: Setting) -> Iterator[Row]:
+    """Decode attention of one layer on blocks in place: ms, GB/s of KV, error against float64."""
+    device = setting.device
+    config = KVShape(heads=8, head_dim=128)
+    missing = launch_failure(device, torch.bfloat16)
+    if missing is not None:
+        raise SkippedError(missing)
+    copied = 2 * copied_bytes_per_s(device)
+    steps = ((2, 128),) if setting.is_quick else (*STEPS, (64, 8192))
+    for kv_bits in (None, 8):
+        for rows, tokens in steps:
+            blocks = blocks_of(tokens)
+            cache = KVCache(
+                [config], 0, num_blocks=rows * blocks, dtype=torch.bfloat16, device=device,
+                kv_bits=kv_bits,
+            )  # fmt: skip
+            _fill(setting, cache, rows, tokens)
+            order = torch.randperm(rows * blocks, device=device).int()
+            where = DecodeRows(
+                tables=order.view(rows, blocks),
+                positions=torch.full((rows,), tokens - 1, dtype=torch.int32, device=device),
+            )
+            query = _random(setting, (1, 32, rows, 128))
+            out = torch.empty(1, rows, 32, 128, dtype=torch.bfloat16, device=device)
+            run = partial(attend, query, cache.heads_of(0), where, out, scaling=128**-0.5)
+            spent_s = best_s(run, device)
+            read = cache.nbytes / spent_s
+            error = _attention_error(cache, query[0, :, 0], where.tables[:1], out[0, 0], tokens)
+            yield {
+                "kv bits": kv_bits or 16, "rows": rows, "tokens": tokens, "ms": 1e3 * spent_s,
+                "GB/s": read / 1e9, "share of copy": read / copied, "error": error,
+            }  # fmt: skip
+            if not error < MOST_ATTENTION_ERROR:
+                raise FailedError(f"an error above {MOST_ATTENTION_ERROR}")
+
+
+def _fill(setting: Setting, cache: KVCache, rows: int, tokens: int) -> None:
+    """Store random keys and values in all blocks, a row at a time."""
+    width = blocks_of(tokens)
+    for row in range(rows):
+        batch = PackedBatch(
+            block_tables=[range(row * width, (row + 1) * width)], starts=[0], counts=[tokens]
+        )
+        new = _random(setting, (2, 1, 8, tokens, 128))
+        cache.view(batch).update(new[0], new[1], 0)
+
+
+def _attention_error(
+    cache: KVCache, query: Tensor, table: Tensor, found: Tensor, tokens: int
+) -> float:
+    """Return the error of the first row relative to the norm of the answer."""
+    keys, values = (
+        part[0, :, :tokens].double().repeat_interleave(4, 0)
+        for part in cache.layer(0).read(table, torch.bfloat16)
+    )
+    weights = (torch.einsum("hd,hsd->hs", query.double(), keys) * 128**-0.5).softmax(-1)
+    right = torch.einsum("hs,hsd->hd", weights, values)
+    return ((found.double() - right).norm() / right.norm()).item()
 
 
 def mixed(setting: Setting) -> Iterator[Row]:
@@ -157,7 +225,7 @@ def sampling(setting: Setting) -> Iterator[Row]:
 
 
 def _choose(logits: Tensor, states: Sequence[SamplingState]) -> None:
-    scored = ScoredRows(logits)
+    scored = ScoredRows(logits, [Choice(row, state) for row, state in enumerate(states)])
     for row, state in enumerate(states):
         scored.sample(row, state)
 

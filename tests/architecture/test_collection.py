@@ -6,7 +6,12 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
-RUN_BY_A_TEST = {"triton_interpreted.py", "triton_mixers_interpreted.py"}
+RUN_BY_A_TEST = {
+    "paged_decode_interpreted.py",
+    "triton_decode_interpreted.py",
+    "triton_interpreted.py",
+    "triton_mixers_interpreted.py",
+}
 """Files with tests that another test runs in a process of its own."""
 
 

@@ -63,6 +63,11 @@ class _Recorder(TorchDispatchMode):
         self.calls: list[tuple[Any, Any, Any]] = []
         self._pool: dict[int, Tensor] = {}  # by address, what was allocated inside
 
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes that were allocated inside."""
+        return sum(one.untyped_storage().nbytes() for one in self._pool.values())
+
     def __torch_dispatch__(
         self,
         func: Any,
@@ -117,18 +122,21 @@ class RecordedCapture:
         costs: bytes that the captures take, in order; none when there are no more.
         made: captures so far.
         replayed: replays so far.
+        pool_bytes: that were allocated in captures, all told.
     """
 
     room: int = 1 << 40
     costs: list[int] = field(default_factory=list)
     made: int = 0
     replayed: int = 0
+    pool_bytes: int = 0
 
     def __call__(self, work: Work) -> Work:
         work()
         recorder = _Recorder()
         with torch.inference_mode(), recorder:
             work()
+        self.pool_bytes += recorder.pool_bytes
         self.room -= self.costs[self.made] if self.made < len(self.costs) else 0
         self.made += 1
 

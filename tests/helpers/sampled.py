@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from llmpq.dist.engine.engine import SampledToken, SamplingState, ScoredRows
+from llmpq.dist.engine.engine import Choice, SampledToken, SamplingState, ScoredRows
 
 
 def sampled(logits: Tensor, states: Sequence[SamplingState]) -> list[SampledToken]:
     assert len(states) == len(logits)
-    rows = ScoredRows(logits)
+    rows = ScoredRows(logits, [Choice(row, state) for row, state in enumerate(states)])
     return [rows.sample(row, state) for row, state in enumerate(states)]

@@ -165,7 +165,7 @@ def test_a_draw_on_such_a_device_is_that_of_a_cpu(monkeypatch):
     monkeypatch.setattr(engine, "exact_dtype", lambda _: torch.float32)
     scores = torch.randn(100)
     own = scores.as_subclass(Scores)
-    found = [engine._draw(own, place / 10) for place in range(10)]
+    found = [engine._draw(own[None], [place / 10]).item() for place in range(10)]
     assert len(moved) == 10
     monkeypatch.undo()
-    assert found == [engine._draw(scores, place / 10) for place in range(10)]
+    assert found == [engine._draw(scores[None], [place / 10]).item() for place in range(10)]

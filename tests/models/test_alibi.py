@@ -12,11 +12,11 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from llmpq.models import PackedBatch
 from llmpq.models.attention import (
+    Alibi,
     AlibiAttention,
     LayerAttention,
     ScoreOptions,
     StepAttention,
-    alibi_bias,
     attend_last,
     keys_before,
     unrounded_slopes,
@@ -37,11 +37,11 @@ def test_blockwise_attention_equals_full_scores(past, dtype, close):
     torch.manual_seed(past)
     query = torch.randn(3, 3, LONG - past, 16).to(dtype)
     key, value = torch.randn(2, 3, 3, LONG, 16).to(dtype)
-    bias = alibi_bias(3, LONG, torch.zeros(1, dtype=dtype))
+    alibi = Alibi(heads=3, longest=LONG, like=torch.zeros(1, dtype=dtype))
     visible = keys_before(torch.arange(past, LONG), torch.arange(LONG), None)
-    scores = query.double() @ key.double().mT * 0.25 + bias[:, None].double()
+    scores = query.double() @ key.double().mT * 0.25 + alibi.bias[:, None].double()
     right = scores.masked_fill(~visible, -math.inf).softmax(-1) @ value.double()
-    made = attend_last(query, key, value, ScoreOptions(scaling=0.25, bias=bias))
+    made = attend_last(query, key, value, ScoreOptions(scaling=0.25, alibi=alibi))
     assert made.dtype == dtype
     assert made.transpose(1, 2).is_contiguous()
     torch.testing.assert_close(made.double(), right, atol=close, rtol=0)
@@ -57,14 +57,14 @@ def _block(**fields):
 @pytest.mark.parametrize("fields", [{}, {"apply_residual_connection_post_layernorm": True}])
 def test_layer_equals_that_of_transformers(fields):
     hidden = torch.randn(1, LONG + 9, 48)
-    bias = alibi_bias(3, LONG, hidden)
+    alibi = Alibi(heads=3, longest=LONG, like=hidden)
     layer = _block(**fields)
     right = []
     for part in torch.split(hidden, [LONG, 9], dim=1):
         count = part.shape[1]
         visible = keys_before(torch.arange(count), torch.arange(count), None)
         mask = torch.zeros(count, count).masked_fill(~visible, torch.finfo(torch.float32).min)
-        own, _ = layer(part, alibi=bias[:, None, :count], attention_mask=mask[None, None])
+        own, _ = layer(part, alibi=alibi.bias[:, None, :count], attention_mask=mask[None, None])
         right.append(own)
 
     names = [name for name, _ in layer.named_parameters()]
@@ -72,7 +72,7 @@ def test_layer_equals_that_of_transformers(fields):
     use_own_attention(layer, family_of("bloom"))
     step = StepAttention(PackedBatch.whole([LONG, 9]), None)
     mask = LayerAttention(step=step, window=None)
-    made, weights = layer(hidden, alibi=bias, attention_mask=mask)
+    made, weights = layer(hidden, alibi=alibi, attention_mask=mask)
 
     assert weights is None
     assert isinstance(layer.self_attention, AlibiAttention)

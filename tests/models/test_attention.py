@@ -14,6 +14,7 @@ from llmpq.dist.kv.cache import KVCache
 from llmpq.errors import SpecError
 from llmpq.models import KVShape, PackedBatch
 from llmpq.models.attention import (
+    Alibi,
     ScoreOptions,
     StepAttention,
     alibi_bias,
@@ -96,8 +97,8 @@ def _expected(query, key, value, options):
     scores = query.double() @ key.mT * options.scaling
     if options.softcap is not None:
         scores = torch.tanh(scores / options.softcap) * options.softcap
-    if options.bias is not None:
-        scores = scores + options.bias[:, None, :total].double()
+    if options.alibi is not None:
+        scores = scores + options.alibi.bias[:, None, :total].double()
     visible = keys_before(
         torch.arange(total - count, total), torch.arange(total), options.window, options.chunk
     )
@@ -152,7 +153,7 @@ def test_attention_over_blocks_equals_attention_on_dense_tensors(
         chunk=chunk,
         softcap=softcap,
         sinks=torch.randn(heads) if has_sinks else None,
-        bias=torch.randn(heads, batch.longest) if has_bias else None,
+        alibi=Alibi(heads=heads, longest=batch.longest, like=torch.zeros(1)) if has_bias else None,
     )
     query = torch.randn(1, heads, batch.tokens, dim)
     new = torch.randn(2, 1, kv_heads, batch.tokens, dim)

@@ -151,7 +151,7 @@ class CompiledSteps:
         """Run compiled steps on ``[1, N, H]``; return the same shape."""
         if self._layers.has_alibi and batch.longest > self._biased_tokens:
             self._biased_tokens = max(_FEWEST_BIASED, 2 * batch.longest)
-            self._program.set_bias(self._layers.score_bias(self._biased_tokens, self._hidden))
+            self._program.set_bias(self._layers.score_bias(self._biased_tokens, self._hidden).bias)
         tokens = PagedTokens(batch.block_tables, batch.starts, batch.counts, batch.window_tables)
         sequences = None if self._cache.states is None else batch.sequence_rows
         output = torch.empty_like(hidden)
@@ -460,7 +460,7 @@ class _Trial:
             scaling=scaling,
             window=options.window,
             softcap=options.softcap,
-            has_bias=options.bias is not None,
+            has_bias=options.alibi is not None,
             has_sinks=options.sinks is not None,
         )
         return expected, scores

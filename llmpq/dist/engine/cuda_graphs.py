@@ -5,10 +5,11 @@ operators at the same addresses on a CPU; CUDA's own capture has not been run.
 
 A decode step of a few rows is hundreds of small kernels, and the GPU waits for Python to launch
 them. A CUDA graph launches all of them at once, with fixed shapes and addresses. So steps are
-grouped by shape (rows and tokens read, rounded up), and inputs are copied to fixed buffers. All
-shapes are captured at the start, the largest first: the memory pool of the graphs cannot join
-small free blocks, so in ascending order every longer shape would take new memory, and a capture
-during serving would delay its step. A step that fits no captured shape runs uncaptured. Layers that
+grouped by their rows, rounded up, and inputs are copied to fixed buffers. Attention reads the
+blocks of each row up to its own position, so lengths are no part of the shape, and the memory of
+the graphs does not grow with the sequences. All are captured at the start, the largest first: their
+memory pool cannot join small free blocks, so in ascending order each would take new memory, and a
+capture during serving would delay its step. A step that fits no graph runs uncaptured. Layers that
 synchronize with the host (LLM.int8() looks for outliers, transformers' experts route there) run
 uncaptured between the captured ones.
 
@@ -21,21 +22,19 @@ Shapes: R rows, H hidden size.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmpq.batching.blocks import blocks_of
 from llmpq.dist.kv.cache import KVCache
+from llmpq.dist.kv.decode_tables import DecodeTables
 from llmpq.logging import get_logger
 from llmpq.models import DecoderStage, PackedBatch
 from llmpq.models.stage import LayerArguments
-from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
 
 logger = get_logger(__name__)
 
@@ -43,7 +42,6 @@ Work = Callable[[], None]
 
 MOST_GRAPHS = 64
 """Most graphs of a stage: each keeps memory on the device, and capturing takes a step or two."""
-_LEAST_READ = 128
 _SYNCS = frozenset(
     (
         "_local_scalar_dense",
@@ -75,92 +73,30 @@ class Capture(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class GraphKey:
-    """The shape of the steps that a graph runs.
-
-    Attributes:
-        rows: R.
-        tokens: tokens read from the blocks of each row.
-    """
-
-    rows: int
-    tokens: int
-
-    @classmethod
-    def of(cls, rows: int, tokens: int) -> GraphKey:
-        """Return the shape that a step of so many rows and tokens is rounded up to."""
-        return cls(rows=_to_eights(rows), tokens=_to_share(8, tokens))
-
-    def holds(self, batch: PackedBatch) -> bool:
-        """Return whether a graph of this shape can run a decode step."""
-        return batch.rows <= self.rows and batch.longest <= self.tokens
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """The tokens read in all, with which the memory of a step grows; then the rows."""
-        return self.rows * self.tokens, self.rows
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeSizes:
     """The decode steps that a stage will run.
 
     Attributes:
         rows: most rows.
-        least_tokens: tokens of the shortest sequence that is long enough to matter.
         most_tokens: tokens of the longest sequence.
     """
 
     rows: int
-    least_tokens: int
     most_tokens: int
 
-    def shapes(self) -> tuple[GraphKey, ...]:
-        """Return at most ``MOST_GRAPHS`` shapes that hold all steps, rounded as finely as that."""
-        found: list[GraphKey] = []
-        most_tokens = blocks_of(self.most_tokens) * KV_BLOCK_SIZE
-        for to_rows, share in _ROUNDINGS:
-            rows = _classes(to_rows, 1, self.rows)
-            tokens = _classes(partial(_to_share, share), self.least_tokens, most_tokens)
-            found = [GraphKey(*pair) for pair in itertools.product(rows, tokens)]
-            if len(found) <= MOST_GRAPHS:
-                break
-        return tuple(sorted(found, key=lambda shape: shape.size)[:MOST_GRAPHS])
+    def shapes(self) -> tuple[int, ...]:
+        """Return the numbers of rows that steps are rounded up to, at most ``MOST_GRAPHS``.
 
-
-def _classes(rounded: Callable[[int], int], least: int, most: int) -> list[int]:
-    """Return what the numbers of ``[least, most]`` are rounded to, and at last ``most``."""
-    found: list[int] = []
-    number = min(least, most)
-    while not found or found[-1] < most:
-        found.append(min(most, rounded(number)))
-        number = found[-1] + 1
-    return found
-
-
-def _to_eights(rows: int) -> int:
-    return _to_twos(rows) if rows <= 8 else -(-rows // 8) * 8
-
-
-def _to_twos(rows: int) -> int:
-    return 1 << (rows - 1).bit_length()
-
-
-def _to_fours(rows: int) -> int:
-    return 1 << 2 * ((_to_twos(rows).bit_length()) // 2)
-
-
-def _to_share(share: int, tokens: int) -> int:
-    """Round up so that at most one token in ``share`` is read without need, or ``_LEAST_READ``."""
-    step = max(_LEAST_READ, _to_twos(tokens) // (2 * share))
-    return -(-tokens // step) * step
-
-
-_ROUNDINGS: tuple[tuple[Callable[[int], int], int], ...] = (
-    (_to_eights, 8), (_to_twos, 8), (_to_twos, 4), (_to_twos, 2), (_to_twos, 1), (_to_fours, 1),
-)  # fmt: skip
-"""How rows are rounded, and the share of tokens that may be read without need; finest first."""
+        These are 1, 2, 4, then multiples of 8 and of an eighth of the power of two below: so a row
+        in eight computes nothing, at most.
+        """
+        found = [1]
+        while found[-1] < self.rows and len(found) < MOST_GRAPHS:
+            last = found[-1]
+            power = 1 << (last.bit_length() - 1)
+            found.append(min(self.rows, last + max(min(power, 8), power // 8)))
+        return tuple(found)
 
 
 class DecodeGraphs:
@@ -185,26 +121,28 @@ class DecodeGraphs:
         return False
 
     @property
-    def shapes(self) -> tuple[GraphKey, ...]:
-        """The captured shapes, the smallest first."""
-        return tuple(graph.shape for graph in self._graphs)
+    def shapes(self) -> tuple[int, ...]:
+        """The captured numbers of rows, the smallest first."""
+        return tuple(graph.rows for graph in self._graphs)
 
     @torch.inference_mode()
-    def capture(self, shapes: Iterable[GraphKey], *, reserve_bytes: int = 0) -> None:
-        """Capture shapes, the largest first; keep those that leave enough memory.
+    def capture(self, shapes: Collection[int], most_tokens: int, *, reserve_bytes: int = 0) -> None:
+        """Capture numbers of rows, the largest first; keep those that leave enough memory.
 
-        Called before any sequence is in the cache: it writes to block 0. A shape whose capture runs
+        Called before any sequence is in the cache: it writes to block 0. One whose capture runs
         out of memory, or leaves less than ``reserve_bytes``, is dropped, and smaller ones are
         tried. All graphs share one pool, which holds the temporaries of the largest.
 
         Args:
-            shapes: to be captured.
+            shapes: numbers of rows to be captured.
+            most_tokens: of the longest sequence.
             reserve_bytes: memory that uncaptured steps need.
         """
-        for shape in sorted(shapes, key=lambda one: one.size, reverse=True):
+        tables = DecodeTables(self._cache, max(shapes, default=0), most_tokens)
+        for rows in sorted(shapes, reverse=True):
             if self._capture is None:
                 break
-            graph = self._captured(shape)
+            graph = self._captured(rows, tables)
             if graph is None:
                 continue
             if self._capture.free_bytes() < reserve_bytes:
@@ -220,25 +158,24 @@ class DecodeGraphs:
         """Run the layers over one step, as ``DecoderStage.forward`` does with the cache."""
         found = None
         if batch.is_decode:
-            found = next((one for one in self._graphs if one.shape.holds(batch)), None)
+            found = next((one for one in self._graphs if one.holds(batch)), None)
         if found is None:
             output: Tensor = self._layers(hidden, batch, self._cache)
             return output
-        self._cache.check(batch)  # before anything is written
         return found.run(hidden, batch)
 
-    def _captured(self, shape: GraphKey) -> _Graph | None:
-        """Return the graph of a shape, ``None`` if the capture failed."""
+    def _captured(self, rows: int, tables: DecodeTables) -> _Graph | None:
+        """Return the graph of so many rows, ``None`` if the capture failed."""
         assert self._capture is not None
         size = self._layers.config.hidden_size
         hidden = torch.zeros(1, 1, size, dtype=self._cache.dtype, device=self._cache.device)
         try:
-            graph = _Graph(self._layers, self._cache, shape, hidden)
+            graph = _Graph(self._layers, tables, rows, hidden)
             if self._waits is None:
                 self._waits = graph.find_waits()
             graph.capture(self._capture, self._waits)
         except torch.OutOfMemoryError as error:
-            logger.info("no CUDA graph of %s: %s", shape, error)
+            logger.info("no CUDA graph of %d rows: %s", rows, error)
             return None
         # CUDA, Triton and the libraries fail in ways that cannot be listed; the layers still run.
         except Exception as error:
@@ -256,7 +193,7 @@ class _Piece:
     def __init__(self, graph: _Graph, first: int, end: int) -> None:
         self._graph = graph
         self._range = range(first, end)
-        self.hidden = torch.zeros_like(graph.hidden)
+        self.hidden = graph.hidden if first == 0 else torch.zeros_like(graph.hidden)
         self.output = self.hidden
         self.work: Work = self.run_layers
 
@@ -269,49 +206,35 @@ class _Piece:
 
 
 class _Graph:
-    """Decode steps of one shape.
+    """Decode steps of one number of rows.
 
     Attributes:
-        shape: of the steps.
+        rows: R, of the steps.
         hidden: ``[1, R, H]``, the buffer for a step's hidden states.
     """
 
-    def __init__(self, layers: DecoderStage, cache: KVCache, shape: GraphKey, like: Tensor) -> None:
+    def __init__(self, layers: DecoderStage, tables: DecodeTables, rows: int, like: Tensor) -> None:
         self._layers = layers
-        self._cache = cache
-        self.shape = shape
-        self.hidden = like.new_zeros(1, shape.rows, like.shape[2])
-        self._width = blocks_of(shape.tokens, cache.block_size)
-        # Of each row its blocks, those in layers with windows if they are others, its position.
-        self._tables = 1 if cache.num_window_blocks is None else 2
-        self._places = torch.zeros(
-            shape.rows, self._tables * self._width + 1, dtype=torch.int64, device=like.device
-        )
-        self._positions = self._places[:, -1]
-        tables, windows = self._places[:, : self._width], self._places[:, self._width : -1]
-        self._view = cache.view_of_tensors(
-            tables, self._positions, windows if self._tables > 1 else None
-        )
+        self._tables = tables
+        self.rows = rows
+        self.hidden = like.new_zeros(1, rows, like.shape[2])
         self._arguments: list[LayerArguments] = []
         self._prepare: Work = self._make_arguments
         self._pieces: list[_Piece] = []
+
+    def holds(self, batch: PackedBatch) -> bool:
+        """Return whether the graph can run a decode step."""
+        return batch.rows <= self.rows and batch.longest <= self._tables.most_tokens
 
     def fill(self, hidden: Tensor, batch: PackedBatch) -> None:
         """Copy a step into the buffers; copies of the last row fill the missing ones.
 
         The copies write equal values to the same block.
         """
-        rows, missing = batch.rows, self.shape.rows - batch.rows
-        places = []
-        for row, start in enumerate(batch.starts):
-            place = []
-            for has_window in (False, True)[: self._tables]:
-                own = self._cache.own_blocks(batch, row, has_window=has_window)
-                place += [*own, *[own[-1]] * (self._width - len(own))]
-            places.append([*place, start])
-        self._places.copy_(torch.tensor([*places, *places[-1:] * missing]))
-        self.hidden[:, :rows] = hidden
-        self.hidden[:, rows:] = hidden[:, -1:]
+        self._tables.place(batch, self.rows)
+        self.hidden[:, : batch.rows] = hidden
+        if batch.rows < self.rows:
+            self.hidden[:, batch.rows :] = hidden[:, -1:]
 
     def find_waits(self) -> list[bool]:
         """Run the step twice; return for each layer whether it synchronizes with the host.
@@ -354,7 +277,8 @@ class _Graph:
         self._prepare()
         current = self.hidden
         for piece in self._pieces:
-            piece.hidden.copy_(current)
+            if piece.hidden is not current:
+                piece.hidden.copy_(current)
             piece.work()
             current = piece.output
         return current[:, : batch.rows].clone()
@@ -364,22 +288,21 @@ class _Graph:
         return self._layers.run_layer(index, hidden, self._arguments[index])
 
     def _make_arguments(self) -> None:
-        longest = self._width * self._cache.block_size
         self._arguments = self._layers.decode_arguments(
-            self.hidden, self._positions, self._view, longest
+            self.hidden, self._tables.positions(self.rows), self._tables.view(self.rows)
         )
 
 
 def graphs_of(layers: DecoderStage, cache: KVCache) -> DecodeGraphs | None:
     """Return a stage's decode graphs, not yet captured; ``None`` where they are not possible.
 
-    That is on a CPU, where positions depend on the length of a row, which the host reads in every
-    step, where a layer changes its cached keys and values, and where layers pass more to each other
-    than hidden states.
+    That is on a CPU, where no kernel reads blocks in place, where positions depend on the length of
+    a row, which the host reads in every step, where a layer changes its cached keys and values, and
+    where layers pass more to each other than hidden states.
     """
     depends_on_length = layers.rotary is not None and layers.rotary.depends_on_length
     is_fixed = layers.attends_to_cache and layers.layout is None and not depends_on_length
-    if cache.device.type != "cuda" or not is_fixed:
+    if cache.device.type != "cuda" or not is_fixed or not cache.attends_rows:
         return None
     return DecodeGraphs(layers, cache, capture=CudaCapture(cache.device))
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
@@ -50,6 +50,7 @@ from llmpq.dist.io.sampling_params import GREEDY, SamplingParams, TokenLogprobs
 from llmpq.dist.io.structured_outputs import GrammarCompiler
 from llmpq.dist.transport.frames import Row
 from llmpq.kernels.base import exact_dtype
+from llmpq.models.attention import on_device
 from llmpq.options.run import Pooling
 
 NAN_SCORES = (
@@ -61,6 +62,9 @@ _UNIFORM_BITS = 52
 """Bits of a random number: with one bit more, its product with the total could round up to it."""
 MAX_IDLE_WAIT_S = 0.5
 """Longest single wait of an idle run, after which it looks at its callbacks again."""
+VALUES_AT_ONCE = 1 << 22
+"""Scores from which tokens are chosen together: on a GPU, for about fifty bytes each."""
+VALUES_AT_ONCE_ON_CPU = 1 << 17
 ROWS_AT_ONCE = 64
 """Positions whose log probabilities are computed together; more would take memory alone."""
 
@@ -416,7 +420,14 @@ class Engine:
                 rows.append(row)
         if not rows:
             return []
-        scored = ScoredRows(scores if len(rows) == len(scores) else scores[rows])
+        choices = [
+            Choice(row, self._sequences[number].state, ahead)
+            for number, own in places.items()
+            for ahead, row in enumerate(own)
+            # What changes the scores after a draft token depends on whether it is accepted.
+            if ahead == 0 or not self._sequences[number].state.params.changes_scores
+        ]
+        scored = ScoredRows(scores if len(rows) == len(scores) else scores[rows], choices)
         made = []
         for number, own in places.items():
             sequence = self._sequences[number]
@@ -609,7 +620,7 @@ class SamplingState:
         self._request = request
         self._stop_token_ids = list(stop_token_ids)
         self._matcher = matcher
-        self._allowed: Tensor | None = None
+        self._allowed: NDArray[np.bool_] | None = None
         self._prompt = set(prompt_token_ids) if params.repetition_penalty != 1 else set()
         self._counts: Counter[int] = Counter()
         self._counts_tokens = params.presence_penalty != 0 or params.frequency_penalty != 0
@@ -642,29 +653,41 @@ class SamplingState:
         if self._matcher is not None:
             self._matcher.accept(token)
 
-    def change_scores(self, scores: Tensor) -> None:
-        """Apply masks, bias and penalties to the scores ``[V]`` in place."""
-        params = self.params
+    def mask(self, count: int) -> NDArray[np.bool_] | None:
+        """Return which of ``count`` tokens are allowed; ``None`` for all."""
+        found: NDArray[np.bool_] | None = None
         if self._matcher is not None:
-            allowed = torch.from_numpy(self._matcher.allowed(len(scores)))
-            scores.masked_fill_(~allowed.to(scores.device), -math.inf)
-        if params.allowed_token_ids is not None:
+            found = self._matcher.allowed(count)
+        if self.params.allowed_token_ids is not None:
             if self._allowed is None:
-                self._allowed = torch.zeros(len(scores), dtype=torch.bool)
-                self._allowed[list(params.allowed_token_ids)] = True
-            scores.masked_fill_(~self._allowed.to(scores.device), -math.inf)
-        if params.bad_words_ids:
-            scores[self._bad_tokens()] = -math.inf
-        if len(self.token_ids) < params.min_tokens and self._stop_token_ids:
-            scores[self._stop_token_ids] = -math.inf
-        if params.logit_bias:
-            tokens, values = zip(*params.logit_bias, strict=True)
-            scores[list(tokens)] += torch.tensor(values, device=scores.device)
-        self._penalize(scores)
+                self._allowed = np.zeros(count, dtype=np.bool_)
+                self._allowed[list(self.params.allowed_token_ids)] = True
+            found = self._allowed if found is None else found & self._allowed
+        return found
 
-    def uniform(self) -> float:
-        """Return the random number in [0, 1) of the next token."""
-        text = f"{self.params.seed or 0}/{len(self.token_ids)}/{self._request}".encode()
+    def forbidden(self) -> list[int]:
+        """Return the tokens that bad words and the minimum length exclude."""
+        found = self._bad_tokens()
+        if len(self.token_ids) < self.params.min_tokens:
+            found += self._stop_token_ids
+        return found
+
+    def repeated(self) -> list[int]:
+        """Return the tokens whose scores the repetition penalty changes."""
+        return sorted(self._prompt)
+
+    def subtracted(self) -> dict[int, np.float32]:
+        """Return what presence and frequency penalties subtract from scores, by token."""
+        each, once = (
+            np.float32(value)
+            for value in (self.params.frequency_penalty, self.params.presence_penalty)
+        )
+        return {token: each * np.float32(count) + once for token, count in self._counts.items()}
+
+    def uniform(self, ahead: int = 0) -> float:
+        """Return the random number in [0, 1) of the next token, or of one further ahead."""
+        place = len(self.token_ids) + ahead
+        text = f"{self.params.seed or 0}/{place}/{self._request}".encode()
         number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
         return (number >> (64 - _UNIFORM_BITS)) / (1 << _UNIFORM_BITS)
 
@@ -675,18 +698,6 @@ class SamplingState:
             if not start or self.token_ids[-len(start) :] == start:
                 found.append(last)
         return found
-
-    def _penalize(self, scores: Tensor) -> None:
-        params = self.params
-        if params.repetition_penalty != 1 and self._prompt:
-            tokens = torch.tensor(sorted(self._prompt), device=scores.device)
-            found = scores[tokens]
-            penalty = params.repetition_penalty
-            scores[tokens] = torch.where(found > 0, found / penalty, found * penalty)
-        if self._counts:
-            tokens = torch.tensor(list(self._counts), device=scores.device)
-            counts = torch.tensor(list(self._counts.values()), device=scores.device)
-            scores[tokens] -= params.frequency_penalty * counts + params.presence_penalty
 
 
 def sampling_state_of(request: Request, grammars: GrammarCompiler | None) -> SamplingState:
@@ -706,69 +717,236 @@ def sampling_state_of(request: Request, grammars: GrammarCompiler | None) -> Sam
     )
 
 
+class Choice(NamedTuple):
+    """A row whose token is chosen, and its state; ``ahead`` draft tokens are taken before it."""
+
+    row: int
+    state: SamplingState
+    ahead: int = 0
+
+
 class ScoredRows:
-    """The scores of several positions, from which tokens are chosen one after the other.
+    """The scores of several positions, and the tokens that are chosen by them.
+
+    All are chosen at once, and read by the host once. A choice that depends on tokens of the same
+    step is made when it is asked for.
 
     Args:
         logits: ``[R, V]`` float32, finite (or minus infinity for a forbidden token).
+        choices: at most one of a row.
     """
 
-    def __init__(self, logits: Tensor) -> None:
-        best = logits.argmax(dim=-1)  # [R]; a NaN, if there is one
+    def __init__(self, logits: Tensor, choices: Sequence[Choice]) -> None:
         self._logits = logits
-        self._is_nan: list[bool] = logits.gather(-1, best[:, None]).isnan()[:, 0].tolist()
-        self._best: list[int] = best.tolist()
+        rows = [choice.row for choice in choices]
+        self._known = dict(zip(rows, _choose(logits, choices), strict=True))
 
     def sample(self, row: int, state: SamplingState) -> SampledToken:
         """Return the token of a row; the state does not change."""
-        if self._is_nan[row]:
-            return SampledToken(-1, error=NAN_SCORES)
-        if state.is_plain:
-            return SampledToken(self._best[row])
-        return _choose(self._logits[row], state)
+        if row not in self._known:
+            self._known[row] = _choose(self._logits, [Choice(row, state)])[0]
+        return self._known[row]
 
 
-def _choose(logits: Tensor, state: SamplingState) -> SampledToken:
-    """Choose a token by the scores ``[V]``."""
-    params, scores = state.params, logits
-    if params.changes_scores:
-        scores = logits.clone()
-        state.change_scores(scores)
-    best = int(scores.argmax())
-    if scores[best] == -math.inf:
-        return SampledToken(-1, error=NO_TOKEN)
-    token = best if params.is_greedy else _draw(_truncated(scores, params), state.uniform())
-    if params.logprobs is None:
-        return SampledToken(token)
-    return SampledToken(token, logprobs=_logprobs(logits[None], [token], params.logprobs)[0])
+def _choose(logits: Tensor, choices: Sequence[Choice]) -> list[SampledToken]:
+    """Choose tokens by the scores ``[R, V]``; the host reads the device once."""
+    best = logits.argmax(dim=-1)  # [R]; a NaN, if there is one
+    is_nan = logits.gather(-1, best[:, None]).isnan()[:, 0]
+    others = [place for place, choice in enumerate(choices) if not choice.state.is_plain]
+    on_cpu = logits.device.type == "cpu"
+    most = max(1, (VALUES_AT_ONCE_ON_CPU if on_cpu else VALUES_AT_ONCE) // logits.shape[1])
+    parts = [best, is_nan.long()]
+    for first in range(0, len(others), most):
+        parts += _choose_some(logits, [choices[place] for place in others[first : first + most]])
+    numbers = iter(torch.cat(parts).tolist())
+    best_ids = [next(numbers) for _ in range(len(logits))]
+    has_nan = [bool(next(numbers)) for _ in range(len(logits))]
+    made = [SampledToken(best_ids[choice.row]) for choice in choices]
+    for first in range(0, len(others), most):
+        own = others[first : first + most]
+        tokens = [next(numbers) for _ in own]
+        for place, token in zip(own, tokens, strict=True):
+            made[place] = SampledToken(token, error=NO_TOKEN if token < 0 else None)
+        for places, count in _by_logprobs([choices[place] for place in own], logits.shape[1]):
+            bits = np.array([next(numbers) for _ in range(len(places) * (1 + 2 * count))])
+            for place, found in zip(places, bits.reshape(len(places), -1), strict=True):
+                made[own[place]] = _with_logprobs(made[own[place]], found, count)
+    return [
+        SampledToken(-1, error=NAN_SCORES) if has_nan[choice.row] else token
+        for choice, token in zip(choices, made, strict=True)
+    ]
 
 
-def _truncated(scores: Tensor, params: SamplingParams) -> Tensor:
-    """Divide by the temperature and mask what min-p, top-k and top-p leave out.
+def _choose_some(logits: Tensor, choices: Sequence[Choice]) -> list[Tensor]:
+    """Return what the host reads of some choices: integers, one part after the other.
 
-    The best token always stays.
+    These are the tokens, -1 where none is allowed; and for those that report as many log
+    probabilities, the chosen one, the best ones and their tokens: the bits of float32 numbers.
     """
-    scores = scores.float() / params.temperature
-    if params.min_p > 0:
-        scores = scores.masked_fill(scores < scores.max() + math.log(params.min_p), -math.inf)
-    if 0 < params.top_k < len(scores):
-        least = scores.topk(params.top_k).values[-1]
+    device = logits.device
+    rows = on_device(np.array([choice.row for choice in choices]), device)
+    scores = logits.index_select(0, rows).float()  # [C, V], of its own
+    changed = [place for place, one in enumerate(choices) if one.state.params.changes_scores]
+    change_scores(scores, {place: choices[place].state for place in changed})
+    tokens = scores.argmax(dim=-1)
+    has_none = scores.gather(-1, tokens[:, None])[:, 0] == -math.inf
+    drawn = [place for place, one in enumerate(choices) if not one.state.params.is_greedy]
+    if drawn:
+        states = [choices[place].state for place in drawn]
+        places = on_device(np.array(drawn), device)
+        uniforms = [choices[place].state.uniform(choices[place].ahead) for place in drawn]
+        kept = _truncated(scores.index_select(0, places), [state.params for state in states])
+        tokens = tokens.index_copy(0, places, _draw(kept, uniforms))
+    tokens = tokens.masked_fill(has_none, -1)
+    parts = [tokens]
+    for own, count in _by_logprobs(choices, logits.shape[1]):
+        at = on_device(np.array(own), device)
+        values = torch.log_softmax(logits.index_select(0, rows[at]).float(), dim=-1)
+        found = values.gather(-1, tokens[at].clamp(min=0)[:, None])
+        best = values.topk(count, dim=-1)
+        bits = torch.cat((found, best.values), dim=1).view(torch.int32).long()
+        parts.append(torch.cat((bits, best.indices), dim=1).flatten())
+    return parts
+
+
+def _by_logprobs(choices: Sequence[Choice], width: int) -> list[tuple[list[int], int]]:
+    """Return the places of choices that report log probabilities, by how many of the best."""
+    found: dict[int, list[int]] = {}
+    for place, choice in enumerate(choices):
+        count = choice.state.params.logprobs
+        if count is not None:
+            found.setdefault(width if count == -1 else min(count, width), []).append(place)
+    return [(places, count) for count, places in found.items()]
+
+
+def _with_logprobs(token: SampledToken, bits: NDArray[np.int64], count: int) -> SampledToken:
+    if token.error is not None:
+        return token
+    logprob, *values = bits[: 1 + count].astype(np.int32).view(np.float32).tolist()
+    top = tuple(zip(bits[1 + count :].tolist(), values, strict=True))
+    return replace(token, logprobs=TokenLogprobs(token.token_id, logprob, top))
+
+
+def change_scores(scores: Tensor, states: Mapping[int, SamplingState]) -> None:
+    """Apply masks, bias and penalties to scores ``[C, V]`` in place, in vLLM's order.
+
+    Args:
+        scores: float32.
+        states: of some of the rows.
+    """
+    width, device, flat = scores.shape[1], scores.device, scores.view(-1)
+    masks = [(row, mask) for row, one in states.items() if (mask := one.mask(width)) is not None]
+    if masks:
+        at = on_device(np.array([row for row, _ in masks]), device)
+        allowed = on_device(np.stack([mask for _, mask in masks]), device)
+        masked = scores.index_select(0, at).masked_fill(~allowed, -math.inf)
+        scores.index_copy_(0, at, masked)
+    forbidden = [row * width + token for row, one in states.items() for token in one.forbidden()]
+    if forbidden:
+        flat.index_fill_(0, on_device(np.array(forbidden), device), -math.inf)
+    bias = [
+        (row * width + token, value)
+        for row, one in states.items()
+        for token, value in one.params.logit_bias
+    ]
+    if bias:
+        at, values = _entries(bias, device)
+        flat.index_copy_(0, at, flat.index_select(0, at) + values)
+    repeated = [
+        (row * width + token, one.params.repetition_penalty)
+        for row, one in states.items()
+        for token in one.repeated()
+    ]
+    if repeated:
+        at, penalty = _entries(repeated, device)
+        found = flat.index_select(0, at)
+        flat.index_copy_(0, at, torch.where(found > 0, found / penalty, found * penalty))
+    subtracted = [
+        (row * width + token, value)
+        for row, one in states.items()
+        for token, value in one.subtracted().items()
+    ]
+    if subtracted:
+        at, values = _entries(subtracted, device)
+        flat.index_copy_(0, at, flat.index_select(0, at) - values)
+
+
+def _entries(
+    entries: Sequence[tuple[int, float | np.float32]], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return indices and float32 values on the device."""
+    at, values = zip(*entries, strict=True)
+    return on_device(np.array(at), device), on_device(np.array(values, np.float32), device)
+
+
+def _truncated(scores: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Divide by temperatures and mask what min-p, top-k and top-p leave out: ``[C, V]``.
+
+    The best token of a row always stays.
+    """
+    width, device = scores.shape[1], scores.device
+    numbers = on_device(
+        np.array(
+            [
+                (one.temperature, math.log(one.min_p) if one.min_p > 0 else -math.inf, one.top_p)
+                for one in params
+            ],
+            np.float32,
+        ),
+        device,
+    )
+    scores = scores / numbers[:, :1]
+    if any(one.min_p > 0 for one in params):
+        least = scores.amax(dim=-1, keepdim=True) + numbers[:, 1:2]
         scores = scores.masked_fill(scores < least, -math.inf)
-    if params.top_p < 1:
-        kept = (scores > -math.inf).nonzero()[:, 0]
-        ordered, order = scores[kept].sort(descending=True, stable=True)
-        shares = torch.softmax(ordered, dim=-1)
-        before = shares.cumsum(dim=-1) - shares
-        scores[kept[order[before >= params.top_p]]] = -math.inf
+    counts = [one.top_k if 0 < one.top_k < width else width for one in params]
+    limited = [row for row, count in enumerate(counts) if count < width]
+    if limited:
+        last = np.array([(row, counts[row] - 1) for row in limited])
+        rows, places = on_device(np.ascontiguousarray(last.T), device)
+        own = scores.index_select(0, rows)
+        ordered = own.topk(int(last[:, 1].max()) + 1, dim=-1).values
+        own = own.masked_fill(own < ordered.gather(-1, places[:, None]), -math.inf)
+        scores = scores.index_copy(0, rows, own)
+    few = [row for row, one in enumerate(params) if one.top_p < 1]
+    if few and device.type == "cpu":
+        for row in few:
+            scores[row] = _nucleus(scores[row], params[row].top_p)
+    elif few:
+        rows = on_device(np.array(few), device)
+        own = _nuclei(scores.index_select(0, rows), numbers.index_select(0, rows)[:, 2:])
+        scores = scores.index_copy(0, rows, own)
     return scores
 
 
-def _draw(scores: Tensor, uniform: float) -> int:
-    """Return the token at a place in [0, 1) of the cumulative distribution."""
-    if exact_dtype(scores.device) is not torch.float64:
+def _nucleus(scores: Tensor, top_p: float) -> Tensor:
+    """Mask what top-p leaves out of ``[V]`` on a CPU, where sorting all tokens takes longest."""
+    kept = (scores > -math.inf).nonzero()[:, 0]
+    ordered, order = scores[kept].sort(descending=True, stable=True)
+    shares = torch.softmax(ordered, dim=-1)
+    before = shares.cumsum(dim=-1) - shares
+    return scores.index_fill(0, kept[order[before >= top_p]], -math.inf)
+
+
+def _nuclei(scores: Tensor, top_p: Tensor) -> Tensor:
+    """Mask what top-p ``[C, 1]`` leaves out of ``[C, V]``, without the host."""
+    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+    shares = torch.softmax(ordered, dim=-1)
+    before = shares.cumsum(dim=-1) - shares
+    left_out = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, order, before >= top_p)
+    return scores.masked_fill(left_out, -math.inf)
+
+
+def _draw(scores: Tensor, uniforms: Sequence[float]) -> Tensor:
+    """Return tokens ``[C]`` at places in [0, 1) of the cumulative distributions of ``[C, V]``."""
+    device = scores.device
+    if exact_dtype(device) is not torch.float64:
         scores = scores.cpu()  # float32 sums would change which token a number draws
-    total = torch.softmax(scores, dim=-1, dtype=torch.float64).cumsum(dim=-1)  # [V]
-    return int(torch.searchsorted(total, uniform * total[-1], right=True))
+    places = on_device(np.array(uniforms)[:, None], scores.device)
+    total = torch.softmax(scores, dim=-1, dtype=torch.float64).cumsum(dim=-1)  # [C, V]
+    # Minus infinity in all of a row: no token is allowed, and none of its sums is a number.
+    found = torch.searchsorted(total, places * total[:, -1:], right=True)[:, 0]
+    return found.clamp(max=scores.shape[1] - 1).to(device)
 
 
 def prompt_logprobs(

@@ -685,7 +685,7 @@ def capture_decode_steps(runner: StageRunner, sizes: DecodeSizes, reserve_bytes:
     """
     if not isinstance(runner.steps, DecodeGraphs):
         return False
-    runner.steps.capture(sizes.shapes(), reserve_bytes=reserve_bytes)
+    runner.steps.capture(sizes.shapes(), sizes.most_tokens, reserve_bytes=reserve_bytes)
     synchronize(runner.device)
     return True
 

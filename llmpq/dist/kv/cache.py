@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -32,8 +32,10 @@ from torch import Tensor
 from llmpq.batching.blocks import blocks_of, blocks_written_twice, tokens_written_twice
 from llmpq.errors import CapacityError, SpecError, StageError
 from llmpq.kernels.cpu.paged_attention import PagedCall, PagedHeads, can_attend
+from llmpq.kernels.gpu import paged_decode
+from llmpq.kernels.gpu.paged_decode import DecodeRows
 from llmpq.models import KVShape, PackedBatch
-from llmpq.models.attention import ScoreOptions
+from llmpq.models.attention import ScoreOptions, on_device
 from llmpq.models.states import SequenceStates
 from llmpq.spec.runtime_constants import HEAD_LANES, KV_BLOCK_SIZE, KV_BLOCK_TOKENS, KV_CODE_BITS
 
@@ -66,12 +68,21 @@ class TokenIndex:
         device: torch.device,
     ) -> TokenIndex:
         """Return the tokens ``[starts[r], starts[r] + counts[r])`` of every row."""
-        blocks, offsets = [], []
+        found = []
         for table, start, count in zip(block_tables, starts, counts, strict=True):
-            positions = torch.arange(start, start + count)
-            blocks.append(torch.tensor(table)[positions // block_size])
-            offsets.append(positions % block_size)
-        return cls(block=torch.cat(blocks).to(device), offset=torch.cat(offsets).to(device))
+            positions = np.arange(start, start + count)
+            first = start // block_size
+            own = np.array(table[first : blocks_of(start + count, block_size)], dtype=np.int64)
+            blocks = own[positions // block_size - first]
+            found.append(np.stack((blocks, positions % block_size)))
+        block, offset = on_device(np.concatenate(found, axis=1), device)
+        return cls(block=block, offset=offset)
+
+    @classmethod
+    def of_tensors(cls, tables: Tensor, positions: Tensor, block_size: int) -> TokenIndex:
+        """Return the tokens at ``positions [R]`` of block tables ``[R, W]``, on the device."""
+        blocks = tables.gather(1, (positions // block_size)[:, None].long())[:, 0]
+        return cls(block=blocks.long(), offset=(positions % block_size).long())
 
     def write(self, stored: Tensor, new: Tensor) -> None:
         """Put ``new [h, N, ...]`` into ``[blocks, h, B, ...]``."""
@@ -500,6 +511,12 @@ class KVCache:
         is_known = all(can_attend(self.dtype, stored, dim, self.block_size) for dim in dims)
         return self.device.type == "cpu" and is_known
 
+    @cached_property
+    def attends_rows(self) -> bool:
+        """Whether a kernel of GPUs attends to the blocks of rows of one token in place."""
+        dims = {dim for layer in self._layers for dim in layer.shape.dims}
+        return not self.attends and paged_decode.can_attend(self.device, self.dtype, *dims)
+
     @property
     def is_exact(self) -> bool:
         """Whether keys and values are read as they were written."""
@@ -527,15 +544,19 @@ class KVCache:
         The caller passes every batch to :meth:`check` before it fills the tensors.
 
         Args:
-            tables: int64 ``[R, W]``, the blocks of each row, filled up with any of them; rows with
-                equal tables and positions must have equal values.
-            positions: of the new tokens, int64 ``[R]``.
+            tables: int32 ``[R, W]``, the blocks of each row, undefined after its last one; rows
+                with equal tables and positions must have equal values.
+            positions: of the new tokens, int32 ``[R]``.
             window_tables: those of layers with windows, where these have blocks of their own.
         """
         return TensorView(self, tables, positions, window_tables)
 
-    def check(self, batch: PackedBatch) -> None:
+    def check(self, batch: PackedBatch, rows: Iterable[int] | None = None) -> None:
         """Check that the rows fit their blocks, and that no two rows write to one place.
+
+        Args:
+            batch: the rows.
+            rows: those whose blocks have not been checked before; ``None`` for all.
 
         Raises:
             CapacityError: a row is longer than its blocks.
@@ -543,25 +564,26 @@ class KVCache:
         """
         if self.states is not None:
             self.states.check(batch)
-        size = self.block_size
+        size, new = self.block_size, range(batch.rows) if rows is None else [*rows]
         for table, length in zip(batch.block_tables, batch.lengths, strict=True):
             if length > size * len(table):
                 raise CapacityError(
                     f"KV cache: a row has {length} tokens, its blocks hold {size * len(table)}"
                 )
+        for table in (batch.block_tables[row] for row in new):
             if min(table) < 0 or max(table) >= self.num_blocks:
                 raise StageError(
                     f"KV cache: found blocks {list(table)}, expected those of "
                     f"[0, {self.num_blocks})"
                 )
-        self._check_windows(batch)
+        self._check_windows(batch, new)
         if tokens_written_twice(_places(batch), size):
             raise StageError(
                 f"KV cache: found tokens written twice in blocks {list(batch.block_tables)}, "
                 f"expected places of their own"
             )
 
-    def _check_windows(self, batch: PackedBatch) -> None:
+    def _check_windows(self, batch: PackedBatch, new: Sequence[int]) -> None:
         """Check the tables of layers with windows, if these have blocks of their own."""
         expected = [] if self.num_window_blocks is None else [*map(len, batch.block_tables)]
         found = [*map(len, batch.window_tables)]
@@ -570,7 +592,7 @@ class KVCache:
                 f"KV cache: found tables of {found} blocks for layers with windows, expected "
                 f"{expected}"
             )
-        for table in batch.window_tables:
+        for table in (batch.window_tables[row] for row in new if batch.window_tables):
             if not 0 <= min(table) <= max(table) < (self.num_window_blocks or 0):
                 raise StageError(
                     f"KV cache: found blocks {list(table)} of layers with windows, expected those "
@@ -699,9 +721,12 @@ class KVCacheView:
         self._returns_all = returns_all
         self.states = cache.states
         self.attends = cache.attends and not returns_all
+        self.attends_rows = cache.attends_rows and not returns_all
         self.is_exact = cache.is_exact
         self._calls: dict[bool, PagedCall] = {}  # by whether a layer has blocks of its own
         self._tokens: dict[bool, TokenIndex] = {}
+        self._decode_rows: dict[bool, DecodeRows] = {}
+        self._tables: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
         # Rows of one sequence need each other's keys and values.
         is_apart = not blocks_written_twice(_places(batch), cache.block_size)
         self._stores_late = self.attends and batch.is_decode and is_apart
@@ -749,8 +774,21 @@ class KVCacheView:
             chunk=options.chunk,
             softcap=options.softcap,
             sinks=options.sinks,
-            bias=options.bias,
+            bias=None if options.alibi is None else options.alibi.bias,
         )
+
+    def attend_rows(
+        self, query: Tensor, rows: Sequence[int], out: Tensor, options: ScoreOptions
+    ) -> None:
+        """Attend with the new token of each of some rows; see ``KVView``."""
+        layer, _ = self._last_update()
+        key = self._cache.has_window(self._layer_idx)
+        if key not in self._decode_rows:
+            tables = self._cache.tables_of(self._batch, self._layer_idx)
+            self._decode_rows[key] = decode_rows_of(
+                [tables[row] for row in rows], self._batch, rows, self._cache.device
+            )
+        _attend_rows(query, layer, self._decode_rows[key], out, options)
 
     def read(self, row: int) -> tuple[Tensor, Tensor]:
         """Return ``[1, h, S, d]`` of a row; valid until the next read.
@@ -765,13 +803,25 @@ class KVCacheView:
         Valid until the next read.
         """
         layer, dtype = self._last_update()
-        first = [self._first_block(row) for row in rows]
-        chosen = [self._table(row)[start:] for row, start in zip(rows, first, strict=True)]
-        width = max(map(len, chosen))
-        filled = [[*table, *[table[-1]] * (width - len(table))] for table in chosen]
-        tables = torch.tensor(filled, device=self._cache.device)
-        left_out = torch.tensor(first, device=self._cache.device) * self._cache.block_size
+        tables, left_out = self._tables_from([(row, self._first_block(row)) for row in rows])
         return *layer.read(tables, dtype, self._cache.buffer), positions - left_out
+
+    def _tables_from(self, rows: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+        """Return tables of the blocks of rows, and the tokens before them: once a step.
+
+        Args:
+            rows: each with its first block.
+        """
+        key = self._cache.has_window(self._layer_idx), *rows
+        if key not in self._tables:
+            chosen = [self._table(row)[start:] for row, start in rows]
+            width = max(map(len, chosen))
+            filled = [[*table, *[table[-1]] * (width - len(table))] for table in chosen]
+            left_out = np.array([start for _, start in rows]) * self._cache.block_size
+            joined = np.concatenate((np.array(filled, dtype=np.int64), left_out[:, None]), axis=1)
+            own = on_device(joined, self._cache.device)
+            self._tables[key] = own[:, :-1], own[:, -1]
+        return self._tables[key]
 
     def _first_block(self, row: int) -> int:
         """Return the first block of a row that the layer's window sees."""
@@ -781,7 +831,7 @@ class KVCacheView:
 
     def _read_row(self, row: int, first_block: int) -> tuple[Tensor, Tensor]:
         layer, dtype = self._last_update()
-        tables = torch.tensor([self._table(row)[first_block:]], device=self._cache.device)
+        tables, _ = self._tables_from([(row, first_block)])
         found, other = layer.read(tables, dtype, self._cache.buffer)
         length = self._batch.lengths[row] - first_block * self._cache.block_size
         return found[:, :, :length], other[:, :, :length]
@@ -817,18 +867,66 @@ def _places(batch: PackedBatch) -> list[tuple[Sequence[int], int, int]]:
     return list(zip(batch.block_tables, batch.starts, batch.lengths, strict=True))
 
 
+def decode_rows_of(
+    tables: Sequence[Sequence[int]], batch: PackedBatch, rows: Sequence[int], device: torch.device
+) -> DecodeRows:
+    """Return where rows of one token have their keys, in one copy to the device.
+
+    Sizes are multiples that Triton compiles no other kernel for.
+
+    Args:
+        tables: blocks of each of the rows.
+        batch: the step.
+        rows: those of one token.
+        device: of the cache.
+    """
+    count, width = -len(rows) // 4 * -4, max(map(len, tables)) // 16 * 16 + 16
+    packed = np.zeros((2 + width, count), dtype=np.int32)
+    packed[0, : len(rows)] = [batch.starts[row] for row in rows]
+    packed[1, : len(rows)] = [batch.offsets[row] for row in rows]
+    filled = packed[2:].reshape(count, width)
+    for place, table in enumerate(tables):
+        filled[place, : len(table)] = table
+    own = on_device(packed, device)
+    is_all = len(rows) == batch.tokens
+    return DecodeRows(
+        tables=own[2:].view(count, width)[: len(rows)],
+        positions=own[0, : len(rows)],
+        tokens=None if is_all else own[1, : len(rows)],
+    )
+
+
+def _attend_rows(
+    query: Tensor, layer: KVStorage, rows: DecodeRows, out: Tensor, options: ScoreOptions
+) -> None:
+    alibi = options.alibi
+    paged_decode.attend(
+        query,
+        layer.paged_heads,
+        rows,
+        out,
+        scaling=options.scaling,
+        window=options.window,
+        chunk=options.chunk,
+        softcap=options.softcap,
+        sinks=options.sinks,
+        slopes=None if alibi is None else alibi.slopes,
+        rounds_bias=alibi is not None and alibi.is_rounded,
+    )
+
+
 class TensorView:
     """One new token a row in blocks given by tensors on the device, for CUDA graphs.
 
+    Where the tokens lie is computed when the view is made, for all layers.
+
     Args:
         cache: of the keys and values.
-        tables: int64 ``[R, W]``.
-        positions: int64 ``[R]``.
+        tables: int32 ``[R, W]``.
+        positions: int32 ``[R]``.
         window_tables: those of layers with windows, where these have blocks of their own.
     """
 
-    attends = False
-    is_exact = True
     states = None
 
     def __init__(
@@ -839,50 +937,30 @@ class TensorView:
         window_tables: Tensor | None = None,
     ) -> None:
         self._cache = cache
-        self._both = tables, tables if window_tables is None else window_tables
-        self._tables = tables
-        self._positions = positions
-        self._layer: tuple[KVStorage, torch.dtype] | None = None
+        both = [tables] if window_tables is None else [tables, window_tables]
+        self._rows = [DecodeRows(tables=one, positions=positions) for one in both]
+        self._tokens = [TokenIndex.of_tensors(one, positions, cache.block_size) for one in both]
+        self._layer: KVStorage | None = None
+        self._layer_idx = cache.first_layer
 
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
         """Store ``[1, h, R, d]`` of one layer and return it."""
-        layer, size = self._cache.storage_of(layer_idx, key, value), self._cache.block_size
-        self._tables = self._both[self._cache.has_window(layer_idx)]
-        column = (self._positions // size)[:, None]
-        block = self._tables.gather(1, column)[:, 0]
-        layer.write(TokenIndex(block=block, offset=self._positions % size), key, value)
-        self._layer = layer, key.dtype
+        self._layer = self._cache.storage_of(layer_idx, key, value)
+        self._layer_idx = layer_idx
+        self._layer.write(self._tokens[self._cache.has_window(layer_idx)], key, value)
         return key, value
 
     def select(self, layer_idx: int) -> None:
         """Let the next calls read a layer that has been updated in this step."""
-        self._tables = self._both[self._cache.has_window(layer_idx)]
-        self._layer = self._cache.layer(layer_idx), self._cache.dtype
+        self._layer, self._layer_idx = self._cache.layer(layer_idx), layer_idx
 
-    def attend(self, query: Tensor, options: ScoreOptions) -> Tensor:
-        """Not available; see ``attends``."""
-        raise NotImplementedError
-
-    def read(self, row: int) -> tuple[Tensor, Tensor]:
-        """Return ``[1, h, S, d]`` of a row, with undefined values after its end."""
-        return self._read(self._tables[row : row + 1])
-
-    def read_rows(self, rows: Sequence[int], positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``[R, h, S, d]`` of all rows, and positions among them; see ``KVView``."""
+    def attend_rows(
+        self, query: Tensor, rows: Sequence[int], out: Tensor, options: ScoreOptions
+    ) -> None:
+        """Attend with all rows; see ``KVView``."""
         del rows
         assert self._layer is not None, "update comes first"
-        window, size = self._layer[0].shape.window, self._cache.block_size
-        most = self._tables.shape[1]
-        if window is None or (width := (window - 2) // size + 2) >= most:
-            return *self._read(self._tables), positions
-        first = (positions - window + 1).clamp(min=0) // size  # [R]
-        columns = first[:, None] + torch.arange(width, device=first.device)
-        tables = self._tables.gather(1, columns.clamp(max=most - 1))
-        return *self._read(tables), positions - first * size
-
-    def _read(self, tables: Tensor) -> tuple[Tensor, Tensor]:
-        assert self._layer is not None, "update comes first"
-        layer, dtype = self._layer
-        return layer.read(tables, dtype)
+        own = self._rows[self._cache.has_window(self._layer_idx)]
+        _attend_rows(query, self._layer, own, out, options)

@@ -137,7 +137,7 @@ def load_mtp_drafter(
     drafter.propose([DraftWork(0, tokens - 1, tokens, count, (0,))], [[0] * tokens])
     drafter.clear()
     most = min(plan.workload.max_context_tokens, cache.num_tokens)
-    sizes = DecodeSizes(rows=MAX_STEP_TOKENS, least_tokens=1, most_tokens=most)
+    sizes = DecodeSizes(rows=MAX_STEP_TOKENS, most_tokens=most)
     capture_decode_steps(runner, sizes, plan.estimate.stages[0].memory.temporary)
     return drafter
 
@@ -197,7 +197,7 @@ def load_draft_model(job: Job, plan: Plan, device: torch.device) -> DraftModel |
     tokens, count = WARM_UP
     model.propose([DraftWork(0, 0, tokens, count, (0,))], [[0] * tokens])
     most = min(limits.draft.max_tokens or plan.workload.max_context_tokens, cache.num_tokens)
-    sizes = DecodeSizes(rows=limits.max_sequences, least_tokens=1, most_tokens=most)
+    sizes = DecodeSizes(rows=limits.max_sequences, most_tokens=most)
     shared = limits.draft.stage
     reserve_bytes = 0 if shared is None else plan.estimate.stages[shared].memory.temporary
     capture_decode_steps(runner, sizes, reserve_bytes)

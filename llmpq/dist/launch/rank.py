@@ -252,13 +252,9 @@ def decode_sizes(job: Job, plan: Plan) -> DecodeSizes:
     limits = engine_limits_of(job, plan)
     if limits is None:
         work = plan.workload
-        return DecodeSizes(
-            rows=plan.micro_batching.decode,
-            least_tokens=min(work.prompt_tokens + 1, work.max_context_tokens),
-            most_tokens=work.max_context_tokens,
-        )
+        return DecodeSizes(rows=plan.micro_batching.decode, most_tokens=work.max_context_tokens)
     rows = min(limits.max_sequences, limits.token_budget)
-    return DecodeSizes(rows=rows, least_tokens=1, most_tokens=max_context_of(job, plan))
+    return DecodeSizes(rows=rows, most_tokens=max_context_of(job, plan))
 
 
 def torch_device(plan: Plan, rank: int) -> torch.device:

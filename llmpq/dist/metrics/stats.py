@@ -135,10 +135,10 @@ class StageClock:
 def tokens_read(phase: Phase, lengths: Sequence[int], device: torch.device) -> float:
     """Return the tokens of a row that a forecast charges a micro-batch of these lengths for.
 
-    Prompts cost their own tokens and a CPU reads each row's own context, so the mean counts; in
-    decode elsewhere every row is read to the end of the longest.
+    Prompts cost their own tokens, and kernels of CPUs and CUDA read each row's own context, so the
+    mean counts; in decode elsewhere every row is read to the end of the longest.
     """
-    if phase is Phase.DECODE and device.type != "cpu":
+    if phase is Phase.DECODE and device.type not in ("cpu", "cuda"):
         return max(lengths)
     return sum(lengths) / len(lengths)
 

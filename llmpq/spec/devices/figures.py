@@ -354,6 +354,15 @@ def compute_format(spec: DeviceSpec, dtype: Dtype, wanted: Dtype | None = None) 
     return "float32"
 
 
+def reads_blocks(spec: DeviceSpec) -> bool:
+    """Return whether decode attention reads keys and values in their blocks on a device.
+
+    Kernels of CPUs do, and of Triton on GPUs; elsewhere they are gathered first.
+    """
+    least, found = LEAST_CAPABILITY["triton_int"], spec.compute_capability
+    return spec.kind == "cpu" or (spec.kind == "cuda" and (found is None or found >= least))
+
+
 def offered_kernels(spec: DeviceSpec, bits: int, dtype: Dtype) -> tuple[str, ...]:
     """Return the kernels for weights of ``bits`` that a device may run, the preferred one first.
 

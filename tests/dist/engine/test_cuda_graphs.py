@@ -1,5 +1,8 @@
 """Decode steps at fixed places say what the layers say; only CUDA's own capture needs a GPU.
 
+The layers attend by the compiled kernels of CPUs, the graphs by operators of torch in place of
+Triton's kernels, which ``tests/kernels/paged_decode_interpreted.py`` compares with float64.
+
 What stands in for it here runs the captured operators again at the addresses of the capture, and
 fails when memory that they use has been given away.
 """
@@ -11,6 +14,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers import decode_attention
 from helpers.ranks import make_plan, run_threads
 from helpers.recorded_capture import CalledAgain, GivenAwayError, RecordedCapture
 from helpers.tiny_models import load_stage
@@ -22,7 +26,6 @@ from llmpq.dist.engine.cuda_graphs import (
     MOST_GRAPHS,
     DecodeGraphs,
     DecodeSizes,
-    GraphKey,
     _Graph,
     graphs_of,
     host_syncs,
@@ -42,10 +45,16 @@ FAMILIES = {
     "gemma2": {"attn_logit_softcapping": 2.0},
     "gemma3": {},
     "mistral": {"sliding_window": 6},
+    "gpt_oss": {},
     "phi3": {},
     "gpt_neox": {},
     "mixtral": {},
 }
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch):
+    decode_attention.use(monkeypatch)
 
 
 def _batch(slots, starts, counts):
@@ -69,7 +78,7 @@ def _cache(stage, kv_bits=None):
 def _graphs(stage, cache, rows=2, capture=None):
     """Graphs of all decode steps of so many rows, captured before the cache has any tokens."""
     graphs = DecodeGraphs(stage, cache, capture=capture or RecordedCapture())
-    graphs.capture(DecodeSizes(rows=rows, least_tokens=1, most_tokens=256).shapes())
+    graphs.capture(DecodeSizes(rows=rows, most_tokens=256).shapes(), 256)
     return graphs
 
 
@@ -135,13 +144,11 @@ def test_graphs_compute_what_the_layers_do(tiny_model, family, kv_bits):
     A replay whose memory from outside the capture is gone, or lies elsewhere, fails.
     """
     stage = load_stage(tiny_model(family, seed=1, **FAMILIES[family]), 0, 3)
-    starts = [9, 2, 5, 1, 126, 30]
+    starts = [9, 2, 15, 1, 126, 30]
     capture = RecordedCapture()
     caches, graphs = _prefilled(stage, starts, kv_bits, capture=capture)
-    assert [(one.rows, one.tokens) for one in graphs.shapes] == [
-        (1, 128), (1, 256), (2, 128), (2, 256),
-    ]  # fmt: skip
-    # Neighbours, scattered, fewer rows than a full micro-batch, and across 128 tokens.
+    assert graphs.shapes == (1, 2)
+    # Neighbours, scattered, fewer rows than a full micro-batch, and across blocks.
     for step in range(4):
         at = [start + step for start in starts]
         graph_steps = [[(0, at[0]), (1, at[1])], [(5, at[5]), (2, at[2])], [(4, at[4])]]
@@ -173,15 +180,15 @@ def test_kept_graphs_use_the_memory_that_there_is_after_larger_steps(
 ):
     """Every address that a graph has seen is that of now, or the replay fails.
 
-    As on a GPU, uncaptured steps read the blocks, too: into a buffer that grows.
+    As on a GPU, uncaptured steps read the blocks in place, too.
     """
-    monkeypatch.setattr(KVCache, "attends", property(lambda _: False))
+    monkeypatch.setattr(KVCache, "attends", False)
+    monkeypatch.setattr(KVCache, "attends_rows", True)
     stage = load_stage(tiny_model("llama", seed=1), 0, 3)
     caches, graphs = _prefilled(stage, [130] * SLOTS, kv_bits)
-    largest = graphs.shapes[-1]
     for at in range(130, 133):
         together = [(slot, at) for slot in range(1, SLOTS)]
-        assert len(together) * at > largest.rows * largest.tokens
+        assert len(together) > graphs.shapes[-1]
         _compare(stage, caches, graphs, [[(0, at)], together])
 
 
@@ -254,55 +261,72 @@ def test_a_capture_that_fails_is_told_once_and_harms_nothing(tiny_model, caplog,
     assert graphs.shapes == ()
 
 
-SIZES = DecodeSizes(rows=2, least_tokens=1, most_tokens=256)
+SIZES = DecodeSizes(rows=4, most_tokens=256)
+
+
+class _Rows(RecordedCapture):
+    """Sees the rows of each capture first."""
+
+    def __call__(self, work):
+        if isinstance(getattr(work, "__self__", None), _Graph):
+            self.see(work.__self__.rows)
+        return super().__call__(work)
 
 
 def test_the_largest_shape_is_captured_first(tiny_model):
     """In ascending order the pool would hold the temporaries of every shape side by side."""
     stage = load_stage(tiny_model("llama", seed=1), 0, 3)
-    seen = []
-
-    class Capture(RecordedCapture):
-        def __call__(self, work):
-            if isinstance(getattr(work, "__self__", None), _Graph):
-                seen.append(work.__self__.shape.size)
-            return super().__call__(work)
-
-    _graphs(stage, _cache(stage), capture=Capture())
-    assert seen == sorted((shape.size for shape in SIZES.shapes()), reverse=True)
+    seen, capture = [], _Rows()
+    capture.see = seen.append
+    _graphs(stage, _cache(stage), rows=SIZES.rows, capture=capture)
+    assert seen == [4, 2, 1]
 
 
 def test_a_shape_that_runs_out_of_memory_is_left_out(tiny_model, caplog):
     stage = load_stage(tiny_model("llama", seed=1), 0, 3)
+    capture = _Rows()
 
-    class Capture(RecordedCapture):
-        def __call__(self, work):
-            if isinstance(getattr(work, "__self__", None), _Graph):
-                size = work.__self__.shape.size
-                if size > (128, 1):
-                    raise torch.OutOfMemoryError("CUDA out of memory")
-            return super().__call__(work)
+    def see(rows):
+        if rows > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
 
+    capture.see = see
     with caplog.at_level(logging.WARNING, "llmpq"):
-        caches, graphs = _prefilled(stage, [5, 6], capture=Capture())
+        caches, graphs = _prefilled(stage, [5, 6], capture=capture)
         _compare(stage, caches, graphs, [[(0, 5), (1, 6)], [(0, 6)]])
-    assert graphs.shapes == (GraphKey(rows=1, tokens=128),)
+    assert graphs.shapes == (1,)
     assert caplog.records == []
 
 
 @pytest.mark.parametrize(
     ("costs", "kept"),
     [
-        ([0, 0, 0, 0, 0, 0, 0, 0], [128, 256, 256, 512]),
-        ([0, 50, 0, -50, 0, 0, 0, 0], [128, 256, 256]),  # the largest leaves too little
-        ([0, 30, 0, 30, 0, 0, 0, 0], [512]),  # what the second one adds is too much
+        ([0, 0, 0, 0, 0, 0], (1, 2, 4)),
+        ([0, 50, 0, -50, 0, 0], (1, 2)),  # the largest leaves too little
+        ([0, 30, 0, 30, 0, 0], (4,)),  # what the second one adds is too much
     ],
 )
 def test_graphs_leave_the_memory_that_other_steps_need(tiny_model, costs, kept):
     stage = load_stage(tiny_model("llama", seed=1), 0, 3)
     graphs = DecodeGraphs(stage, _cache(stage), capture=RecordedCapture(room=100, costs=costs))
-    graphs.capture(SIZES.shapes(), reserve_bytes=60)
-    assert [shape.size[0] for shape in graphs.shapes] == kept
+    graphs.capture(SIZES.shapes(), SIZES.most_tokens, reserve_bytes=60)
+    assert graphs.shapes == kept
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom", "gemma2"])
+def test_the_memory_of_graphs_does_not_grow_with_the_sequences(tiny_model, monkeypatch, family):
+    """Only their tables do: four bytes for each block of a row."""
+    decode_attention.use_without_kernels(monkeypatch)
+    stage = load_stage(tiny_model(family, seed=1, **FAMILIES[family]), 0, 3)
+    held = []
+    for most_tokens in (64, 1024, 8192):
+        capture = RecordedCapture()
+        graphs = DecodeGraphs(stage, _cache(stage), capture=capture)
+        graphs.capture([4], most_tokens)
+        held.append((capture.pool_bytes, graphs._graphs[0]._tables.nbytes))
+    pools, tables = zip(*held, strict=True)
+    assert len({*pools}) == 1
+    assert tables == tuple(64 + 4 * 4 * max(16, most // 16) for most in (64, 1024, 8192))
 
 
 def test_rows_that_write_to_one_block_are_refused_before_anything_is_written(tiny_model):
@@ -316,25 +340,6 @@ def test_rows_that_write_to_one_block_are_refused_before_anything_is_written(tin
         with pytest.raises(error, match="KV cache"):
             graphs.forward(hidden, batch)
     assert capture.replayed == before
-
-
-@given(st.integers(1, 300), st.integers(1, 5000), st.integers(0, 200_000))
-def test_shapes_hold_all_steps_in_few_graphs(rows, least, more):
-    sizes = DecodeSizes(rows=rows, least_tokens=least, most_tokens=least + more)
-    shapes = sizes.shapes()
-    assert len(shapes) <= MOST_GRAPHS
-    assert [shape.size for shape in shapes] == sorted(shape.size for shape in shapes)
-    assert {shape.rows for shape in shapes} >= {1, rows}
-    assert max(shape.tokens for shape in shapes) >= least + more
-    assert all(shape.rows <= rows for shape in shapes)
-    assert all(shape.tokens < least + more + 16 for shape in shapes)
-
-
-@given(st.integers(1, 200), st.integers(1, 5000))
-def test_a_shape_holds_its_step_and_wastes_little(rows, length):
-    shape = GraphKey.of(rows, length)
-    assert rows <= shape.rows < max(2 * rows, rows + 8)
-    assert length <= shape.tokens <= max(length + 127, length * 9 / 8)
 
 
 @pytest.mark.parametrize("family", ["llama", "bloom"])
@@ -356,6 +361,48 @@ def test_a_pipeline_gives_the_same_tokens(tiny_model, monkeypatch, family):
     assert found == expected
     assert len(found) == len(requests)
     assert capture.replayed > 2 * 8  # both stages, most of the steps
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kv_bits", [None, 8])
+def test_nothing_a_graph_refuses_is_in_a_step(tiny_model, family, kv_bits):
+    """On the meta device: what the host reads fails there, what it brings shows."""
+    stage = load_stage(tiny_model(family, seed=1, **FAMILIES[family]), 0, 3)
+    stage.to("meta", torch.bfloat16)
+    with torch.inference_mode():
+        cache = KVCache(
+            kv_shapes(stage.config, 0, 3),
+            0,
+            num_blocks=SLOTS * blocks_of(TOKENS),
+            dtype=torch.bfloat16,
+            device="meta",
+            kv_bits=kv_bits,
+        )
+        hidden = torch.empty(1, 2, stage.config.hidden_size, dtype=torch.bfloat16, device="meta")
+        tables = torch.zeros(2, 4, dtype=torch.int32, device="meta")
+        positions = torch.zeros(2, dtype=torch.int32, device="meta")
+
+        def step():
+            view = cache.view_of_tensors(tables, positions)
+            arguments = stage.decode_arguments(hidden, positions, view)
+            current = hidden
+            for index in range(3):
+                current = stage.run_layer(index, current, arguments[index])
+            assert current.shape == hidden.shape
+
+        step()  # constants are brought over once
+        assert host_syncs(step) == []
+
+
+@given(st.integers(1, 3000))
+def test_shapes_hold_all_steps_in_few_graphs(rows):
+    shapes = DecodeSizes(rows=rows, most_tokens=100).shapes()
+    assert len(shapes) <= MOST_GRAPHS
+    assert list(shapes) == sorted({*shapes})
+    assert {1, rows} <= {*shapes}
+    for count in range(1, rows):
+        rounded = next(shape for shape in shapes if shape >= count)
+        assert rounded < max(min(2 * count, count + 8), count * 9 / 8)
 
 
 def test_there_are_none_on_a_cpu(tiny_model):
@@ -381,33 +428,3 @@ def _check_waits(x):
     assert host_syncs(x.nonzero) == ["aten::nonzero"]
     assert host_syncs(lambda: torch.where(x > 2)) == ["aten::nonzero"]
     assert host_syncs(lambda: bool((x > 2).any())) == ["aten::_local_scalar_dense"]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kv_bits", [None, 8])
-def test_nothing_a_graph_refuses_is_in_a_step(tiny_model, family, kv_bits):
-    """On the meta device: what the host reads fails there, what it brings shows."""
-    stage = load_stage(tiny_model(family, seed=1, **FAMILIES[family]), 0, 3)
-    stage.to("meta", torch.bfloat16)
-    with torch.inference_mode():
-        cache = KVCache(
-            kv_shapes(stage.config, 0, 3),
-            0,
-            num_blocks=SLOTS * blocks_of(TOKENS),
-            dtype=torch.bfloat16,
-            device="meta",
-            kv_bits=kv_bits,
-        )
-        hidden = torch.empty(1, 2, stage.config.hidden_size, dtype=torch.bfloat16, device="meta")
-        places = torch.zeros(2, 5, dtype=torch.int64, device="meta")
-        view = cache.view_of_tensors(places[:, :-1], places[:, -1])
-
-        def step():
-            arguments = stage.decode_arguments(hidden, places[:, -1], view, 64)
-            current = hidden
-            for index in range(3):
-                current = stage.run_layer(index, current, arguments[index])
-            assert current.shape == hidden.shape
-
-        step()  # constants are brought over once
-        assert host_syncs(step) == []

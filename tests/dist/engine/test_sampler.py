@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation import logits_process as hf
 
-from llmpq.dist.engine.engine import SamplingState, prompt_logprobs
+from llmpq.dist.engine import engine
+from llmpq.dist.engine.engine import SamplingState, change_scores, prompt_logprobs
 from llmpq.dist.io.sampling_params import SamplingParams
 
 torch.set_num_threads(1)
@@ -41,7 +42,7 @@ def distribution(params: SamplingParams, logits: torch.Tensor, **state: object) 
     class Fixed(SamplingState):
         place = 0.0
 
-        def uniform(self) -> float:
+        def uniform(self, _: int = 0) -> float:
             return self.place
 
     draws = 20_000
@@ -181,7 +182,7 @@ def test_scores_equal_those_of_transformers_processors(name, seed):
         stop_token_ids={2, 21},
         token_ids=ANSWER,
     )
-    state.change_scores(scores)
+    change_scores(scores[None], {0: state})
     torch.testing.assert_close(scores, expected)
 
 
@@ -191,7 +192,8 @@ def test_presence_and_frequency_penalties_count_the_answer_only():
     counted = torch.bincount(torch.tensor(ANSWER), minlength=VOCAB)
     expected = scores - counted * 0.3 - (counted > 0) * 1.1
     params = SamplingParams(frequency_penalty=0.3, presence_penalty=1.1)
-    SamplingState(params, prompt_token_ids=PROMPT, token_ids=ANSWER).change_scores(scores)
+    state = SamplingState(params, prompt_token_ids=PROMPT, token_ids=ANSWER)
+    change_scores(scores[None], {0: state})
     torch.testing.assert_close(scores, expected)
 
 
@@ -344,3 +346,34 @@ def test_a_row_without_allowed_tokens_fails_alone():
     first, second = sampled(torch.zeros(2, 5), states)
     assert "no token" in str(first.error)
     assert second.error is None
+
+
+@settings(max_examples=60)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 1000), st.floats(0.05, 0.95)), min_size=1, max_size=5)
+)
+def test_a_gpu_keeps_the_tokens_that_a_cpu_keeps(rows):
+    """Of many rows at once, without the host."""
+    scores = torch.stack([random_logits(seed) for seed, _ in rows])
+    top_p = torch.tensor([[share] for _, share in rows])
+    found = engine._nuclei(scores, top_p)
+    for row, (_, share) in enumerate(rows):
+        assert torch.equal(found[row], engine._nucleus(scores[row], share))
+
+
+@settings(max_examples=60, deadline=None)
+@given(options=st.lists(PARAMS, min_size=1, max_size=6))
+def test_nothing_is_read_before_all_tokens_are_chosen(options):
+    """On the meta device, where what the host reads raises an error."""
+    choices = [
+        engine.Choice(
+            row,
+            SamplingState(
+                SamplingParams(**one), prompt_token_ids=PROMPT, stop_token_ids=(2,),
+                token_ids=ANSWER,
+            ),
+        )
+        for row, one in enumerate(options)
+    ]  # fmt: skip
+    parts = engine._choose_some(torch.empty(len(options), VOCAB, device="meta"), choices)
+    assert parts[0].shape == (len(options),)

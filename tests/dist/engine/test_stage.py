@@ -86,7 +86,12 @@ def test_a_worker_is_ready_computes_and_reports():
 
 @pytest.mark.parametrize(
     ("phase", "device", "tokens"),
-    [(Phase.DECODE, "cpu", 3.0), (Phase.DECODE, "cuda", 4), (Phase.PREFILL, "cpu", 3.0)],
+    [
+        (Phase.DECODE, "cpu", 3.0),
+        (Phase.DECODE, "cuda", 3.0),
+        (Phase.DECODE, "xpu", 4),
+        (Phase.PREFILL, "cpu", 3.0),
+    ],
 )
 def test_work_is_told_by_the_tokens_that_a_forecast_charges(phase, device, tokens):
     assert tokens_read(phase, [row.length for row in ROWS], torch.device(device)) == tokens

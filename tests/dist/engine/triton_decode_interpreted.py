@@ -1,0 +1,66 @@
+"""Run by ``test_triton_decode.py`` under ``TRITON_INTERPRET=1``: tokens by the code of a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton.runtime.interpreter
+from helpers.ranks import make_plan, run_threads
+from helpers.recorded_capture import CalledAgain
+from helpers.tiny_models import generate_alone, load_reference
+
+from llmpq.dist.engine.cuda_graphs import DecodeGraphs
+from llmpq.dist.io.prompts import Request
+from llmpq.dist.kv.cache import KVCache
+from llmpq.spec import runtime_constants
+
+torch.set_num_threads(1)
+
+FAMILIES = {
+    "llama": {},
+    "gemma2": {"attn_logit_softcapping": 2.0, "sliding_window": 6},
+    "gpt_oss": {},
+    "bloom": {"n_head": 3, "hidden_size": 24},
+}
+NEW_TOKENS = 4
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [7, 2], list(range(20, 37))]
+
+
+@pytest.fixture(autouse=True)
+def launches(monkeypatch):
+    """Few programs, of which the interpreter takes milliseconds for each; names of kernels."""
+    monkeypatch.setattr(runtime_constants, "DECODE_PROGRAMS", 8)
+    kind, names = triton.runtime.interpreter.InterpretedFunction, []
+    run = kind.run
+
+    def noted(kernel, *args, **kwargs):
+        names.append(kernel.__name__)
+        return run(kernel, *args, **kwargs)
+
+    monkeypatch.setattr(kind, "run", noted)
+    return names
+
+
+@pytest.mark.parametrize("captures", [True, False], ids=["graphs", "layers"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_transformers(tiny_model, monkeypatch, launches, family, captures):
+    """In graphs, and in steps that are not captured."""
+    monkeypatch.setattr(KVCache, "attends", False)
+    model_dir = tiny_model(family, seed=3, **FAMILIES[family])
+    capture = CalledAgain()
+
+    def runner(layers, cache):
+        return DecodeGraphs(layers, cache, capture=capture) if captures else None
+
+    monkeypatch.setattr("llmpq.dist.launch.rank.step_runner_of", runner)
+    requests = [
+        Request(id=number, prompt_token_ids=tuple(prompt), max_new_tokens=NEW_TOKENS)
+        for number, prompt in enumerate(PROMPTS)
+    ]
+    plan = make_plan((0, 3), prefill=3, decode=3, new_tokens=NEW_TOKENS)
+    answers, _ = run_threads(plan, model_dir, requests)
+    model = load_reference(model_dir)
+    expected = [generate_alone(model, prompt, NEW_TOKENS)[0] for prompt in PROMPTS]
+    assert [[*prompt, *answers[number][0]] for number, prompt in enumerate(PROMPTS)] == expected
+    assert (capture.replayed > 0) == captures
+    assert launches.count("paged_decode_kernel") >= 3 * (NEW_TOKENS - 1)
