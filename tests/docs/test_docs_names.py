@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 from helpers.docs_pages import PAGES, ROOT, name_of
 
-MAX_WORDS = 17_966
+MAX_WORDS = 17_986
 """Of all pages that have no bound of their own, with the changelog."""
 MAX_WORDS_OF = {
     "docs/evidence/larry.md": 300,
@@ -23,6 +23,7 @@ MAX_WORDS_OF = {
     "docs/how/equations.md": 1_790,
     "docs/how/fleets.md": 750,
     "docs/how/head.md": 350,
+    "docs/how/host-experts.md": 420,
     "docs/how/mtp.md": 300,
     "docs/how/speculation.md": 400,
     "docs/how/start.md": 230,

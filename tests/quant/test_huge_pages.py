@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from llmpq.quant.loading.loader import PAGE_BYTES, huge_ranges, use_huge_pages
+from llmpq.quant.loading.loader import huge_ranges, use_huge_pages
+from llmpq.quant.loading.prefetch import PAGE_BYTES
 
 SMAPS = Path("/proc/self/smaps_rollup")
 

@@ -17,16 +17,14 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +32,7 @@ from torch import Tensor, nn
 from llmpq.errors import SpecError
 from llmpq.kernels.base import KernelBackend, PackedWeight, open_device, packed_row_bytes
 from llmpq.kernels.cpu.dense import can_prepack
+from llmpq.kernels.cpu.experts import HostPool
 from llmpq.kernels.cpu.native import TILE_ROWS, TiledWeight
 from llmpq.kernels.registry import TileBackend, choose_backend
 from llmpq.models import Checkpoint, DecoderStage, Master
@@ -41,6 +40,7 @@ from llmpq.models.states import COMPILED
 from llmpq.models.tensor_files import TensorSource, on_host
 from llmpq.quant.checkpoint.format import concatenate_rows
 from llmpq.quant.checkpoint.reader import GptqCheckpoint, is_as_stored, read_as_stored
+from llmpq.quant.loading.prefetch import PAGE_BYTES, Prefetcher, Slot
 from llmpq.quant.loading.weight_cache import (
     BackgroundWriter,
     CacheEntry,
@@ -49,9 +49,11 @@ from llmpq.quant.loading.weight_cache import (
     entry_layout,
     weight_of,
 )
+from llmpq.quant.modules.experts import HostExperts, LayerVariant
 from llmpq.quant.modules.layer import (
     DenseLinear,
     Matrix,
+    QuantExperts,
     QuantHead,
     QuantLinear,
     TiedEmbedding,
@@ -66,9 +68,8 @@ from llmpq.quant.modules.layer import (
 from llmpq.quant.modules.mixers import compile_mixers_
 from llmpq.quant.quantizers.rtn import quantize
 from llmpq.spec.huggingface.quantization import is_gptq, stored_head
-from llmpq.spec.precision import Precision, default_precision
+from llmpq.spec.precision import Precision, StageExperts, default_precision
 from llmpq.spec.runtime_constants import HEAD_ROW_MULTIPLE
-from llmpq.units import MIB
 
 T = TypeVar("T")
 
@@ -79,7 +80,7 @@ numbers. The cost model counts ``MATRICES_UNDER_WAY``, which includes temporarie
 BLOCK_WEIGHTS = 1 << 21
 """Weights read and quantized at once; their codes stay in a core's cache until they are tiled."""
 
-PAGE_BYTES = 2 * MIB
+_HOST = torch.device("cpu")
 _MADV_COLLAPSE = 25  # Linux 6.1; at once, the memory is copied
 _MADV_HUGEPAGE = 14  # older ones; by a thread of the kernel, in its own time
 _GAP_BYTES = 2 * mmap.PAGESIZE
@@ -100,6 +101,8 @@ def load_stage(  # noqa: PLR0913  the stage, and where it goes; a worker has all
     backend: str | None = None,
     weight_cache: WeightCache | None = None,
     checkpoint: Checkpoint | None = None,
+    experts: StageExperts | None = None,
+    host: HostPool | None = None,
 ) -> DecoderStage:
     """Load decoder layers ``[first_layer, end_layer)``, each at its own bitwidth.
 
@@ -115,10 +118,12 @@ def load_stage(  # noqa: PLR0913  the stage, and where it goes; a worker has all
         weight_cache: of quantized layers, read and written; ``None`` for none.
         checkpoint: the weights, ``None`` for those of the directory. What it stores as codes is
             decoded.
+        experts: bits and place of routed experts that are not as the rest of their layer.
+        host: computes those in the host's memory; ``None`` leaves them to the calling thread.
 
     Raises:
-        SpecError: no such layers, a bitwidth missing or unknown, other bits than a GPTQ
-            checkpoint holds, or as ``Checkpoint`` and the quantizers.
+        SpecError: no such layers or experts, a bitwidth missing or unknown, other bits than a
+            GPTQ checkpoint holds, or as ``Checkpoint`` and the quantizers.
     """
     load = _opened(model_dir, dtype, device, backend, weight_cache, checkpoint)
     checkpoint = load.checkpoint
@@ -126,11 +131,12 @@ def load_stage(  # noqa: PLR0913  the stage, and where it goes; a worker has all
     _check_range(checkpoint, first_layer, end_layer, widths)
     if load.gptq is not None and bits is not None:
         load.gptq.check_bits(first_layer, bits)
+    variants = _variants(load, first_layer, widths, experts)
     is_wide = checkpoint.dtype.itemsize > 2 or checkpoint.tensors.decodes
     prefetcher: Prefetcher[Piece | LayerLoad] = Prefetcher(
         1 if is_wide else SLOTS, is_pinned=load.device.type == "cuda"
     )
-    read = _read_layers(load, prefetcher, first_layer, [default_precision(one) for one in widths])
+    read = _read_layers(load, prefetcher, first_layer, variants)
     quantizer, layers = _Quantizer(load), list[nn.Module]()
     with (
         torch.no_grad(),
@@ -142,12 +148,13 @@ def load_stage(  # noqa: PLR0913  the stage, and where it goes; a worker has all
             if isinstance(item, Piece):
                 _place(item, quantizer, writer, load)
             else:
-                layers.append(_finished(item, writer, load))
+                layers.append(_finished(item, load, host))
                 if progress is not None:
                     progress(len(layers), len(widths), item.description)
             del item  # before the next one is waited for
     stage = DecoderStage(checkpoint.config, layers, first_layer, checkpoint.skeleton)
-    stage.to(load.device)
+    if all(one.resident is None for one in variants):  # else each part is where it belongs
+        stage.to(load.device)
     use_huge_pages(stage)
     if any(hasattr(part, COMPILED) for part in stage.modules()):
         compile_mixers_(stage, dtype)
@@ -159,28 +166,75 @@ def _place(
 ) -> None:
     """Put a tensor into its layer, or a matrix once all of its rows are quantized."""
     layer, into, weight = piece.layer, piece.into, piece.weight
-    if isinstance(into, Matrix):
-        whole = quantizer.add(layer.matrices, into, piece.first_row, weight)
+    if piece.matrices is not None:
+        assert isinstance(into, Matrix)
+        matrices = piece.matrices
+        whole = quantizer.add(matrices, into, piece.first_row, weight)
         if whole is not None:
-            if writer is not None and layer.matrices.entry is not None:
-                writer.add(layer.matrices.entry, into.name, whole)
-            layer.install(into, load.linear(whole))
+            if writer is not None and matrices.entry is not None:
+                writer.add(matrices.entry, into.name, whole)
+                if into is matrices.members[-1]:
+                    writer.end()
+            linear = load.on(matrices.device).linear(whole)
+            layer.install(into, linear, matrices.device)
     else:
+        assert isinstance(into, str)
         assert isinstance(weight, Tensor)
-        layer.fill({into: _cast(weight.to(load.device), load.dtype)})
+        layer.fill({into: _cast(weight.to(layer.device_of(into, load.device)), load.dtype)})
     if piece.slot is not None:
         piece.slot.release()
 
 
-def _finished(layer: LayerLoad, writer: BackgroundWriter | None, load: _Load) -> nn.Module:
-    """Return a layer whose tensors have all been placed, and end its new entry of the cache."""
-    if writer is not None and layer.matrices.entry is not None:
-        writer.end()
+def _finished(layer: LayerLoad, load: _Load, host: HostPool | None) -> nn.Module:
+    """Return a layer whose tensors have all been placed."""
     module = layer.finish()
-    if layer.matrices.precision.bits == 16:
+    if 16 in layer.variant.widths:
         quantize_layer_(module, 16, load.dtype, backend=load.backend)
+    resident = layer.variant.resident
+    if resident is not None:
+        _use_host_(module, resident, host, load.device)
     fuse_norms_(module)
     return module
+
+
+def _use_host_(
+    layer: nn.Module, resident: Sequence[int], host: HostPool | None, device: torch.device
+) -> None:
+    """Leave the experts of a layer to its host, but for those that are resident."""
+    stacks = [(name, one) for name, one in layer.named_modules() if isinstance(one, QuantExperts)]
+    for name, stack in stacks:
+        for expert in resident:  # of 16 bits, in the memory in which all were read
+            for own in (stack.gate_up, stack.down):
+                own[expert].to(device)
+        if len(resident) < stack.num_experts:
+            layer.set_submodule(name, HostExperts(stack, resident, host))
+
+
+def _variants(
+    load: _Load, first_layer: int, bits: Sequence[int], experts: StageExperts | None
+) -> list[LayerVariant]:
+    """Return the variant of each layer.
+
+    Raises:
+        SpecError: a GPTQ checkpoint has experts of one width with the rest of their layer.
+    """
+    found = []
+    for layer, width in enumerate(bits, first_layer):
+        own = None if experts is None else experts.of(layer)
+        other = width if own is None or own.bits is None else own.bits
+        if load.gptq is not None and other != width:
+            raise SpecError(
+                f"layer {layer}: found experts at {other} bits beside {width}, expected those of "
+                f"the checkpoint {load.checkpoint.directory}"
+            )
+        found.append(
+            LayerVariant(
+                precision=default_precision(width),
+                experts=default_precision(other),
+                resident=None if own is None else own.resident,
+            )
+        )
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -202,6 +256,10 @@ class _Load:
     device: torch.device
     backend: str | None
     cache: WeightCache | None
+
+    def on(self, device: torch.device) -> _Load:
+        """Return the same to another device."""
+        return self if device == self.device else replace(self, device=device)
 
     def kernel(
         self, precision: Precision, rows: int, columns: int, *, reads_rows: bool = False
@@ -241,6 +299,7 @@ class _Load:
             tiled=tiled,
             cached=cached,
             entry=entry if cached is None else None,
+            device=self.device,
         )
 
     def _entry(
@@ -290,7 +349,9 @@ def _opened(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MatrixSet:
-    """Matrices of one precision that are one entry of the cache: a layer's, or the head.
+    """Matrices of one precision and device that are one entry of the cache.
+
+    They are those of a layer, its routed experts, or the head.
 
     Attributes:
         precision: of all of them.
@@ -299,6 +360,7 @@ class MatrixSet:
         tiled: names of those whose kernels read tiles.
         cached: tensors of the entry, mapped; ``None`` if there is none.
         entry: a new one, to be written; ``None`` if nothing is.
+        device: where they go.
     """
 
     precision: Precision
@@ -307,6 +369,7 @@ class MatrixSet:
     tiled: frozenset[str]
     cached: Mapping[str, Tensor] | None
     entry: CacheEntry | None
+    device: torch.device
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -317,6 +380,7 @@ class LayerLoad:
         index: its place in the model.
         module: the layer; on the meta device what has not been put in.
         sources: of its tensors, but for those stored as GPTQ codes.
+        variant: how it is stored.
         matrices: that are stored as codes or are to be quantized.
         origin: of its weights, for the progress line; empty if they are quantized here.
     """
@@ -324,15 +388,29 @@ class LayerLoad:
     index: int
     module: nn.Module
     sources: Mapping[str, TensorSource]
-    matrices: MatrixSet
+    variant: LayerVariant
+    matrices: Sequence[MatrixSet]
     origin: str = ""
-    _experts: dict[str, dict[str, list[nn.Module]]] = field(default_factory=dict)
+    _experts: dict[str, dict[str, dict[int, nn.Module]]] = field(default_factory=dict)
 
     @property
     def description(self) -> str:
         """What the progress line says."""
         origin = f", {self.origin}" if self.origin else ""
-        return f"layer {self.index} at {self.matrices.precision}{origin}"
+        return f"layer {self.index} at {self.variant.text}{origin}"
+
+    def device_of(self, key: str, device: torch.device) -> torch.device:
+        """Return where a tensor goes whose layer is on ``device``.
+
+        Stacks of experts of which some are not resident go to the host.
+        """
+        is_apart = self.variant.resident is not None and key in self._stacks
+        return _HOST if is_apart else device
+
+    @property
+    def _stacks(self) -> set[str]:
+        """Keys of the stacks of routed experts."""
+        return {one.key for one in matrices_of(self.module) if one.expert is not None}
 
     def fill(self, state: Mapping[str, Tensor]) -> None:
         """Put in tensors that are not quantized: norms, biases, routers, 16-bit weights."""
@@ -341,8 +419,8 @@ class LayerLoad:
             kind = type(self.module).__name__
             raise SpecError(f"{kind}: has no place for '{unknown.unexpected_keys[0]}'")
 
-    def install(self, matrix: Matrix, linear: QuantLinear) -> None:
-        """Put in the operator of one matrix.
+    def install(self, matrix: Matrix, linear: QuantLinear, device: torch.device) -> None:
+        """Put in the operator of one matrix, which is on a device.
 
         A bias must be there already. Experts are replaced once all of their matrices are there.
         """
@@ -352,13 +430,13 @@ class LayerLoad:
             linear.set_bias(module.bias)
             self.module.set_submodule(matrix.module, linear)
             return
-        lists = self._experts.setdefault(matrix.module, {key: [] for key in expert_keys(module)})
+        stacks = self._experts.setdefault(matrix.module, {key: {} for key in expert_keys(module)})
         key = matrix.key.rpartition(".")[2]
         biases = getattr(module, f"{key}_bias", None)  # [E, N]
-        linear.set_bias(None if biases is None else biases[matrix.expert])
-        assert matrix.expert == len(lists[key])
-        lists[key].append(linear)
-        if all(len(own) == len(module.get_parameter(key)) for key, own in lists.items()):
+        linear.set_bias(None if biases is None else biases[matrix.expert].to(device))
+        stacks[key][matrix.expert] = linear
+        if all(len(own) == len(module.get_parameter(key)) for key, own in stacks.items()):
+            lists = {key: [own[expert] for expert in sorted(own)] for key, own in stacks.items()}
             self.module.set_submodule(matrix.module, experts_of(module, lists))
             del self._experts[matrix.module]
 
@@ -385,6 +463,7 @@ class Piece:
         layer: that it belongs to.
         into: the matrix, or the tensor's key in the layer's ``state_dict``.
         first_row: of the rows in their matrix.
+        matrices: whose matrix it is; ``None`` for a tensor.
         weight: a tensor as it is stored, codes as they are stored, or a cached matrix.
         slot: to release once the piece is placed; ``None`` if more is read into it, or if the
             weight lies in a mapped file.
@@ -392,6 +471,7 @@ class Piece:
 
     layer: LayerLoad
     into: Matrix | str
+    matrices: MatrixSet | None = None
     first_row: int = 0
     weight: Tensor | PackedWeight | TiledWeight
     slot: Slot | None
@@ -401,7 +481,7 @@ def _read_layers(
     load: _Load,
     prefetcher: Prefetcher[Piece | LayerLoad],
     first_layer: int,
-    precisions: Sequence[Precision],
+    variants: Sequence[LayerVariant],
 ) -> Iterator[Piece | LayerLoad]:
     """Yield the pieces of each layer, read when they are asked for, and then the layer.
 
@@ -419,36 +499,49 @@ def _read_layers(
         initargs=(load.device,),
     )
     try:
-        for layer in pool.map(partial(_prepared, load), count(first_layer), precisions):
+        for layer in pool.map(partial(_prepared, load), count(first_layer), variants):
             yield from _read_layer(load, layer, prefetcher)
             yield layer
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _prepared(load: _Load, index: int, precision: Precision) -> LayerLoad:
-    """Build a layer on the meta device, find its tensors and check its entry of the cache."""
+def _prepared(load: _Load, index: int, variant: LayerVariant) -> LayerLoad:
+    """Build a layer on the meta device, find its tensors and check its entries of the cache.
+
+    Raises:
+        SpecError: it has no such experts.
+    """
     layer = load.checkpoint.empty_layer(index).requires_grad_(False).eval()
     members: Sequence[Matrix] = ()
-    if load.gptq is not None or precision.bits != 16:
+    if load.gptq is not None or set(variant.widths) != {16} or variant.resident is not None:
         members = matrices_of(layer)
+    variant.check(index, members)
     if load.gptq is not None:
         keys = load.gptq.packed_keys(index)
         members = [matrix for matrix in members if matrix.key in keys]
     without = () if load.gptq is None else {matrix.key for matrix in members}
     sources = load.checkpoint.layer_sources(index, layer, without=without)
+    if load.gptq is None:
+        members = [one for one in members if variant.precision_of(one.expert).bits != 16]
     weights = {} if load.gptq is not None else _sources_of(members, sources)
-    matrices = load.matrix_set(members, weights, precision)
-    return LayerLoad(index=index, module=layer, sources=sources, matrices=matrices)
+    groups: dict[tuple[Precision, torch.device], list[Matrix]] = {}
+    for one in members:
+        place = _HOST if variant.is_on_host(one.expert) else load.device
+        groups.setdefault((variant.precision_of(one.expert), place), []).append(one)
+    sets = []
+    for (precision, device), own in groups.items():
+        named = {one.name: weights[one.name] for one in own if one.name in weights}
+        sets.append(load.on(device).matrix_set(own, named, precision))
+    return LayerLoad(index=index, module=layer, sources=sources, variant=variant, matrices=sets)
 
 
 def _sources_of(
     matrices: Sequence[Matrix], sources: Mapping[str, TensorSource]
 ) -> dict[str, TensorSource]:
     """Return the source of every matrix by its name; experts are slices of one parameter."""
-    slices = {
-        matrix.key: list(sources[matrix.key].rows()) for matrix in matrices if matrix.expert == 0
-    }
+    stacks = {matrix.key for matrix in matrices if matrix.expert is not None}
+    slices = {key: list(sources[key].rows()) for key in stacks}
     return {
         matrix.name: sources[matrix.key]
         if matrix.expert is None
@@ -460,47 +553,58 @@ def _sources_of(
 def _read_layer(
     load: _Load, layer: LayerLoad, prefetcher: Prefetcher[Piece | LayerLoad]
 ) -> Iterator[Piece]:
-    matrices, gptq = layer.matrices, load.gptq
-    keys = {matrix.key for matrix in matrices.members}
+    gptq = load.gptq
+    keys = {matrix.key for own in layer.matrices for matrix in own.members}
     for key, source in layer.sources.items():
         if key not in keys:
             slot = prefetcher.acquire()
             yield Piece(
                 layer=layer, into=key, weight=load.checkpoint.tensors.load(source), slot=slot
             )
-    if gptq is not None and matrices.members:
+    if gptq is not None and layer.matrices:
         layer.origin = "as stored"
-    elif matrices.cached is not None:
+    elif layer.matrices and all(own.cached is not None for own in layer.matrices):
         layer.origin = "from the store"
+    for own in layer.matrices:
+        yield from _read_matrices(load, layer, own, prefetcher)
+
+
+def _read_matrices(
+    load: _Load, layer: LayerLoad, matrices: MatrixSet, prefetcher: Prefetcher[Piece | LayerLoad]
+) -> Iterator[Piece]:
     for matrix in matrices.members:
-        if gptq is not None:
+        if load.gptq is not None:
             slot = prefetcher.acquire()
-            packed = gptq.packed(layer.index, matrix.name, load.dtype)
+            packed = load.gptq.packed(layer.index, matrix.name, load.dtype)
             assert packed is not None
-            yield Piece(layer=layer, into=matrix, weight=packed, slot=slot)
+            yield Piece(layer=layer, into=matrix, matrices=matrices, weight=packed, slot=slot)
             del packed
         elif matrices.cached is not None:
             mapped = weight_of(matrix, matrices.precision, matrices.cached)
-            yield Piece(layer=layer, into=matrix, weight=mapped, slot=None)
+            yield Piece(layer=layer, into=matrix, matrices=matrices, weight=mapped, slot=None)
         else:
-            yield from _read_rows(load, layer, matrix, prefetcher.acquire())
+            yield from _read_rows(load, layer, (matrices, matrix), prefetcher.acquire())
 
 
-def _read_rows(load: _Load, layer: LayerLoad, matrix: Matrix, slot: Slot) -> Iterator[Piece]:
+def _read_rows(
+    load: _Load, layer: LayerLoad, place: tuple[MatrixSet, Matrix], slot: Slot
+) -> Iterator[Piece]:
     """Read a matrix into one slot; quantizing its first rows overlaps with reading the next."""
-    matrices, tensors = layer.matrices, load.checkpoint.tensors
+    (matrices, matrix), tensors = place, load.checkpoint.tensors
     source, rows, first = matrices.weights[matrix.name], matrix.out_features, 0
     kept = read_as_stored(source, matrices.precision, load.dtype, tensors.load)
     if kept is not None:
         layer.origin = "as stored"
-        yield Piece(layer=layer, into=matrix, weight=kept, slot=slot)
+        yield Piece(layer=layer, into=matrix, matrices=matrices, weight=kept, slot=slot)
         return
     if matrix.name in matrices.tiled:
         rows = _block_rows(matrix.in_features, TILE_ROWS)
     for weight in tensors.load_blocks(source, slot.allocate, rows):
         end = first + len(weight)
         own = slot if end == matrix.out_features else None
-        yield Piece(layer=layer, into=matrix, first_row=first, weight=weight, slot=own)
+        yield Piece(
+            layer=layer, into=matrix, matrices=matrices, first_row=first, weight=weight, slot=own
+        )
         first = end
         del weight
 
@@ -539,7 +643,7 @@ class _Quantizer:
             return weight
         is_tiled = matrix.name in matrices.tiled
         if isinstance(weight, PackedWeight):
-            rows = weight.to(self._load.device)
+            rows = weight.to(matrices.device)
         else:
             rows = self._rounded(matrices, matrix, weight, is_tiled=is_tiled)
         if is_tiled:
@@ -559,10 +663,8 @@ class _Quantizer:
     def _rounded(
         self, matrices: MatrixSet, matrix: Matrix, weight: Tensor, *, is_tiled: bool
     ) -> PackedWeight:
-        weight, precision = (
-            _cast(weight.to(self._load.device), self._load.dtype),
-            matrices.precision,
-        )
+        precision = matrices.precision
+        weight = _cast(weight.to(matrices.device), self._load.dtype)
         # Codes that are copied into tiles need memory for a moment: the same for all that fit.
         nbytes = len(weight) * packed_row_bytes(matrix.in_features, precision.bits)
         if is_tiled and self._room.nbytes < nbytes:
@@ -573,126 +675,6 @@ class _Quantizer:
             source = matrices.weights[matrix.name]
             where = self._load.checkpoint.tensors.where(source.name)
             raise SpecError(f"{where}: {error}") from error
-
-
-class Cancelled(Exception):  # noqa: N818  not an error: the caller has stopped
-    """The caller does not want more items."""
-
-
-class Slot:
-    """The right to hold one item, with reusable host memory to read it into.
-
-    Reading into memory that was used before saves the page faults of fresh memory; it begins at a
-    page, so that a disk can write into it directly.
-
-    Args:
-        free: the queue that the slot returns to.
-        is_pinned: whether the memory is pinned, for copies to a CUDA device.
-    """
-
-    def __init__(self, free: SimpleQueue[Slot | None], *, is_pinned: bool) -> None:
-        self._free = free
-        self._is_pinned = is_pinned
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-
-    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a tensor in the slot's memory with undefined content, valid until release."""
-        nbytes = torch.Size(shape).numel() * dtype.itemsize
-        if self._buffer.nbytes < nbytes:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # freed before it is replaced
-            self._buffer = _pages(nbytes, is_pinned=self._is_pinned)
-        return self._buffer[:nbytes].view(dtype).view(shape)
-
-    def release(self) -> None:
-        """Allow the next item to be read."""
-        self._free.put(self)
-
-    def close(self) -> None:
-        """Give up the memory, which lives on in tensors that were made of it."""
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-
-
-def _pages(nbytes: int, *, is_pinned: bool) -> Tensor:
-    """Return memory that begins at a page, as direct reads need."""
-    if is_pinned:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    if nbytes > PAGE_BYTES:  # Linux aligns only maps of whole huge pages to them
-        nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):  # small pages make direct reads slow
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-class Prefetcher(Generic[T]):
-    """Iterates over a generator in a thread of its own.
-
-    Args:
-        num_slots: items that may be held at once.
-        is_pinned: whether the memory of the slots is pinned.
-    """
-
-    def __init__(self, num_slots: int, *, is_pinned: bool = False) -> None:
-        self._free: SimpleQueue[Slot | None] = SimpleQueue()
-        self._is_cancelled = False
-        self._slots = [Slot(self._free, is_pinned=is_pinned) for _ in range(num_slots)]
-        for slot in self._slots:
-            slot.release()
-
-    def acquire(self) -> Slot:
-        """Wait for a free slot; called by the generator before it reads an item.
-
-        Raises:
-            Cancelled: the caller has stopped.
-        """
-        slot = self._free.get()
-        if slot is None or self._is_cancelled:
-            raise Cancelled
-        return slot
-
-    def iterate(self, items: Iterator[T]) -> Generator[T, None, None]:
-        """Yield the items in order; close the generator to stop the thread.
-
-        Raises:
-            BaseException: what ``items`` raised.
-        """
-        ready: SimpleQueue[T | _End] = SimpleQueue()
-
-        def read() -> None:
-            error: BaseException | None = None
-            try:
-                for item in items:
-                    ready.put(item)
-                    del item
-            except Cancelled:
-                pass
-            except BaseException as raised:  # raised again by the caller's thread
-                error = raised
-            ready.put(_End(error))
-
-        thread = threading.Thread(target=read, name="load-read", daemon=True)
-        thread.start()
-        try:
-            while not isinstance(item := ready.get(), _End):
-                yield item
-                del item  # frees it before the next one is waited for
-            if item.error is not None:
-                raise item.error
-        finally:
-            self._is_cancelled = True
-            self._free.put(None)
-            thread.join()
-            # Slots and their queue refer to each other, and while a rank serves, Python's garbage
-            # collector seldom runs.
-            for slot in self._slots:
-                slot.close()
-
-
-@dataclass(frozen=True)
-class _End:
-    """Follows the last item."""
-
-    error: BaseException | None
 
 
 def load_master(

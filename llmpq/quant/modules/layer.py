@@ -622,6 +622,11 @@ class QuantExperts(nn.Module):
         self.gate = gate
 
     @property
+    def on_device(self) -> list[bool]:
+        """Whether each expert is on the device of its layer."""
+        return [True] * self.num_experts
+
+    @property
     def weight_bytes(self) -> int:
         """Bytes of all matrices as their backends keep them."""
         held = (QuantLinear, DenseLinear)
