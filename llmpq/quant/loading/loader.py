@@ -49,7 +49,8 @@ from llmpq.quant.loading.weight_cache import (
     entry_layout,
     weight_of,
 )
-from llmpq.quant.modules.experts import HostExperts, LayerVariant
+from llmpq.quant.modules.experts import HostExperts, LayerVariant, move_
+from llmpq.quant.modules.host_link import HostLink, link_of
 from llmpq.quant.modules.layer import (
     DenseLinear,
     Matrix,
@@ -132,6 +133,7 @@ def load_stage(  # noqa: PLR0913  the stage, and where it goes; a worker has all
     if load.gptq is not None and bits is not None:
         load.gptq.check_bits(first_layer, bits)
     variants = _variants(load, first_layer, widths, experts)
+    hosts = (host, link_of(load.device))
     is_wide = checkpoint.dtype.itemsize > 2 or checkpoint.tensors.decodes
     prefetcher: Prefetcher[Piece | LayerLoad] = Prefetcher(
         1 if is_wide else SLOTS, is_pinned=load.device.type == "cuda"
@@ -148,13 +150,12 @@ def load_stage(  # noqa: PLR0913  the stage, and where it goes; a worker has all
             if isinstance(item, Piece):
                 _place(item, quantizer, writer, load)
             else:
-                layers.append(_finished(item, load, host))
+                layers.append(_finished(item, load, hosts))
                 if progress is not None:
                     progress(len(layers), len(widths), item.description)
             del item  # before the next one is waited for
     stage = DecoderStage(checkpoint.config, layers, first_layer, checkpoint.skeleton)
-    if all(one.resident is None for one in variants):  # else each part is where it belongs
-        stage.to(load.device)
+    move_(stage, load.device)
     use_huge_pages(stage)
     if any(hasattr(part, COMPILED) for part in stage.modules()):
         compile_mixers_(stage, dtype)
@@ -185,29 +186,32 @@ def _place(
         piece.slot.release()
 
 
-def _finished(layer: LayerLoad, load: _Load, host: HostPool | None) -> nn.Module:
+_Hosts = tuple[HostPool | None, HostLink | None]
+
+
+def _finished(layer: LayerLoad, load: _Load, hosts: _Hosts) -> nn.Module:
     """Return a layer whose tensors have all been placed."""
-    module = layer.finish()
+    module, resident = layer.finish(), layer.variant.resident
     if 16 in layer.variant.widths:
-        quantize_layer_(module, 16, load.dtype, backend=load.backend)
-    resident = layer.variant.resident
+        # Stacks of which a part is on the host were read into its memory.
+        is_apart = resident is not None and load.device != _HOST
+        places = dict.fromkeys(resident or (), load.device) if is_apart else None
+        quantize_layer_(module, 16, load.dtype, backend=load.backend, resident=places)
     if resident is not None:
-        _use_host_(module, resident, host, load.device)
+        _use_host_(module, resident, load.device, hosts)
     fuse_norms_(module)
     return module
 
 
 def _use_host_(
-    layer: nn.Module, resident: Sequence[int], host: HostPool | None, device: torch.device
+    layer: nn.Module, resident: Sequence[int], device: torch.device, hosts: _Hosts
 ) -> None:
     """Leave the experts of a layer to its host, but for those that are resident."""
     stacks = [(name, one) for name, one in layer.named_modules() if isinstance(one, QuantExperts)]
     for name, stack in stacks:
-        for expert in resident:  # of 16 bits, in the memory in which all were read
-            for own in (stack.gate_up, stack.down):
-                own[expert].to(device)
         if len(resident) < stack.num_experts:
-            layer.set_submodule(name, HostExperts(stack, resident, host))
+            layer.set_submodule(name, HostExperts(stack, resident, *hosts))
+    move_(layer, device)
 
 
 def _variants(

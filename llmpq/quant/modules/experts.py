@@ -25,6 +25,7 @@ from llmpq.kernels.cpu.experts import (
 from llmpq.kernels.cpu.step import UnsupportedStepError
 from llmpq.logging import get_logger
 from llmpq.models.adapter import ClampedGate
+from llmpq.quant.modules.host_link import HostLink, Rows
 from llmpq.quant.modules.layer import (
     DenseLinear,
     GatedActivation,
@@ -122,17 +123,23 @@ class HostExperts(QuantExperts):
         experts: all of them, each where it is computed.
         resident: those on the device, by their number.
         pool: computes the others; ``None`` leaves them to the calling thread.
+        link: from the device to the host; ``None`` where the device is the host's CPU.
 
     Attributes:
         resident: those on the device.
     """
 
     def __init__(
-        self, experts: QuantExperts, resident: Collection[int], pool: HostPool | None
+        self,
+        experts: QuantExperts,
+        resident: Collection[int],
+        pool: HostPool | None,
+        link: HostLink | None = None,
     ) -> None:
         super().__init__([*experts.gate_up], [*experts.down], experts.gate)
         self.resident = frozenset(resident)
         self._pool = pool
+        self._link = link
         self._layers: dict[tuple[torch.dtype, int], HostLayer] = {}
         # The last place is for the number that means none.
         self._is_resident = torch.tensor([*self.on_device, False])
@@ -169,32 +176,58 @@ class HostExperts(QuantExperts):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts; as ``QuantExperts.forward``."""
-        wait, apart = self._begin(hidden_states, top_k_index, top_k_weights)
+        rows = (hidden_states, top_k_index, top_k_weights)
+        collect = self._begin(rows)
         own = None
         if self.resident:
-            is_own = self._is_resident.to(top_k_index.device)[top_k_index]
-            index = top_k_index.masked_fill(~is_own, self.num_experts)
-            own = super().forward(hidden_states, index, top_k_weights)
-        wait()
+            own = super().forward(hidden_states, self._only(top_k_index, own=True), top_k_weights)
+        apart = collect()
         return apart if own is None else own.add_(apart)
 
-    def _begin(
-        self, hidden: Tensor, index: Tensor, weights: Tensor
-    ) -> tuple[Callable[[], None], Tensor]:
-        """Begin the host's part; return what waits for it, and where it will be."""
+    def _only(self, index: Tensor, *, own: bool) -> Tensor:
+        """Return experts with those elsewhere replaced by none."""
+        is_own = self._is_resident.to(index.device)[index]
+        return index.masked_fill(is_own != own, self.num_experts)
+
+    def _begin(self, rows: Rows) -> Callable[[], Tensor]:
+        """Begin the host's part; return what waits for its sum."""
+        hidden, index, _ = rows
         try:
             layer = self._layer(hidden.dtype, hidden.shape[1], index.shape[1])
         except UnsupportedStepError as error:
             if self._pool is not None:
                 _logger.info("experts run without threads of their own: %s", error)
                 self._pool = None
-            is_own = self._is_resident.to(index.device)[index]
-            apart = super().forward(hidden, index.masked_fill(is_own, self.num_experts), weights)
-            return _done, apart
-        assert self._pool is not None
-        rows = (hidden.contiguous(), index.int().contiguous(), weights.float().contiguous())
-        y = torch.empty_like(rows[0])
-        return self._pool.submit(layer, rows, y), y
+            made = self._by_caller(rows)
+            return lambda: made
+        pool = self._pool
+        assert pool is not None
+        if self._link is None:
+            x, index, weights = rows
+            own = (x.contiguous(), index.int().contiguous(), weights.float().contiguous())
+            y = torch.empty_like(own[0])
+            wait = pool.submit(layer, own, y)
+
+            def collect() -> Tensor:
+                wait()
+                return y
+
+            return collect
+        link = self._link
+        slot, sent, total = link.send(rows)
+
+        def cross() -> Tensor:
+            slot.sent.synchronize()  # what was queued since goes on
+            pool.submit(layer, sent, total)()
+            return link.receive(slot, total, hidden.device)
+
+        return cross
+
+    def _by_caller(self, rows: Rows) -> Tensor:
+        """Return the host's part, computed by this thread."""
+        hidden, index, weights = (one.cpu() for one in rows)
+        made = super().forward(hidden, self._only(index, own=False), weights)
+        return made.to(rows[0].device)
 
     def _layer(self, dtype: torch.dtype, hidden_size: int, choices: int) -> HostLayer:
         if self._pool is None:
@@ -207,13 +240,25 @@ class HostExperts(QuantExperts):
         return self._layers[dtype, choices]
 
 
+def move_(module: nn.Module, device: torch.device) -> None:
+    """Move parameters and buffers to a device, but for experts in the host's memory."""
+    kept = {
+        id(part)
+        for one in module.modules()
+        if isinstance(one, HostExperts)
+        for own in (one.gate_up, one.down)
+        for expert, linear in enumerate(own)
+        if expert not in one.resident
+        for part in linear.modules()
+    }
+    for part in module.modules():
+        if id(part) not in kept:
+            part._apply(lambda one: one.to(device), recurse=False)  # type: ignore[no-untyped-call]
+
+
 def host_expert_bytes(module: nn.Module) -> int:
     """Return the bytes of the weights below ``module`` that are in the host's memory."""
     return sum(one.host_bytes for one in module.modules() if isinstance(one, HostExperts))
-
-
-def _done() -> None:
-    """Wait for what is there already."""
 
 
 def row_experts(module: QuantExperts, is_here: Sequence[bool]) -> RowExperts:

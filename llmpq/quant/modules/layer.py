@@ -136,7 +136,12 @@ _PLAIN_EXPERTS = {
 
 
 def quantize_layer_(
-    layer: nn.Module, bits: int, dtype: torch.dtype, *, backend: str | None = None
+    layer: nn.Module,
+    bits: int,
+    dtype: torch.dtype,
+    *,
+    backend: str | None = None,
+    resident: Mapping[int, torch.device] | None = None,
 ) -> None:
     """Cast ``layer`` to ``dtype`` and quantize its linear weights, freeing them one by one.
 
@@ -146,6 +151,7 @@ def quantize_layer_(
             on a CPU reorders bf16 weights for its matmul.
         dtype: dtype of the run: of what stays unquantized, and of the scales.
         backend: kernel backend to prefer; ``None`` leaves it to the registry.
+        resident: devices of experts of 16 bits that are not where their stack is.
 
     Raises:
         SpecError: the layer has no operator to quantize, or experts in an unknown layout, which
@@ -155,7 +161,7 @@ def quantize_layer_(
     layer.to(dtype).requires_grad_(False).eval()
     if bits == 16:
         prepack_(layer)
-        _unstack_experts_(layer)
+        _unstack_experts_(layer, resident or {})
         return
     names = list(quantizable_names(layer))
     if not names:
@@ -185,7 +191,7 @@ def prepack_(module: nn.Module) -> None:
             module.set_submodule(name, DenseLinear(weight, linear.bias))
 
 
-def _unstack_experts_(layer: nn.Module) -> None:
+def _unstack_experts_(layer: nn.Module, resident: Mapping[int, torch.device]) -> None:
     """Make a CPU run stacked experts one by one, on views of their weights.
 
     transformers gathers the rows of all experts at once, which takes several times the memory.
@@ -194,18 +200,26 @@ def _unstack_experts_(layer: nn.Module) -> None:
     for name, module in stacks:
         weights = [module.get_parameter(key) for key in expert_keys(module)]
         if all(weight.device.type == "cpu" and weight.dim() == 3 for weight in weights):
-            views = {key: _ordered(expert_views(module, key)) for key in expert_keys(module)}
+            views = {
+                key: _ordered(expert_views(module, key), resident) for key in expert_keys(module)
+            }
             layer.set_submodule(name, experts_of(module, views))
 
 
-def _ordered(views: Sequence[nn.Linear]) -> list[nn.Module]:
-    """Order views of a stack for this CPU's kernels, in its memory where they are whole panels."""
-    return [
-        DenseLinear(view.weight.detach(), view.bias, reuse=True)
-        if can_prepack(view.weight) and is_whole(view.weight)
-        else view
-        for view in views
-    ]
+def _ordered(views: Sequence[nn.Linear], resident: Mapping[int, torch.device]) -> list[nn.Module]:
+    """Order views of a stack for this CPU's kernels, in its memory where they are whole panels.
+
+    Resident ones are copied to their device.
+    """
+    found: list[nn.Module] = []
+    for expert, view in enumerate(views):
+        if expert in resident:
+            found.append(view.to(resident[expert]))
+        elif can_prepack(view.weight) and is_whole(view.weight):
+            found.append(DenseLinear(view.weight.detach(), view.bias, reuse=True))
+        else:
+            found.append(view)
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

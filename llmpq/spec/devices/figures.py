@@ -137,6 +137,8 @@ class DeviceSpec:
         cores: of a CPU whose figures are for all of its cores; ``None``: for one thread.
         prefill_deviation, decode_deviation: of measured seconds from the roofline of these figures.
         reserve_bytes: memory that plans leave free: for the driver, a display, other programs.
+        gather_bytes_per_s: of a CPU, at which its threads read and multiply the experts of a row,
+            which are scattered over memory; ``None`` where it was not measured.
     """
 
     type: str
@@ -163,6 +165,7 @@ class DeviceSpec:
     prefill_deviation: Deviation = UNMEASURED
     decode_deviation: Deviation = UNMEASURED
     reserve_bytes: int = 0
+    gather_bytes_per_s: float | None = None
 
     def deviation(self, phase: Phase, bits: int = 16) -> Deviation:
         """Return by how much at most it is faster and slower than the roofline, 4 times of 5."""
@@ -231,6 +234,7 @@ class DeviceEntry:
     prefill_deviation: Deviation | None = None
     decode_deviation: Deviation | None = None
     reserve_bytes: int | None = None
+    gather_bytes_per_s: Rate | None = None
     source: tuple[tuple[str, str], ...] | None = None
 
     def __post_init__(self) -> None:

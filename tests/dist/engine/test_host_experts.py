@@ -19,6 +19,7 @@ from helpers.tiny_models import (
     save_tiny_model,
 )
 
+from llmpq.dist.engine import compiled_steps
 from llmpq.dist.engine.compiled_steps import CompiledSteps, step_runner_of
 from llmpq.dist.io.prompts import Request
 from llmpq.errors import SpecError
@@ -381,3 +382,9 @@ def test_two_copies_of_a_layer_have_equal_experts(counts):
     stages = (plan.stages[0], replace(plan.stages[1], experts=_apart(counts, 1, 4)))
     with pytest.raises(SpecError, match="other bits for prefill than for decode"):
         replace(plan, stages=stages)
+
+
+def test_decode_steps_of_an_accelerator_are_not_captured(model_dir, counts):
+    for share, reason in ((0, None), (1, "experts are in the host's memory")):
+        stage = _stage(model_dir, experts=_apart(counts, share))
+        assert compiled_steps._not_captured(stage, cache_of(stage)) == reason
