@@ -49,10 +49,11 @@ from llmpq.quant.loading.weight_cache import (
     entry_layout,
     weight_of,
 )
-from llmpq.quant.modules.experts import HostExperts, LayerVariant, move_
+from llmpq.quant.modules.experts import HostExperts, move_
 from llmpq.quant.modules.host_link import HostLink, link_of
 from llmpq.quant.modules.layer import (
     DenseLinear,
+    LayerVariant,
     Matrix,
     QuantExperts,
     QuantHead,
@@ -133,7 +134,8 @@ def load_stage(  # noqa: PLR0913  the stage, and where it goes; a worker has all
     if load.gptq is not None and bits is not None:
         load.gptq.check_bits(first_layer, bits)
     variants = _variants(load, first_layer, widths, experts)
-    hosts = (host, link_of(load.device))
+    is_apart = any(one.resident is not None for one in variants)
+    hosts = (host, link_of(load.device) if is_apart else None)
     is_wide = checkpoint.dtype.itemsize > 2 or checkpoint.tensors.decodes
     prefetcher: Prefetcher[Piece | LayerLoad] = Prefetcher(
         1 if is_wide else SLOTS, is_pinned=load.device.type == "cuda"
@@ -155,7 +157,10 @@ def load_stage(  # noqa: PLR0913  the stage, and where it goes; a worker has all
                     progress(len(layers), len(widths), item.description)
             del item  # before the next one is waited for
     stage = DecoderStage(checkpoint.config, layers, first_layer, checkpoint.skeleton)
-    move_(stage, load.device)
+    if is_apart:
+        move_(stage, load.device)
+    else:
+        stage.to(load.device)
     use_huge_pages(stage)
     if any(hasattr(part, COMPILED) for part in stage.modules()):
         compile_mixers_(stage, dtype)

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from ctypes import addressof
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from llmpq.errors import SpecError
 from llmpq.kernels.base import PreparedWeight
 from llmpq.kernels.cpu.experts import (
     ClampedActivation,
@@ -29,12 +27,10 @@ from llmpq.quant.modules.host_link import HostLink, Rows
 from llmpq.quant.modules.layer import (
     DenseLinear,
     GatedActivation,
-    Matrix,
     QuantExperts,
     QuantLinear,
     stored_bytes,
 )
-from llmpq.spec.precision import Precision
 
 _logger = get_logger(__name__)
 
@@ -49,68 +45,6 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 _LARGE = (12.0, 50.0, 1000.0)
 """Where activations with a bound differ from those without."""
 Linear = QuantLinear | DenseLinear | nn.Linear
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerVariant:
-    """How a layer is stored.
-
-    Attributes:
-        precision: of its dense part.
-        experts: of its routed experts.
-        resident: routed experts on the device; ``None`` for all.
-    """
-
-    precision: Precision
-    experts: Precision
-    resident: tuple[int, ...] | None
-
-    @property
-    def widths(self) -> tuple[int, int]:
-        """Bits of both parts."""
-        return self.precision.bits, self.experts.bits
-
-    @property
-    def text(self) -> str:
-        """What the progress line says."""
-        apart = "" if self.precision == self.experts else f", experts at {self.experts}"
-        return f"{self.precision}{apart}"
-
-    def precision_of(self, expert: int | None) -> Precision:
-        """Return the precision of a matrix of an expert, or of the dense part."""
-        return self.precision if expert is None else self.experts
-
-    def is_on_host(self, expert: int | None) -> bool:
-        """Return whether a matrix of an expert, or of the dense part, is in the host's memory."""
-        return self.resident is not None and expert not in (None, *self.resident)
-
-    def check(self, index: int, matrices: Sequence[Matrix]) -> None:
-        """Check that layer ``index`` with these matrices can have this variant.
-
-        Raises:
-            SpecError: it has no such experts.
-        """
-        resident, routed = self.resident, [one for one in matrices if one.expert is not None]
-        if resident is None and self.precision == self.experts:
-            return
-        if not routed:
-            raise SpecError(
-                f"layer {index}: found no routed experts, expected some in a layer of "
-                "'experts.layers'"
-            )
-        if resident is None:
-            return
-        if any(one.key.endswith(".weight") for one in routed):
-            raise SpecError(
-                f"layer {index}: its experts have one matrix each and stay with their layer; "
-                "leave it out of 'experts.layers', or give bits only"
-            )
-        count = 1 + max(one.expert for one in routed if one.expert is not None)
-        if resident and resident[-1] >= count:
-            raise SpecError(
-                f"layer {index}: field 'resident': found expert {resident[-1]}, expected numbers "
-                f"below {count}"
-            )
 
 
 class HostExperts(QuantExperts):
