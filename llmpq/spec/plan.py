@@ -504,6 +504,21 @@ class Plan:
         return tuple(bits for stage in self.stages_of(Phase.DECODE) for bits in stage.bits)
 
     @property
+    def whole_bits(self) -> tuple[int, ...]:
+        """The bitwidth of every layer, its experts included.
+
+        Raises:
+            SpecError: the experts of a layer have another one than the rest of it.
+        """
+        for stage in self.stages:
+            if stage.expert_bits != stage.bits:
+                raise SpecError(
+                    f"plan: field 'stages[{stage.rank}].experts': found experts of other bits than "
+                    "the rest of their layer, which ranks run; expected one bitwidth a layer here"
+                )
+        return self.bits
+
+    @property
     def head_width(self) -> int:
         """Bits of the LM head: 16 unless the plan quantizes it."""
         return 16 if self.head_bits is None else self.head_bits

@@ -377,6 +377,13 @@ def test_experts_that_cannot_be_are_errors(layers, message):
         from_json(Plan, Fields(fields, "plan.json"))
 
 
+def test_one_bitwidth_a_layer_is_what_some_commands_need(counts):
+    plan = make_plan((0, 1, 3), bits=[8, 4, 4])
+    assert _with_experts(plan, counts, 1).whole_bits == (8, 4, 4)
+    with pytest.raises(SpecError, match=r"stages\[0\].experts': found experts of other bits"):
+        assert _with_experts(plan, counts, 1, bits=4).whole_bits
+
+
 def test_two_copies_of_a_layer_have_equal_experts(counts):
     plan = _with_experts(make_split_plan((0, 3), (0, 3)), counts, 1)
     stages = (plan.stages[0], replace(plan.stages[1], experts=_apart(counts, 1, 4)))
