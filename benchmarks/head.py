@@ -34,7 +34,7 @@ from workbench import ROOT, make_model
 from llmpq.batching.blocks import blocks_of, slot_blocks
 from llmpq.calibration import Hessian
 from llmpq.dist.engine.compiled_steps import step_runner_of
-from llmpq.dist.engine.engine import SamplingState, ScoredRows
+from llmpq.dist.engine.engine import Choice, SamplingState, ScoredRows
 from llmpq.dist.engine.executor import StageRunner
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.transport.frames import Row
@@ -143,7 +143,8 @@ def decode(runner: StageRunner, master: Master) -> float:
         positions = torch.arange(first, end)[None]
         rows = [Row(blocks=table, first=first, length=end)]
         hidden = runner.run(master.embed(newest, positions), rows)
-        token = ScoredRows(master.logits(hidden[0])).sample(0, state)
+        scored = ScoredRows(master.logits(hidden[0]), [Choice(0, state)])
+        token = scored.sample(0, state)
         newest = torch.tensor([[token.token_id]])
         if not first:
             start = time.perf_counter()

@@ -30,7 +30,7 @@ from workbench import call, cluster_text, command, keep_document, make_model, or
 
 from llmpq.batching.blocks import blocks_of, slot_blocks
 from llmpq.dist.engine.compiled_steps import step_runner_of
-from llmpq.dist.engine.engine import SamplingState, ScoredRows
+from llmpq.dist.engine.engine import Choice, SamplingState, ScoredRows
 from llmpq.dist.engine.executor import StageRunner
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.launch.process_environment import cpu_environment
@@ -276,7 +276,8 @@ def decode_seconds(model_dir: Path, bits: int, head_bits: int, ids: torch.Tensor
         ]
         positions = torch.arange(first, end).repeat(rows)[None]
         hidden = runner.run(master.embed(tokens.view(1, -1), positions), where)
-        scored = ScoredRows(master.logits(hidden[0]))
+        choices = [Choice(row, state) for row, state in enumerate(states)]
+        scored = ScoredRows(master.logits(hidden[0]), choices)
         sampled = [scored.sample(row, state) for row, state in enumerate(states)]
         return torch.tensor([token.token_id for token in sampled])[:, None]
 
