@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmpq.dist.kv.cache import Int8KVStorage, PlainKVStorage, TokenIndex
+from llmpq.dist.kv.cache import CodeKVStorage, PlainKVStorage, TokenIndex
 from llmpq.kernels.gpu import paged_decode
 from llmpq.kernels.gpu.paged_decode import DecodeRows, attend, can_attend
 from llmpq.models import KVShape
@@ -49,7 +49,7 @@ def _storage(case, blocks):
     shape = KVShape(heads=case.kv_heads, head_dim=case.dim, value_dim=case.value_dim)
     device = torch.device("cpu")
     if case.kv_bits == 8:
-        return Int8KVStorage(shape, (blocks, BLOCK), device)
+        return CodeKVStorage(shape, (blocks, BLOCK), device, 8)
     return PlainKVStorage(shape, (blocks, BLOCK), case.dtype, device)
 
 
