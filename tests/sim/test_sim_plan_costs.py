@@ -54,8 +54,13 @@ def test_cpu_decode_costs_the_mean_context(on_cpu):
     assert costs.stage_s(0, RAGGED) == costs.stage_s(0, EVEN)
 
 
-def test_gpu_decode_costs_the_longest_context():
+def test_decode_of_a_gpu_that_reads_blocks_costs_the_mean_context():
     costs = PlanCosts(*_plan("A100-80G"))
+    assert costs.stage_s(0, RAGGED) == costs.stage_s(0, EVEN)
+
+
+def test_decode_of_an_older_gpu_costs_the_longest_context():
+    costs = PlanCosts(*_plan("V100-32G"))
     assert costs.stage_s(0, RAGGED) == costs.stage_s(0, replace(RAGGED, total=4 * 160))
     assert costs.stage_s(0, RAGGED) > costs.stage_s(0, EVEN)
 
