@@ -100,12 +100,10 @@ def test_the_check_comes_before_anything_is_loaded(memory, monkeypatch):
         rank_module._load(context_of(plan_on("H100")), clock, None)
 
 
-def test_decode_steps_of_a_batch_start_behind_its_prompts():
+def test_decode_steps_of_a_batch_are_those_of_its_plan():
     plan = plan_on("H100")
-    work = plan.workload
     found = decode_sizes(context_of(plan).job, plan)
-    assert (found.rows, found.least_tokens) == (3, work.prompt_tokens + 1)
-    assert found.most_tokens == work.max_context_tokens
+    assert (found.rows, found.most_tokens) == (3, plan.workload.max_context_tokens)
 
 
 def test_a_rank_of_a_gpu_gets_its_variables(monkeypatch, tmp_path):
