@@ -129,11 +129,14 @@ def test_a_longer_context_does_not_move_layers_to_a_slow_device():
 
 
 @pytest.mark.parametrize(("sequences", "tokens"), [(1, 50_000), (4, 15_000)])
-def test_no_split_with_the_same_context_answers_usual_requests_much_faster(sequences, tokens):
-    """The oracle is every split of the layers, in either order, at the plan's bits."""
+def test_no_split_with_the_same_context_answers_usual_requests_faster(sequences, tokens):
+    """The oracle is every split of the layers, in either order, at the plan's bits.
+
+    Prompts count, too: a split that is slower as a whole may have the faster steps.
+    """
     plan = plan_longest_context(fast_and_slow(sequences), tokens)
     costs = build_costs(MODEL, plan.cluster, dtype=plan.dtype, kv_bits=plan.kv_bits)
-    count, best = MODEL.num_layers, 0.0
+    count, found = MODEL.num_layers, []
     for order, cut, decode in product(((0, 1), (1, 0)), range(1, count), (1, 2, sequences)):
         stages = tuple(
             StageAssignment(
@@ -146,10 +149,12 @@ def test_no_split_with_the_same_context_answers_usual_requests_much_faster(seque
         other = replace(plan, stages=stages, micro_batching=sizes)
         estimate, _ = evaluate_plan(other, costs, np.zeros((count, len(BITS))))
         if all(one.memory.total <= one.capacity_bytes for one in estimate.stages):
-            best = max(best, replace(other, estimate=estimate).answer_tokens_per_s)
-    assert best > 0
-    # 0.968 with four sequences, since decode on GPUs takes less memory and the best split gained.
-    assert plan.answer_tokens_per_s >= 0.965 * best
+            rate = replace(other, estimate=estimate).answer_tokens_per_s
+            found.append((estimate.latency_s, rate))
+    own_s = plan.estimate.latency_s
+    assert own_s <= min(found)[0] * (1 + 1e-9)
+    rates = [rate for seconds, rate in found if seconds <= own_s / 0.97]
+    assert plan.answer_tokens_per_s >= 0.97 * max(rates)
 
 
 def test_a_length_that_is_asked_for_is_kept():

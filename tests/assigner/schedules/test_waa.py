@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 import pytest
 from helpers.brute_force import exhaustive
@@ -141,25 +142,23 @@ def test_forecasts_agree_with_the_simulator(decoding, prefilling, share, pads):
     costs = Costs(decoding=decoding, prefilling=prefilling, pads=pads)
     task = _task(_bound_s(share, costs), costs=costs)
     found = best_waa(task)
-    policy = make_policy(
-        found.schedule,
-        PipelineShape(micro_batching=found.micro_batching, num_slots=256, num_stages=decoding),
-    )
-    trace = draw_trace(6000, task.prompt_tokens, task.new_tokens, seed=1)
-    report = simulate(costs, policy, trace, num_slots=256)
-    ends = sorted(record.end_s for record in report.requests)
-    middle = ends[1000:5000]  # neither the ramp nor the last stragglers
-    measured = len(middle) / (middle[-1] - middle[0])
-    assert measured == pytest.approx(found.performance.requests_per_s, rel=0.1)
-    longest = [
-        record.service_s
-        for record in report.requests[1000:5000]
-        if record.new_tokens == task.bound_tokens
-    ]
-    mean_s = sum(longest) / len(longest)
+    shape = PipelineShape(micro_batching=found.micro_batching, num_slots=256, num_stages=decoding)
+    longest = []
+    for seed in (1, 2):  # a trace has a dozen answers of just that length
+        trace = draw_trace(6000, task.prompt_tokens, task.new_tokens, seed=seed)
+        report = simulate(costs, make_policy(found.schedule, shape), trace, num_slots=256)
+        ends = sorted(record.end_s for record in report.requests)
+        middle = ends[1000:5000]  # neither the ramp nor the last stragglers
+        measured = len(middle) / (middle[-1] - middle[0])
+        assert measured == pytest.approx(found.performance.requests_per_s, rel=0.1)
+        longest += [
+            record.service_s
+            for record in report.requests[1000:5000]
+            if record.new_tokens == task.bound_tokens
+        ]
     # Where encoding sets the pace, the decoding batch stays below the one that is forecast for; and
     # short prompts are encoded several at a time, which the closed form does not know.
-    assert 0.84 <= mean_s / found.performance.latency_s <= 1.1
+    assert 0.85 <= fmean(longest) / found.performance.latency_s <= 1.1
 
 
 def test_a_tighter_bound_never_raises_throughput():
