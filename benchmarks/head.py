@@ -40,7 +40,8 @@ from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.transport.frames import Row
 from llmpq.models import Master, kv_shapes, load_config
 from llmpq.quant import quantize
-from llmpq.quant.loading.loader import load_master, load_stage
+from llmpq.quant.loading.loader import load_stage
+from llmpq.quant.loading.master import load_master
 from llmpq.quant.quantizers.gptq import gptq
 from llmpq.spec.precision import default_precision
 

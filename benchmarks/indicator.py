@@ -44,7 +44,8 @@ from llmpq.evals.evaluate import Tally, add_states
 from llmpq.evals.windows import WindowBatch, Windows, read_windows
 from llmpq.indicator import INDICATORS, IndicatorInput, Random, Variance, sensitivity_table
 from llmpq.models import DecoderStage
-from llmpq.quant.loading.loader import load_master, load_stage
+from llmpq.quant.loading.loader import load_stage
+from llmpq.quant.loading.master import load_master
 from llmpq.spec.cluster import cluster_of_types
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.tables import (

@@ -47,7 +47,8 @@ from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.launch.process_environment import cpu_environment
 from llmpq.dist.transport.frames import Row
 from llmpq.models import kv_shapes, load_config
-from llmpq.quant.loading.loader import load_master, load_stage
+from llmpq.quant.loading.loader import load_stage
+from llmpq.quant.loading.master import load_master
 
 MODEL = "125M"
 CONTEXTS = (128, 512, 2048, 8192, 32000)

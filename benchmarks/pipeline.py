@@ -36,7 +36,8 @@ from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.launch.process_environment import cpu_environment
 from llmpq.dist.transport.frames import Row
 from llmpq.models import kv_shapes, load_config
-from llmpq.quant.loading.loader import load_master, load_stage
+from llmpq.quant.loading.loader import load_stage
+from llmpq.quant.loading.master import load_master
 from llmpq.quant.loading.weight_cache import WeightCache
 
 SHAPES = {

@@ -64,7 +64,8 @@ from llmpq.dist.io.generation import GenerationRequest
 from llmpq.dist.io.sampling_params import SamplingParams
 from llmpq.dist.kv.cache import KVCache
 from llmpq.models import Master, kv_shapes
-from llmpq.quant.loading.loader import load_master, load_stage
+from llmpq.quant.loading.loader import load_stage
+from llmpq.quant.loading.master import load_master
 from llmpq.quant.loading.mtp import load_mtp
 from llmpq.spec.huggingface.families import load_model_dir
 

@@ -34,7 +34,7 @@ from llmpq.quant.checkpoint.writer import (
     compressed_config,
     compressed_parts,
 )
-from llmpq.quant.loading.loader import head_key, load_master
+from llmpq.quant.loading.master import head_key, load_master
 from llmpq.quant.modules.layer import (
     Matrix,
     has_common_layout,

@@ -34,7 +34,8 @@ from llmpq.evals.windows import Windows, read_windows
 from llmpq.kernels.base import exact_dtype, open_device
 from llmpq.models import Checkpoint, DecoderStage, Master, kv_shapes
 from llmpq.quant.checkpoint.reader import GptqCheckpoint
-from llmpq.quant.loading.loader import load_master, load_stage
+from llmpq.quant.loading.loader import load_stage
+from llmpq.quant.loading.master import load_master
 from llmpq.spec.model_files.config import absolute_model_path
 from llmpq.spec.plan import MicroBatching, Plan, write_plan
 from llmpq.spec.workload import Workload

@@ -27,7 +27,8 @@ from llmpq.indicator.base import IndicatorInput, Scores
 from llmpq.kernels.base import exact_dtype, open_device
 from llmpq.models import DecoderStage, Master, load_config
 from llmpq.models.master import is_tied
-from llmpq.quant.loading.loader import load_master, load_stage
+from llmpq.quant.loading.loader import load_stage
+from llmpq.quant.loading.master import load_master
 
 _CHUNK_VALUES = 1 << 20  # scores C x V: 4 MiB in float32
 _WHOLE = None  # the stream of the 16-bit model

@@ -35,7 +35,8 @@ from llmpq.dist.transport.frames import Row
 from llmpq.errors import SpecError
 from llmpq.models import DecoderStage, Master, kv_shapes, load_config
 from llmpq.profiler.grid import Shape
-from llmpq.quant.loading.loader import load_master, load_stage
+from llmpq.quant.loading.loader import load_stage
+from llmpq.quant.loading.master import load_master
 from llmpq.spec.huggingface.quantization import stored_head
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import Phase

@@ -25,7 +25,8 @@ from llmpq.calibration import synthetic_calibration
 from llmpq.calibration.quantize import QuantizeJob, quantize_checkpoint
 from llmpq.models import load_config
 from llmpq.quant.checkpoint.reader import GptqCheckpoint
-from llmpq.quant.loading.loader import load_master, load_stage
+from llmpq.quant.loading.loader import load_stage
+from llmpq.quant.loading.master import load_master
 from llmpq.quant.modules.layer import matrices_of
 from llmpq.quant.quantizers.gptq import GptqOptions
 from llmpq.spec.precision import Precision, unquantized

@@ -9,7 +9,8 @@ from benchmarks.layer_sweep import sweep_layers
 from llmpq.errors import SpecError
 from llmpq.evals.evaluate import LayerSource, perplexity_and_kl, stream_hidden
 from llmpq.evals.windows import Windows
-from llmpq.quant.loading.loader import load_master, load_stage
+from llmpq.quant.loading.loader import load_stage
+from llmpq.quant.loading.master import load_master
 
 pytestmark = pytest.mark.nightly
 

@@ -14,7 +14,8 @@ from llmpq.errors import SpecError
 from llmpq.models import load_config
 from llmpq.quant import QuantLinear
 from llmpq.quant.checkpoint.reader import GptqCheckpoint
-from llmpq.quant.loading.loader import load_master, load_stage
+from llmpq.quant.loading.loader import load_stage
+from llmpq.quant.loading.master import load_master
 from llmpq.quant.quantizers.gptq import GptqOptions
 from llmpq.spec.huggingface.quantization import is_gptq
 from llmpq.spec.precision import Precision, unquantized

@@ -20,7 +20,8 @@ from llmpq.costmodel.memory import master_bytes
 from llmpq.errors import SpecError
 from llmpq.models import Checkpoint
 from llmpq.quant.checkpoint.reader import GptqCheckpoint
-from llmpq.quant.loading.loader import load_master, load_stage
+from llmpq.quant.loading.loader import load_stage
+from llmpq.quant.loading.master import load_master
 from llmpq.quant.modules.layer import QuantHead, stored_bytes
 from llmpq.quant.quantizers.gptq import GptqOptions
 from llmpq.spec.huggingface.families import load_model_dir

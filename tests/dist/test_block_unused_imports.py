@@ -25,7 +25,7 @@ from pathlib import Path
 from llmpq.dist.launch.worker import import_tasks
 dict(import_tasks())
 import torch
-from llmpq.quant.loading.loader import load_master
+from llmpq.quant.loading.master import load_master
 load_master(Path(sys.argv[1]), dtype=torch.float32, device=torch.device("cpu"))
 print(*[name for name, module in sys.modules.items() if name.startswith({UNUSED}) and module])
 """

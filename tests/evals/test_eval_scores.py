@@ -14,7 +14,7 @@ from llmpq.errors import LlmpqError, SpecError
 from llmpq.evals import evaluate as evaluation
 from llmpq.evals.evaluate import LayerSource, perplexity_and_kl, stream_hidden
 from llmpq.evals.windows import Windows
-from llmpq.quant.loading.loader import load_master
+from llmpq.quant.loading.master import load_master
 
 torch.set_num_threads(1)
 WIDE = {"layers": 3, "hidden": 64, "intermediate": 96, "heads": 4, "kv_heads": 2}

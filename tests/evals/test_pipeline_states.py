@@ -22,7 +22,7 @@ from llmpq.evals.evaluate import (
     stream_hidden,
 )
 from llmpq.evals.windows import Windows
-from llmpq.quant.loading.loader import load_master
+from llmpq.quant.loading.master import load_master
 
 torch.set_num_threads(1)
 

@@ -20,7 +20,8 @@ from llmpq.errors import SpecError
 from llmpq.models import Checkpoint
 from llmpq.models.weights import QuantizedFiles
 from llmpq.quant.checkpoint.reader import GptqCheckpoint
-from llmpq.quant.loading.loader import load_master, load_stage
+from llmpq.quant.loading.loader import load_stage
+from llmpq.quant.loading.master import load_master
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.huggingface.quantization import codes_config, find_config, is_gptq
 

@@ -22,7 +22,8 @@ from llmpq.dist.io.sampling_params import StructuredOutputsParams
 from llmpq.dist.io.structured_outputs import GrammarCompiler
 from llmpq.errors import SpecError
 from llmpq.models import Checkpoint, load_config, tensor_files
-from llmpq.quant.loading.loader import load_master, load_stage
+from llmpq.quant.loading.loader import load_stage
+from llmpq.quant.loading.master import load_master
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.tables import weights_digest
 

@@ -19,7 +19,8 @@ from llmpq.errors import SpecError
 from llmpq.models import Checkpoint, tensor_files
 from llmpq.models.tensor_files import AWQ_ORDER
 from llmpq.models.weights import QuantizedFiles
-from llmpq.quant.loading.loader import load_master, load_stage
+from llmpq.quant.loading.loader import load_stage
+from llmpq.quant.loading.master import load_master
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.huggingface.quantization import codes_config
 

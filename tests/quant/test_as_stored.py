@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 from llmpq.calibration.quantize import QuantizeJob, quantize_checkpoint
 from llmpq.models.tensor_files import AWQ_ORDER
 from llmpq.quant import stored_bytes
-from llmpq.quant.loading.loader import load_master, load_stage
+from llmpq.quant.loading.loader import load_stage
+from llmpq.quant.loading.master import load_master
 from llmpq.quant.loading.weight_cache import WeightCache
 from llmpq.spec.precision import Precision, default_precision
 

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from llmpq.quant.checkpoint.reader import GptqCheckpoint
-from llmpq.quant.loading.loader import load_master, load_stage
+from llmpq.quant.loading.loader import load_stage
+from llmpq.quant.loading.master import load_master
 
 torch.set_num_threads(1)
 

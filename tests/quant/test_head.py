@@ -13,7 +13,7 @@ from llmpq.costmodel.memory import master_bytes
 from llmpq.dist.io.prompts import Request
 from llmpq.errors import SpecError
 from llmpq.kernels.cpu.native import library
-from llmpq.quant.loading.loader import head_key, load_master
+from llmpq.quant.loading.master import head_key, load_master
 from llmpq.quant.loading.weight_cache import WeightCache
 from llmpq.quant.modules.layer import TiedEmbedding, stored_bytes
 from llmpq.quant.quantizers.rtn import quantize

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from llmpq.quant.loading.loader import huge_ranges, use_huge_pages
-from llmpq.quant.loading.prefetch import PAGE_BYTES
+from llmpq.quant.loading.loader import PAGE_BYTES, huge_ranges, use_huge_pages
 
 SMAPS = Path("/proc/self/smaps_rollup")
 

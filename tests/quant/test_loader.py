@@ -22,7 +22,8 @@ from llmpq.quant import (
     stored_bytes,
 )
 from llmpq.quant.loading import loader, weight_cache
-from llmpq.quant.loading.loader import load_master, load_stage
+from llmpq.quant.loading.loader import load_stage
+from llmpq.quant.loading.master import load_master
 from llmpq.quant.loading.weight_cache import WeightCache, entry_layout
 from llmpq.quant.modules.layer import matrices_of
 from llmpq.quant.quantizers import rtn

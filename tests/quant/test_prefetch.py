@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 import torch
 
-from llmpq.quant.loading.prefetch import Prefetcher
+from llmpq.quant.loading.loader import Prefetcher
 
 LIMIT_S = 30.0
 

@@ -23,7 +23,8 @@ from llmpq.dist.metrics.stats import StageClock, peak_memory_bytes
 from llmpq.dist.transport.communicator import Communicator
 from llmpq.models import DecoderStage, Master, kv_shapes
 from llmpq.options.limits import engine_limits, mtp_bits, mtp_bytes
-from llmpq.quant.loading.loader import load_master, load_stage
+from llmpq.quant.loading.loader import load_stage
+from llmpq.quant.loading.master import load_master
 from llmpq.quant.loading.mtp import load_mtp
 from llmpq.quant.loading.weight_cache import WeightCache
 from llmpq.quant.modules.layer import stored_bytes

@@ -84,7 +84,8 @@ from llmpq.options.limits import (
     policy_limits,
     window_blocks,
 )
-from llmpq.quant.loading.loader import load_master, load_stage
+from llmpq.quant.loading.loader import load_stage
+from llmpq.quant.loading.master import load_master
 from llmpq.spec.catalog import device as device_spec
 from llmpq.spec.devices.figures import DeviceKind
 from llmpq.spec.huggingface.families import load_model_dir

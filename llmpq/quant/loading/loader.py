@@ -4,7 +4,7 @@
 (:func:`_read_layers`); the calling thread casts, quantizes and places what has been read. A piece
 holds a slot from before it is read until it is placed, so at most ``SLOTS`` 16-bit matrices are
 held in addition to the result. Layers quantized by earlier runs are mapped from the cache
-(``quant.loading.weight_cache``). The head of the model goes the same way, in blocks of rows.
+(``quant.loading.weight_cache``). ``quant.loading.master`` loads the head so, in blocks of rows.
 
 On Linux loaded weights lie on large pages. A decode step reads every weight once: with pages of 4
 KiB the processor looks up each page on the way, which takes up to half of the time inside a virtual
@@ -17,27 +17,29 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from llmpq.errors import SpecError
 from llmpq.kernels.base import KernelBackend, PackedWeight, open_device, packed_row_bytes
-from llmpq.kernels.cpu.dense import can_prepack, goes_in_panels, panel_rows_of
+from llmpq.kernels.cpu.dense import goes_in_panels, panel_rows_of
 from llmpq.kernels.cpu.native import TILE_ROWS, TiledWeight
 from llmpq.kernels.registry import TileBackend, choose_backend
-from llmpq.models import Checkpoint, DecoderStage, Master
+from llmpq.models import Checkpoint, DecoderStage
 from llmpq.models.states import COMPILED
-from llmpq.models.tensor_files import TensorSource, on_host
+from llmpq.models.tensor_files import TensorSource
 from llmpq.quant.checkpoint.format import concatenate_rows
 from llmpq.quant.checkpoint.reader import GptqCheckpoint, is_as_stored, read_as_stored
-from llmpq.quant.loading.prefetch import PAGE_BYTES, Prefetcher, Slot
 from llmpq.quant.loading.streaming import MappedFile, StreamedWeights
 from llmpq.quant.loading.weight_cache import (
     BackgroundWriter,
@@ -52,26 +54,24 @@ from llmpq.quant.loading.weight_cache import (
 from llmpq.quant.modules.layer import (
     DenseLinear,
     Matrix,
-    QuantHead,
     QuantLinear,
-    TiedEmbedding,
     dense_linear,
     dense_weight,
     expert_keys,
     experts_of,
     fuse_norms_,
-    is_lookup,
     matrices_of,
     operator_of,
-    prepack_,
     quantize_layer_,
     set_bias_,
 )
 from llmpq.quant.modules.mixers import compile_mixers_
 from llmpq.quant.quantizers.rtn import quantize
-from llmpq.spec.huggingface.quantization import is_gptq, stored_head
+from llmpq.spec.huggingface.quantization import is_gptq
 from llmpq.spec.precision import Precision, default_precision
-from llmpq.spec.runtime_constants import HEAD_ROW_MULTIPLE
+from llmpq.units import MIB
+
+T = TypeVar("T")
 
 SLOTS = 2
 """16-bit matrices held at once: one is being read, one quantized; only one of a checkpoint of wider
@@ -80,6 +80,7 @@ numbers. The cost model counts ``MATRICES_UNDER_WAY``, which includes temporarie
 BLOCK_WEIGHTS = 1 << 21
 """Weights read and quantized at once; their codes stay in a core's cache until they are tiled."""
 
+PAGE_BYTES = 2 * MIB
 _MADV_COLLAPSE = 25  # Linux 6.1; at once, the memory is copied
 _MADV_HUGEPAGE = 14  # older ones; by a thread of the kernel, in its own time
 _GAP_BYTES = 2 * mmap.PAGESIZE
@@ -123,7 +124,7 @@ def load_stage(  # noqa: PLR0913  the stage, and where it goes; a worker has all
         SpecError: no such layers, a bitwidth missing or unknown, other bits than a GPTQ
             checkpoint holds, or as ``Checkpoint`` and the quantizers.
     """
-    load = _opened(model_dir, dtype, device, backend, weight_cache, checkpoint)
+    load = opened(model_dir, dtype, device, backend, weight_cache, checkpoint)
     checkpoint = load.checkpoint
     widths = [16] * (end_layer - first_layer) if bits is None else bits
     _check_range(checkpoint, first_layer, end_layer, widths)
@@ -132,7 +133,7 @@ def load_stage(  # noqa: PLR0913  the stage, and where it goes; a worker has all
     precisions = [default_precision(one) for one in widths]
     chosen = {first_layer + index: precisions[index] for index in sorted(on_disk)}
     layers = list[nn.Module]()
-    with torch.no_grad(), _on(load.device):
+    with torch.no_grad(), on_device(load.device):
         files = _layers_on_disk(load, chosen)
         for layer in _loaded_layers(load, first_layer, precisions, files):
             layers.append(layer.module)
@@ -152,7 +153,7 @@ def load_stage(  # noqa: PLR0913  the stage, and where it goes; a worker has all
 
 
 def _loaded_layers(
-    load: _Load,
+    load: Load,
     first_layer: int,
     precisions: Sequence[Precision],
     prepared: Mapping[int, LayerLoad],
@@ -164,7 +165,7 @@ def _loaded_layers(
         1 if is_wide else SLOTS, is_pinned=load.device.type == "cuda"
     )
     read = _read_layers(load, prefetcher, first_layer, precisions, prepared)
-    quantizer = _Quantizer(load)
+    quantizer = RowQuantizer(load)
     with (
         nullcontext() if load.cache is None else BackgroundWriter() as writer,
         closing(prefetcher.iterate(read)) as ahead,
@@ -178,7 +179,7 @@ def _loaded_layers(
             del item  # before the next one is waited for
 
 
-def _layers_on_disk(load: _Load, precisions: Mapping[int, Precision]) -> dict[int, LayerLoad]:
+def _layers_on_disk(load: Load, precisions: Mapping[int, Precision]) -> dict[int, LayerLoad]:
     """Prepare layers whose weights rest on disk, by their index in the model.
 
     Those that are not in the cache yet are made, one at a time, and written to it.
@@ -272,7 +273,7 @@ def _mapped_file(layer: LayerLoad) -> MappedFile:
 
 
 def _place(
-    piece: Piece, quantizer: _Quantizer, writer: BackgroundWriter | None, load: _Load
+    piece: Piece, quantizer: RowQuantizer, writer: BackgroundWriter | None, load: Load
 ) -> None:
     """Put a tensor into its layer, or a matrix once all of its rows are quantized."""
     layer, into, weight = piece.layer, piece.into, piece.weight
@@ -290,12 +291,12 @@ def _place(
             layer.install(into, load.linear(whole))
     else:
         assert isinstance(weight, Tensor)
-        layer.fill({into: _cast(weight.to(load.device), load.dtype)})
+        layer.fill({into: cast_to(weight.to(load.device), load.dtype)})
     if piece.slot is not None:
         piece.slot.release()
 
 
-def _finish_(layer: LayerLoad, writer: BackgroundWriter | None, load: _Load) -> None:
+def _finish_(layer: LayerLoad, writer: BackgroundWriter | None, load: Load) -> None:
     """Finish a layer whose tensors have all been placed, and its new entry of the cache."""
     if writer is not None and layer.matrices.entry is not None:
         writer.end()
@@ -306,7 +307,7 @@ def _finish_(layer: LayerLoad, writer: BackgroundWriter | None, load: _Load) -> 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Load:
+class Load:
     """From where weights are loaded, and to where.
 
     Attributes:
@@ -399,18 +400,19 @@ class _Load:
         )
 
 
-def _opened(
+def opened(
     model_dir: Path | str,
     dtype: torch.dtype,
     device: torch.device | str,
     backend: str | None,
     cache: WeightCache | None,
     checkpoint: Checkpoint | None = None,
-) -> _Load:
+) -> Load:
+    """Open a model directory; arguments are those of :func:`load_stage`."""
     gptq = None if checkpoint is not None or not is_gptq(model_dir) else GptqCheckpoint(model_dir)
     if checkpoint is None:
         checkpoint = Checkpoint(model_dir) if gptq is None else gptq.checkpoint
-    return _Load(
+    return Load(
         checkpoint=checkpoint,
         gptq=gptq,
         dtype=dtype,
@@ -532,7 +534,7 @@ class Piece:
 
 
 def _read_layers(
-    load: _Load,
+    load: Load,
     prefetcher: Prefetcher[Piece | LayerLoad],
     first_layer: int,
     precisions: Sequence[Precision],
@@ -565,7 +567,7 @@ def _read_layers(
         pool.shutdown(cancel_futures=True)
 
 
-def _prepared(load: _Load, index: int, precision: Precision, *, on_disk: bool = False) -> LayerLoad:
+def _prepared(load: Load, index: int, precision: Precision, *, on_disk: bool = False) -> LayerLoad:
     """Build a layer on the meta device, find its tensors and check its entry of the cache.
 
     Unquantized weights have one if they rest on disk.
@@ -600,7 +602,7 @@ def _sources_of(
 
 
 def _read_layer(
-    load: _Load, layer: LayerLoad, prefetcher: Prefetcher[Piece | LayerLoad]
+    load: Load, layer: LayerLoad, prefetcher: Prefetcher[Piece | LayerLoad]
 ) -> Iterator[Piece]:
     matrices, gptq = layer.matrices, load.gptq
     keys = {matrix.key for matrix in matrices.members}
@@ -632,7 +634,7 @@ def _read_layer(
             yield from _read_rows(load, layer, matrix, prefetcher.acquire())
 
 
-def _read_rows(load: _Load, layer: LayerLoad, matrix: Matrix, slot: Slot) -> Iterator[Piece]:
+def _read_rows(load: Load, layer: LayerLoad, matrix: Matrix, slot: Slot) -> Iterator[Piece]:
     """Read a matrix into one slot; quantizing its first rows overlaps with reading the next."""
     matrices, tensors = layer.matrices, load.checkpoint.tensors
     source, rows, first = matrices.weights[matrix.name], matrix.out_features, 0
@@ -642,7 +644,7 @@ def _read_rows(load: _Load, layer: LayerLoad, matrix: Matrix, slot: Slot) -> Ite
         yield Piece(layer=layer, into=matrix, weight=kept, slot=slot)
         return
     if matrix.name in matrices.tiled:
-        rows = _block_rows(matrix.in_features, TILE_ROWS)
+        rows = block_rows(matrix.in_features, TILE_ROWS)
     for weight in tensors.load_blocks(source, slot.allocate, rows):
         end = first + len(weight)
         own = slot if end == matrix.out_features else None
@@ -651,19 +653,19 @@ def _read_rows(load: _Load, layer: LayerLoad, matrix: Matrix, slot: Slot) -> Ite
         del weight
 
 
-def _block_rows(columns: int, multiple: int) -> int:
+def block_rows(columns: int, multiple: int) -> int:
     """Return how many rows to read and quantize at once."""
     return max(1, BLOCK_WEIGHTS // (columns * multiple)) * multiple
 
 
-class _Quantizer:
+class RowQuantizer:
     """Quantizes the rows of one matrix after the other.
 
     Args:
         load: dtype and place.
     """
 
-    def __init__(self, load: _Load) -> None:
+    def __init__(self, load: Load) -> None:
         self._load = load
         self._tiles: TiledWeight | None = None
         self._rows: list[PackedWeight] = []
@@ -706,7 +708,7 @@ class _Quantizer:
         self, matrices: MatrixSet, matrix: Matrix, weight: Tensor, *, is_tiled: bool
     ) -> PackedWeight:
         weight, precision = (
-            _cast(weight.to(self._load.device), self._load.dtype),
+            cast_to(weight.to(self._load.device), self._load.dtype),
             matrices.precision,
         )
         # Codes that are copied into tiles need memory for a moment: the same for all that fit.
@@ -721,201 +723,124 @@ class _Quantizer:
             raise SpecError(f"{where}: {error}") from error
 
 
-def load_master(
-    model_dir: Path | str,
-    *,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    head_bits: int | None = None,
-    backend: str | None = None,
-    weight_cache: WeightCache | None = None,
-) -> Master:
-    """Load the embeddings, the final norm and the head.
+class Cancelled(Exception):  # noqa: N818  not an error: the caller has stopped
+    """The caller does not want more items."""
 
-    A head that is quantized and tied to the token embedding stays one matrix, whose rows the
-    embedding reads.
+
+class Slot:
+    """The right to hold one item, with reusable host memory to read it into.
+
+    Reading into memory that was used before saves the page faults of fresh memory; it begins at a
+    page, so that a disk can write into it directly.
 
     Args:
-        model_dir: directory of the weights.
-        dtype: of whatever is not quantized.
-        device: where they go.
-        head_bits: of the head's matrix, which is the token embedding's if they are tied;
-            ``None`` for those of the checkpoint.
-        backend: kernel backend to prefer for a quantized head.
-        weight_cache: of quantized weights; ``None`` for none.
-
-    Raises:
-        SpecError: as ``Checkpoint`` and ``quantize``, the head is stored at other bits, or no
-            backend multiplies by it.
+        free: the queue that the slot returns to.
+        is_pinned: whether the memory is pinned, for copies to a CUDA device.
     """
-    load = _opened(model_dir, dtype, device, backend, weight_cache)
-    master, tensors = Master(load.checkpoint.config), load.checkpoint.tensors
-    is_tied = master.lm_head is None
-    stored = _stored_head(load, master, head_bits)
-    sources = load.checkpoint.master_sources(without=() if stored is None else (head_key(master),))
-    head = sources.pop(head_key(master)) if stored is None and head_bits not in (None, 16) else None
-    state = {
-        key: _cast(tensors.load(source).to(load.device), dtype) for key, source in sources.items()
-    }
-    master.load_state_dict(state, assign=True, strict=head is None and stored is None)
-    with torch.no_grad(), _on(load.device):
-        if stored is not None:
-            rows = _filled_rows(stored.out_features)
-            filled = _with_rows(stored, rows).to(load.device)
-            _install_head_(master, filled, stored.out_features, load, is_tied=False)
-        elif head is not None and head_bits is not None:
-            made = _head_weight(head, default_precision(head_bits), load, is_tied=is_tied)
-            _install_head_(master, made, head.shape[0], load, is_tied=is_tied)
-    left = [name for name, buffer in master.named_buffers() if buffer.is_meta]
-    if left:
-        raise SpecError(f"{type(master).__name__}: buffer '{left[0]}' is neither stored nor known")
-    fuse_norms_(master)
-    _order_head_(master)
-    prepack_(master)
-    master.to(load.device)
-    use_huge_pages(master)
-    return master
+
+    def __init__(self, free: SimpleQueue[Slot | None], *, is_pinned: bool) -> None:
+        self._free = free
+        self._is_pinned = is_pinned
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return a tensor in the slot's memory with undefined content, valid until release."""
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        if self._buffer.nbytes < nbytes:
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # freed before it is replaced
+            self._buffer = _pages(nbytes, is_pinned=self._is_pinned)
+        return self._buffer[:nbytes].view(dtype).view(shape)
+
+    def release(self) -> None:
+        """Allow the next item to be read."""
+        self._free.put(self)
+
+    def close(self) -> None:
+        """Give up the memory, which lives on in tensors that were made of it."""
+        self._buffer = torch.empty(0, dtype=torch.uint8)
 
 
-def head_key(master: Master) -> str:
-    """Return the key of the head's matrix in the master's ``state_dict``."""
-    return f"{master.embedding_name}.weight" if master.lm_head is None else "lm_head.weight"
+def _pages(nbytes: int, *, is_pinned: bool) -> Tensor:
+    """Return memory that begins at a page, as direct reads need."""
+    if is_pinned:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    if nbytes > PAGE_BYTES:  # Linux aligns only maps of whole huge pages to them
+        nbytes = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):  # small pages make direct reads slow
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def _stored_head(load: _Load, master: Master, head_bits: int | None) -> PackedWeight | None:
-    """Read the head of a checkpoint in GPTQ's format; ``None`` if it is not quantized."""
-    model_dir = load.checkpoint.directory
-    precision = None if load.gptq is None else stored_head(model_dir)
-    if precision is None:
-        return None
-    if head_bits not in (None, precision.bits):
-        raise SpecError(
-            f"{model_dir}: the head is stored at {precision.bits} bits and the plan wants "
-            f"{head_bits}; plan for the checkpoint's own bits, or serve the model it was made from"
-        )
-    if not isinstance(master.lm_head, nn.Linear):
-        raise SpecError(
-            f"{model_dir}: field 'tie_word_embeddings': found a head of its own, which is "
-            "quantized, expected false"
-        )
-    shape = master.lm_head.out_features, master.lm_head.in_features
-    assert load.gptq is not None
-    return load.gptq.packed_head(shape, load.dtype)
-
-
-def _install_head_(
-    master: Master,
-    weight: PackedWeight | TiledWeight,
-    vocab_size: int,
-    load: _Load,
-    *,
-    is_tied: bool,
-) -> None:
-    """Put a quantized head into a master, and the embedding that reads it where they are tied.
+class Prefetcher(Generic[T]):
+    """Iterates over a generator in a thread of its own.
 
     Args:
-        master: whose other weights are loaded.
-        weight: of the head, its rows filled up.
-        vocab_size: V.
-        load: place and backend.
-        is_tied: whether the embedding reads it.
+        num_slots: items that may be held at once.
+        is_pinned: whether the memory of the slots is pinned.
     """
-    shape = (weight.out_features, weight.in_features)
-    kernel = load.kernel(weight.precision, *shape, reads_rows=is_tied)
-    bias = getattr(master.lm_head, "bias", None)
-    if bias is not None:
-        bias = nn.functional.pad(bias, (0, weight.out_features - len(bias)))
-    linear = QuantLinear(weight, bias, kernel)
-    if is_tied:
-        embedding = master.get_submodule(master.embedding_name)
-        master.set_submodule(master.embedding_name, TiedEmbedding(linear, embedding))
-    master.lm_head = QuantHead(linear, vocab_size)
+
+    def __init__(self, num_slots: int, *, is_pinned: bool = False) -> None:
+        self._free: SimpleQueue[Slot | None] = SimpleQueue()
+        self._is_cancelled = False
+        self._slots = [Slot(self._free, is_pinned=is_pinned) for _ in range(num_slots)]
+        for slot in self._slots:
+            slot.release()
+
+    def acquire(self) -> Slot:
+        """Wait for a free slot; called by the generator before it reads an item.
+
+        Raises:
+            Cancelled: the caller has stopped.
+        """
+        slot = self._free.get()
+        if slot is None or self._is_cancelled:
+            raise Cancelled
+        return slot
+
+    def iterate(self, items: Iterator[T]) -> Generator[T, None, None]:
+        """Yield the items in order; close the generator to stop the thread.
+
+        Raises:
+            BaseException: what ``items`` raised.
+        """
+        ready: SimpleQueue[T | _End] = SimpleQueue()
+
+        def read() -> None:
+            error: BaseException | None = None
+            try:
+                for item in items:
+                    ready.put(item)
+                    del item
+            except Cancelled:
+                pass
+            except BaseException as raised:  # raised again by the caller's thread
+                error = raised
+            ready.put(_End(error))
+
+        thread = threading.Thread(target=read, name="load-read", daemon=True)
+        thread.start()
+        try:
+            while not isinstance(item := ready.get(), _End):
+                yield item
+                del item  # frees it before the next one is waited for
+            if item.error is not None:
+                raise item.error
+        finally:
+            self._is_cancelled = True
+            self._free.put(None)
+            thread.join()
+            # Slots and their queue refer to each other, and while a rank serves, Python's garbage
+            # collector seldom runs.
+            for slot in self._slots:
+                slot.close()
 
 
-def _head_weight(
-    source: TensorSource, precision: Precision, load: _Load, *, is_tied: bool
-) -> PackedWeight | TiledWeight:
-    """Return the matrix ``[N, K]``, from the store if it is there; else it is written there.
+@dataclass(frozen=True)
+class _End:
+    """Follows the last item."""
 
-    At most one block of unquantized rows is held in addition to the result.
-    """
-    matrix = Matrix(
-        name="head",
-        module="",
-        key="",
-        expert=None,
-        out_features=_filled_rows(source.shape[0]),
-        in_features=source.shape[1],
-    )
-    matrices = load.matrix_set([matrix], {matrix.name: source}, precision, reads_rows=is_tied)
-    quantizer, whole = _Quantizer(load), None
-    with BackgroundWriter() as writer:
-        for first_row, rows in _head_rows(matrices, matrix, load):
-            whole = quantizer.add(matrices, matrix, first_row, rows)
-        assert whole is not None
-        if matrices.entry is not None:
-            writer.add(matrices.entry, matrix.name, whole)
-            writer.end()
-    return whole
-
-
-def _head_rows(
-    matrices: MatrixSet, matrix: Matrix, load: _Load
-) -> Iterator[tuple[int, Tensor | PackedWeight | TiledWeight]]:
-    """Read the matrix, a block of rows at a time, filled up with rows of zeros."""
-    source, tensors = matrices.weights[matrix.name], load.checkpoint.tensors
-    if matrices.cached is not None:
-        yield 0, weight_of(matrix, matrices.precision, matrices.cached)
-        return
-    kept = read_as_stored(source, matrices.precision, load.dtype, tensors.load)
-    if kept is not None:
-        yield 0, _with_rows(kept, matrix.out_features)
-        return
-    each = _block_rows(matrix.in_features, HEAD_ROW_MULTIPLE)
-    for first in range(0, source.shape[0], each):
-        block = source.block(first, min(first + each, source.shape[0]))
-        weight = _cast(tensors.load(block, on_host).to(load.device), load.dtype)
-        yield first, nn.functional.pad(weight, (0, 0, 0, -len(weight) % HEAD_ROW_MULTIPLE))
-
-
-def _filled_rows(vocab_size: int) -> int:
-    return -(-vocab_size // HEAD_ROW_MULTIPLE) * HEAD_ROW_MULTIPLE
-
-
-def _with_rows(weight: PackedWeight, rows: int) -> PackedWeight:
-    """Return a weight filled up with rows of zeros."""
-
-    def filled(tensor: Tensor) -> Tensor:
-        return nn.functional.pad(tensor, (0, 0, 0, rows - len(tensor)))
-
-    return replace(
-        weight,
-        out_features=rows,
-        codes=filled(weight.codes),
-        scales=filled(weight.scales),
-        zeros=None if weight.zeros is None else filled(weight.zeros),
-    )
-
-
-def _order_head_(master: Master) -> None:
-    """Order the matrix of a 16-bit head for this CPU's kernels, in its own memory.
-
-    A token embedding that is tied to the head reads its rows.
-    """
-    head, embedding = master.lm_head, master.get_submodule(master.embedding_name)
-    is_tied = head is None
-    if is_tied and not is_lookup(embedding):
-        return
-    plain = embedding if is_tied else head
-    weight = getattr(plain, "weight", None)
-    if not isinstance(plain, (nn.Linear, nn.Embedding)) or not isinstance(weight, Tensor):
-        return
-    if not can_prepack(weight):
-        return
-    linear = DenseLinear(weight.detach(), getattr(plain, "bias", None), reuse=True)
-    if is_tied:
-        master.set_submodule(master.embedding_name, TiedEmbedding(linear, embedding))
-    master.lm_head = linear
+    error: BaseException | None
 
 
 def use_huge_pages(*modules: nn.Module) -> None:
@@ -966,7 +891,8 @@ def _weights(module: nn.Module) -> Iterator[Tensor]:
             yield from part.prepared.tensors
 
 
-def _on(device: torch.device) -> AbstractContextManager[object]:
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which kernels run on a GPU; nothing for other devices."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -988,5 +914,6 @@ def _check_range(
         default_precision(width)  # raises for an unknown one before any layer is read
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor, of floats in ``dtype``."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -30,7 +30,7 @@ from llmpq.dist.launch.rank import load_runner, run_master
 from llmpq.dist.metrics.stats import StageClock
 from llmpq.errors import StageError
 from llmpq.models import Master
-from llmpq.quant.loading.loader import load_master
+from llmpq.quant.loading.master import load_master
 from llmpq.quant.modules.layer import quantize_layer_
 from llmpq.spec.plan import default_schedule
 

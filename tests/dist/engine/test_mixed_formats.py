@@ -18,7 +18,8 @@ from llmpq.dist.io.prompts import Request
 from llmpq.dist.kv.cache import KVCache
 from llmpq.errors import LlmpqError, StageError
 from llmpq.models import PackedBatch, kv_shapes
-from llmpq.quant.loading.loader import load_master, load_stage
+from llmpq.quant.loading.loader import load_stage
+from llmpq.quant.loading.master import load_master
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 
 torch.set_num_threads(1)
