@@ -757,7 +757,8 @@ def _choose(logits: Tensor, choices: Sequence[Choice]) -> list[SampledToken]:
     most = max(1, (VALUES_AT_ONCE_ON_CPU if on_cpu else VALUES_AT_ONCE) // logits.shape[1])
     parts = [best, is_nan.long()]
     for first in range(0, len(others), most):
-        parts += _choose_some(logits, [choices[place] for place in others[first : first + most]])
+        own_choices = [choices[place] for place in others[first : first + most]]
+        parts += _choose_some(logits, best, own_choices)
     numbers = iter(torch.cat(parts).tolist())
     best_ids = [next(numbers) for _ in range(len(logits))]
     has_nan = [bool(next(numbers)) for _ in range(len(logits))]
@@ -777,36 +778,51 @@ def _choose(logits: Tensor, choices: Sequence[Choice]) -> list[SampledToken]:
     ]
 
 
-def _choose_some(logits: Tensor, choices: Sequence[Choice]) -> list[Tensor]:
+def _choose_some(logits: Tensor, best: Tensor, choices: Sequence[Choice]) -> list[Tensor]:
     """Return what the host reads of some choices: integers, one part after the other.
 
     These are the tokens, -1 where none is allowed; and for those that report as many log
     probabilities, the chosen one, the best ones and their tokens: the bits of float32 numbers.
+
+    Args:
+        logits: ``[R, V]``.
+        best: ``[R]``, the tokens with the highest ones.
+        choices: of some of the rows.
     """
     device = logits.device
-    rows = on_device(np.array([choice.row for choice in choices]), device)
-    scores = logits.index_select(0, rows).float()  # [C, V], of its own
+    rows = [choice.row for choice in choices]
+    scores, tokens = _rows_of(logits, rows), _rows_of(best, rows)  # [C, V], [C]
     changed = [place for place, one in enumerate(choices) if one.state.params.changes_scores]
-    change_scores(scores, {place: choices[place].state for place in changed})
-    tokens = scores.argmax(dim=-1)
+    if changed:
+        scores = scores.clone()
+        change_scores(scores, {place: choices[place].state for place in changed})
+        tokens = scores.argmax(dim=-1)
     has_none = scores.gather(-1, tokens[:, None])[:, 0] == -math.inf
     drawn = [place for place, one in enumerate(choices) if not one.state.params.is_greedy]
     if drawn:
-        states = [choices[place].state for place in drawn]
-        places = on_device(np.array(drawn), device)
+        params = [choices[place].state.params for place in drawn]
         uniforms = [choices[place].state.uniform(choices[place].ahead) for place in drawn]
-        kept = _truncated(scores.index_select(0, places), [state.params for state in states])
-        tokens = tokens.index_copy(0, places, _draw(kept, uniforms))
+        found = _draw(_truncated(_rows_of(scores, drawn), params), uniforms)
+        are_all = len(drawn) == len(choices)
+        places = None if are_all else on_device(np.array(drawn), device)
+        tokens = found if places is None else tokens.index_copy(0, places, found)
     tokens = tokens.masked_fill(has_none, -1)
     parts = [tokens]
     for own, count in _by_logprobs(choices, logits.shape[1]):
         at = on_device(np.array(own), device)
-        values = torch.log_softmax(logits.index_select(0, rows[at]).float(), dim=-1)
+        values = torch.log_softmax(_rows_of(logits, [rows[place] for place in own]), dim=-1)
         found = values.gather(-1, tokens[at].clamp(min=0)[:, None])
-        best = values.topk(count, dim=-1)
-        bits = torch.cat((found, best.values), dim=1).view(torch.int32).long()
-        parts.append(torch.cat((bits, best.indices), dim=1).flatten())
+        top = values.topk(count, dim=-1)
+        bits = torch.cat((found, top.values), dim=1).view(torch.int32).long()
+        parts.append(torch.cat((bits, top.indices), dim=1).flatten())
     return parts
+
+
+def _rows_of(values: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return rows in their order; without a copy where they follow each other."""
+    if list(rows) == [*range(rows[0], rows[0] + len(rows))]:
+        return values[rows[0] : rows[0] + len(rows)]
+    return values.index_select(0, on_device(np.array(rows), values.device))
 
 
 def _by_logprobs(choices: Sequence[Choice], width: int) -> list[tuple[list[int], int]]:

@@ -375,5 +375,6 @@ def test_nothing_is_read_before_all_tokens_are_chosen(options):
         )
         for row, one in enumerate(options)
     ]  # fmt: skip
-    parts = engine._choose_some(torch.empty(len(options), VOCAB, device="meta"), choices)
+    logits = torch.empty(len(options), VOCAB, device="meta")
+    parts = engine._choose_some(logits, logits.argmax(dim=-1), choices)
     assert parts[0].shape == (len(options),)
