@@ -15,7 +15,6 @@ Shape legend: E experts, V vocabulary, N output features, K input features.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import threading
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
@@ -40,7 +39,7 @@ from llmpq.models.states import COMPILED
 from llmpq.models.tensor_files import TensorSource
 from llmpq.quant.checkpoint.format import concatenate_rows
 from llmpq.quant.checkpoint.reader import GptqCheckpoint, is_as_stored, read_as_stored
-from llmpq.quant.loading.streaming import MappedFile, StreamedWeights
+from llmpq.quant.loading.streaming import MappedFile, StreamedWeights, madvise
 from llmpq.quant.loading.weight_cache import (
     BackgroundWriter,
     CacheEntry,
@@ -849,13 +848,9 @@ def use_huge_pages(*modules: nn.Module) -> None:
     Only pages that weights fill are asked for, so that no memory is added. Nothing happens where
     the system has no such pages, or a weight is mapped from a file.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "madvise"):
-        return
-    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     for first, end in huge_ranges(_spans(modules)):
         for advice in (_MADV_COLLAPSE, _MADV_HUGEPAGE):
-            if libc.madvise(first, end - first, advice) == 0:
+            if madvise(first, end - first, advice):
                 break
 
 

@@ -203,7 +203,7 @@ class StreamedWeights:
 
 def _populate(address: int, nbytes: int, file: MappedFile, begin: int) -> None:
     """Fault in pages of a mapping; on older systems, read them into the page cache."""
-    if _madvise(address, nbytes, _MADV_POPULATE_READ):
+    if madvise(address, nbytes, _MADV_POPULATE_READ):
         return
     number = ctypes.get_errno()
     if number != _INVALID:
@@ -258,20 +258,24 @@ _MADV_DONTNEED = 4
 def _drop(file: MappedFile) -> None:
     """Unmap the pages of a file and drop them from the page cache."""
     first, nbytes = file.span
-    _madvise(first, nbytes, _MADV_DONTNEED)
+    madvise(first, nbytes, _MADV_DONTNEED)
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _madvise(address: int, nbytes: int, advice: int) -> bool:
+def madvise(address: int, nbytes: int, advice: int) -> bool:
     """Give advice about memory, without Python's lock; return whether it was taken."""
+    libc = _libc()
+    if not hasattr(libc, "madvise"):
+        return False
     page = os.sysconf("SC_PAGE_SIZE")
     first = address // page * page
-    return bool(_libc().madvise(first, address + nbytes - first, advice) == 0)
+    return bool(libc.madvise(first, address + nbytes - first, advice) == 0)
 
 
 @cache
 def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    if hasattr(libc, "madvise"):
+        libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return libc
