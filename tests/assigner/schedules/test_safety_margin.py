@@ -26,7 +26,7 @@ from llmpq.spec.workload import Workload, truncated_normal
 Z95 = 1.6449
 LAW = ScheduleRequest(
     prompt_tokens=truncated_normal(20, 8, 32),
-    new_tokens=truncated_normal(40, 16, 80),
+    new_tokens=truncated_normal(20, 8, 40),
     sla="queries",
 )
 
@@ -47,7 +47,7 @@ def problem(tmp_path_factory):
         )
         for phase in Phase
         for batch in (1, 2, 4, 8, 16)
-        for tokens in (8, 16, 32, 64, 112)
+        for tokens in (8, 16, 32, 72)
     ]
     write_latency_table(
         file,
@@ -57,7 +57,7 @@ def problem(tmp_path_factory):
     request = PlanRequest(
         model=model_spec(layers=6, hidden=512),
         cluster=Cluster(name="c", nodes=(Node(name="n", devices=(group,)),)),
-        workload=Workload(batch=32, prompt_tokens=32, new_tokens=80),
+        workload=Workload(batch=32, prompt_tokens=32, new_tokens=40),
         dtype="float32",
         kv_bits=32,
         bits=(16,),
