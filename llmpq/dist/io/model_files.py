@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmpq.dist.model_listing import list_models_when_asked
-from llmpq.errors import SpecError
+from llmpq.errors import SpecError, bad_field
 from llmpq.spec.families import text_split
 from llmpq.spec.model_files.tokenizer import (
     chat_templates,
@@ -23,12 +23,14 @@ from llmpq.spec.model_files.tokenizer import (
     tokenizer_arguments,
     tokenizer_error,
 )
-from llmpq.spec.model_files.weight_headers import read_gguf_header
+from llmpq.spec.model_files.weight_headers import read_gguf_arrays, read_gguf_header
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
     from llmpq.dist.io.prompts import Tokenizer
+    from llmpq.spec.model_files.gguf_form import TextSplit
+    from llmpq.spec.model_files.weight_headers import GgufHeader
 
 
 class _TransformersTokenizer:
@@ -59,6 +61,17 @@ def _tokenizer(model_dir: Path, arguments: Mapping[str, Any]) -> PreTrainedToken
     )
 
     is_gguf = "gguf_file" in arguments
+    if is_gguf:
+        folder = Path(arguments["pretrained_model_name_or_path"])
+        header = read_gguf_header(folder / arguments["gguf_file"])
+        split = text_split(header)
+        if split is not None:
+            try:
+                return _byte_pair_tokenizer(header, split)
+            except SpecError:
+                raise
+            except Exception as error:  # tokenizers raises nothing narrower
+                raise tokenizer_error(model_dir, error) from error
     try:
         found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             **arguments, local_files_only=True
@@ -71,32 +84,94 @@ def _tokenizer(model_dir: Path, arguments: Mapping[str, Any]) -> PreTrainedToken
             found = PreTrainedTokenizerFast.from_pretrained(**arguments, local_files_only=True)
         except Exception:
             raise tokenizer_error(model_dir, error) from error
-    if is_gguf:
-        folder = Path(arguments["pretrained_model_name_or_path"])
-        _split_as_stated(found, folder / arguments["gguf_file"])
     return found
 
 
-def _split_as_stated(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
-    """Let a tokenizer of byte pairs split texts as a GGUF file says, before it merges.
+_TOKENS, _TYPES, _MERGES = (f"tokenizer.ggml.{name}" for name in ("tokens", "token_type", "merges"))
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
+_FOUND_WHOLE = (_CONTROL, _USER_DEFINED)
+"""Types of tokens that are found in a text before it is split."""
+_NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+"""Special tokens of transformers, as GGUF calls them."""
+
+
+def _byte_pair_tokenizer(header: GgufHeader, split: TextSplit) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a GGUF file that merges pairs of bytes.
+
+    transformers before 5.23 knows few architectures, and later ones give control tokens that are
+    not spelled as bytes other numbers.
 
     Raises:
-        SpecError: the way to split is not known.
+        SpecError: the file has no merges, or names a token that it has not.
     """
-    from tokenizers import Regex, pre_tokenizers  # noqa: PLC0415  as above
+    from tokenizers import (  # noqa: PLC0415  as above
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        pre_tokenizers,
+    )
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
 
-    split = text_split(read_gguf_header(file))
-    if split is None:
-        return
-    patterns = [Regex(pattern) for pattern in split.patterns]
-    backend: Any = tokenizer.backend_tokenizer
+    stored = read_gguf_arrays(header.path, (_TOKENS, _TYPES, _MERGES))
+    if _MERGES not in stored:
+        raise bad_field(str(header.path), _MERGES, None, "pairs of tokens")
+    tokens = [str(token) for token in stored[_TOKENS]]
+    named = {}
+    for name, key in _NAMED.items():
+        number = header.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if isinstance(number, int):
+            if not 0 <= number < len(tokens):
+                expected = f"one of the {len(tokens)} tokens"
+                raise bad_field(
+                    str(header.path), f"tokenizer.ggml.{key}_token_id", number, expected
+                )
+            named[f"{name}_token"] = tokens[number]
+    types = [*stored.get(_TYPES, ())]
+    types += [_NORMAL] * (len(tokens) - len(types))
+    alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+    spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
+    # Tokens that are found before a text is split are not spelled as bytes, as DeepSeek's.
+    raw = {token for token, kind in zip(tokens, types, strict=False) if kind in _FOUND_WHOLE}
+    raw.update(named.values())
+    vocabulary = {
+        token if token in raw or alphabet.issuperset(token) else spell(token)[0][0]: number
+        for number, token in enumerate(tokens)
+    }
+    pairs = (str(pair).partition(" ") for pair in stored[_MERGES])
+    merges = [(left, right) for left, _, right in pairs]
+    backend: Any = Tokenizer(
+        models.BPE(vocab=vocabulary, merges=merges, ignore_merges=split.keeps_tokens)
+    )
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            *(pre_tokenizers.Split(pattern, behavior="isolated") for pattern in patterns),
+            *(pre_tokenizers.Split(Regex(one), behavior="isolated") for one in split.patterns),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    backend.model.ignore_merges = split.keeps_tokens
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens(
+        [
+            AddedToken(token, normalized=False, special=kind == _CONTROL)
+            for token, kind in zip(tokens, types, strict=False)
+            if kind in _FOUND_WHOLE
+        ]
+    )
+    flags = {
+        f"add_{name}_token": bool(header.metadata[key])
+        for name in ("bos", "eos")
+        if (key := f"tokenizer.ggml.add_{name}_token") in header.metadata
+    }
+    build: Any = PreTrainedTokenizerFast
+    tokenizer: PreTrainedTokenizerBase = build(
+        tokenizer_object=backend,
+        clean_up_tokenization_spaces=False,
+        chat_template=header.metadata.get("tokenizer.chat_template"),
+        **named,
+        **flags,
+    )
+    return tokenizer
 
 
 def eos_token_ids(model_dir: Path, config: PreTrainedConfig) -> frozenset[int]:

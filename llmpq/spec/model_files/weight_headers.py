@@ -22,7 +22,7 @@ import math
 import re
 import struct
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
@@ -575,6 +575,17 @@ def _read_files(path: Path, stamps: tuple[tuple[Path, int, int], ...]) -> GgufHe
     )
 
 
+def read_gguf_arrays(path: Path, keys: Collection[str]) -> dict[str, tuple[Value, ...]]:
+    """Return the arrays of these keys that a GGUF model has, however long.
+
+    Raises:
+        SpecError: a file is missing, or no valid GGUF.
+    """
+    file, size, _ = _stamp(_files_of(path)[0])
+    found = _read_file(file, size, frozenset(keys))[0]
+    return {key: value for key in keys if isinstance(value := found.get(key), tuple)}
+
+
 def _part_of(file: Path) -> int:
     found = _SPLIT.fullmatch(file.name)
     return int(found[2]) if found else 1
@@ -600,22 +611,23 @@ def _stamp(file: Path) -> tuple[Path, int, int]:
 Parsed = tuple[dict[str, Value], dict[str, int], dict[str, GgufTensor]]
 
 
-def _read_file(path: Path, file_bytes: int) -> Parsed:
+def _read_file(path: Path, file_bytes: int, kept: frozenset[str] = frozenset()) -> Parsed:
     try:
         with path.open("rb") as stream:
             check_downloaded(path, stream.read(LFS_BYTES))
             stream.seek(0)
-            return _Reader(stream, path, file_bytes).parse()
+            return _Reader(stream, path, file_bytes, kept).parse()
     except OSError as error:
         raise SpecError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 class _Reader:
-    """Parses one file."""
+    """Parses one file; arrays of the keys ``kept`` are returned however long."""
 
-    def __init__(self, stream: BinaryIO, path: Path, file_bytes: int) -> None:
+    def __init__(self, stream: BinaryIO, path: Path, file_bytes: int, kept: frozenset[str]) -> None:
         self._stream = stream
         self._path = path
+        self._kept = kept
         self._file_bytes = file_bytes
         self._limit = min(MAX_GGUF_BYTES, file_bytes)
         self._position = 0
@@ -642,7 +654,7 @@ class _Reader:
             return
         item, count = self._number("<I"), self._count("entries")
         lengths[key] = count
-        if count <= _MAX_KEPT:
+        if count <= _MAX_KEPT or key in self._kept:
             metadata[key] = tuple(self._value(item) for _ in range(count))
         elif item == _STRING:
             for _ in range(count):
