@@ -26,6 +26,7 @@ from llmpq.spec.workload import TraceRequest
 from reproduce import (
     exegpt,
     fleets,
+    flexgen,
     larry,
     llm_pq_kernels,
     multibin,
@@ -696,6 +697,19 @@ def served_as_then(cluster: int, workload: str, scheme: str) -> Json:
     return None if plan is None else plan.estimate.latency_s
 
 
+def flexgen_claims(found: Json) -> Iterator[Claim]:
+    """Yield FlexGen's rows: seconds and shares."""
+    for at, row in enumerate(found["record"]["rows"]):
+        case = run_all.Case(cluster=row["cluster"], workload=row["workload"])
+        yield Claim(
+            topic="flexgen", kind="rows", name=f"{row['table']}, {row['cluster']}, {row['scheme']}",
+            path=("record", "rows", at, "priced"), seconds=0.2,
+            compute=_without_data(
+                partial(flexgen.priced, is_int8=row["scheme"] == flexgen.INT8), case
+            ),
+        )  # fmt: skip
+
+
 # --- vLLM, fleets, planner, forecasts ---
 
 
@@ -892,6 +906,7 @@ TOPICS: Mapping[str, Callable[[Json], Iterator[Claim]]] = {
     "iteration-costs": iteration_claims,
     "multibin": multibin_claims,
     "llm-pq-kernels": kernel_claims,
+    "flexgen": flexgen_claims,
     "vllm": vllm_claims,
     "fleets": fleet_claims,
     "planner-claims": planner_claims,

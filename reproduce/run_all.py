@@ -34,7 +34,7 @@ from reproduce.output import IMAGES, ROOT, Record, degradation, number, run, say
 
 # --- What the paper publishes, typed in from its tables ---
 
-# FlexGen's rows are left out: it offloads weights to the host and to disk, which llmpq does not.
+# FlexGen's rows are in ``flexgen``.
 # Figures 8 and 9 are pictures without numbers; only what the text says of them is kept.
 
 

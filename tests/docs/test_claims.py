@@ -651,6 +651,44 @@ def gains_of_kernels() -> str:
     return " ".join(f"{mean:.2f}x" for mean in means)
 
 
+def flexgen_ratios() -> dict[int, float]:
+    return {
+        at: row["paper_s"] / row["priced"]["latency_s"]
+        for at, row in enumerate(record("flexgen")["rows"])
+        if row["paper_s"] is not None
+    }
+
+
+def flexgen_rows() -> str:
+    found = flexgen_ratios().values()
+    met = [ratio for ratio in found if 0.7 < ratio < 1.5]
+    return f"{len(found)} {len(met)} {min(met):.2f}x {max(met):.2f}x"
+
+
+def slower_flexgen_rows() -> str:
+    rows_, found = record("flexgen")["rows"], flexgen_ratios()
+    slower = [at for at, ratio in found.items() if ratio > 2]
+    assert {(rows_[at]["cluster"], rows_[at]["scheme"]) for at in slower} == {
+        (cluster, "FlexGen") for cluster in (3, 4, 9)
+    }
+    ratios = [found[at] for at in slower]
+    on_disk = [rows_[at]["disk_percent"] for at in slower]
+    return f"16 {min(ratios):.1f}x {max(ratios):.1f}x {min(on_disk):.0f} {max(on_disk):.0f}"
+
+
+def flexgen_over_llm_pq() -> str:
+    def faster(ours: Callable[[Record], float], theirs: str) -> set[int]:
+        return {
+            row["cluster"]
+            for row in record("flexgen")["rows"]
+            if row["paper_s"] is not None and ours(row) < row[theirs]
+        }
+
+    assert not faster(lambda row: float(row["priced"]["latency_s"]), "llm_pq_s")
+    clusters = faster(lambda row: float(row["paper_s"]), "paper_llm_pq_s")
+    return " ".join(map(str, sorted(clusters)))
+
+
 def gains_with_kernels() -> str:
     ours, theirs = (
         fmean(llm_pq_kernels.gains(kernels_of_2023(), llm_pq_kernels.LLM_PQ, key))
@@ -891,6 +929,9 @@ CLAIMS: dict[str, dict[str, Callable[[], str] | str]] = {
         "V100's decode layer": eight_bits_on_v100,
         "layers of 16 bits take": layers_of_p100,
         "Planning with it costs": published_formula,
+        "its authors' cost model": flexgen_rows,
+        "of OPT-30b at 16 bits take": slower_flexgen_rows,
+        "Its gain over LLM-PQ": flexgen_over_llm_pq,
     },
     "evidence/exegpt": {
         "Ours answer": table_6,
