@@ -70,7 +70,10 @@ class MtpOracle:
             size = len(ids)
             embedded = self.model.get_input_embeddings()(torch.tensor([ids]))
             positions = torch.arange(size)[None]
-            rotary = self.model.model.rotary_emb(embedded, positions)
+            turned = self.model.model.rotary_emb
+            # In time, height and width: transformers before 5.23 does not repeat them itself.
+            is_spatial = hasattr(turned, "mrope_section")
+            rotary = turned(embedded, positions.expand(3, 1, -1) if is_spatial else positions)
             mask = torch.full((size, size), -torch.inf).triu(1)[None, None]
             made = self.layer(embedded, states[None], rotary, mask, positions, None)[0]
             drafts.append(int(self.model.lm_head(made[-1]).argmax()))

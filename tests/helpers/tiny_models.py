@@ -80,9 +80,12 @@ def generate_alone(
     model: PreTrainedModel, prompt: Sequence[int], new_tokens: int
 ) -> tuple[list[int], Tensor]:
     """What transformers generates greedily for one prompt: all tokens, and logits ``[new, V]``."""
+    rope = getattr(model.config, "rope_parameters", None) or {}
     with torch.inference_mode():
         answer = model.generate(
             torch.tensor([list(prompt)]),
+            # Before 5.23 cached keys kept the angles of before the switch.
+            use_cache=rope.get("rope_type") != "longrope",
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
             do_sample=False,
             max_new_tokens=new_tokens,
