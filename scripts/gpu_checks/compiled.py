@@ -31,10 +31,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from llmpq.kernels.base import PreparedWeight
 from llmpq.kernels.gpu import triton_attention, triton_kernels, triton_recurrence
 from llmpq.kernels.gpu.paged_decode import tiles_of
-from llmpq.kernels.gpu.triton_int import _tiles, segments
+from llmpq.kernels.gpu.triton_int import TritonIntBackend, _tiles, segments
 from llmpq.kernels.gpu.triton_mixers import BLOCK_CHANNELS, STATE_NUMBERS
+from llmpq.spec.precision import Precision
 from scripts.gpu_checks.harness import ROOT
 
 OUTPUT = ROOT / "benchmarks" / "results" / "gpu-kernels.json"
@@ -42,18 +44,20 @@ ARCHITECTURES = (80, 90, 120)
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}
 """Most shared memory of a program, by compute capability."""
 MODULES = (triton_kernels, triton_recurrence, triton_attention)
-INTEGERS = {"M", "N", "K", "group_size", "size", "C", "stride", "channels", "key_dim", "value_dim",
+INTEGERS = {"N", "K", "J", "group_size", "size", "C", "stride", "channels", "key_dim", "value_dim",
             "head_dim", "state_dim", "width", "normed", "query_head", "query_token", "table_stride",
             "block_stride", "head_stride", "value_block_stride", "value_head_stride",
             "scale_block_stride", "scale_head_stride"}  # fmt: skip
 """Integers that are multiples of 16 in models as they are."""
-COUNTS = {"heads", "share", "splits"}
+COUNTS = {"heads", "share", "splits", "M", "steps", "parts"}
 """Integers that may be any."""
 FLOATS = {"scale", "epsilon", "least", "most", "scaling", "softcap"}
 _SCALES = ("key_scales_ptr", "value_scales_ptr")
-STEPS = 16
-SPILLED = {(3, 64): 48}
-"""Bytes that a thread spills today, by bits and rows; all others have registers enough."""
+ZEROS = "groups with zeros"
+FORMS = ("groups", ZEROS, "rows")
+"""Of scales: for 128 inputs each, alone or with zeros, or for all inputs of an output."""
+SPILLED: Mapping[tuple[int, str, int], int] = {}
+"""Bytes that a thread spills today, by bits, form and rows; all others have registers enough."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,27 +114,32 @@ class Made:
 def variants() -> list[Variant]:
     """Return what a run with bfloat16 activations launches, one variant for each way."""
     found = []
-    for bits in (3, 4):
-        for rows in (1, 16, 64):
-            tiles = _tiles(rows, bits, torch.bfloat16)
-            constants = {"STEPS": STEPS, "BITS": bits, "TILE_IN_GROUP": True}
-            constants |= {"BLOCK_N": tiles.outputs, "BLOCK_J": tiles.bytes}
-            if rows > 1:
-                constants |= {"IN_FLOAT32": False, "BLOCK_M": tiles.rows}
-            # Parts of the inputs are summed in float32, and their bias is added afterwards.
-            found.append(
-                Variant(
-                    name=f"{'vector' if rows == 1 else 'matrix'} {bits} bits, {rows} rows",
-                    kernel="vector_kernel" if rows == 1 else "matrix_kernel",
-                    pointers=_product_pointers("fp32"),
-                    constants=constants | {"bias_ptr": None},
-                    warps=tiles.warps,
-                    stages=tiles.stages,
-                    loop_weights=tiles.outputs * tiles.bytes * segments(bits),
-                    spill_bytes=SPILLED.get((bits, rows), 0),
+    for bits in (3, 4, 8):
+        for rows in (16, 64):
+            for form in FORMS:
+                tiles = _tiles(rows, _weight_of(bits, form), torch.bfloat16)
+                # Parts of the inputs are summed in float32, and their bias is added afterwards.
+                constants = {
+                    "BITS": bits, "GROUP": 0 if form == "rows" else 128,
+                    "TILE_IN_GROUP": True, "IN_FLOAT32": False,
+                    "BLOCK_M": tiles.rows, "BLOCK_N": tiles.outputs, "BLOCK_J": tiles.bytes,
+                    "bias_ptr": None,
+                }  # fmt: skip
+                if form != ZEROS:
+                    constants["zeros_ptr"] = None
+                found.append(
+                    Variant(
+                        name=f"matrix {bits} bits, {form}, {rows} rows",
+                        kernel="matrix_kernel",
+                        pointers=_product_pointers("fp32"),
+                        constants=constants,
+                        warps=tiles.warps,
+                        stages=tiles.stages,
+                        loop_weights=tiles.outputs * tiles.bytes * segments(bits),
+                        spill_bytes=SPILLED.get((bits, form, rows), 0),
+                    )
                 )
-            )
-        blocks = {"BITS": bits, "TILE_IN_GROUP": True, "BLOCK_N": 16, "BLOCK_J": 128}
+        blocks = {"BITS": bits, "GROUP": 128, "BLOCK_N": 16, "BLOCK_J": 128}
         found.append(
             Variant(
                 name=f"write out {bits} bits",
@@ -144,7 +153,7 @@ def variants() -> list[Variant]:
             name="sum of 4 parts",
             kernel="sum_parts_kernel",
             pointers={"parts_ptr": "*fp32", "bias_ptr": "*bf16", "y_ptr": "*bf16"},
-            constants={"P": 4, "BLOCK": 1024},
+            constants={"BLOCK": 1024},
         )
     )
     found.append(
@@ -156,6 +165,18 @@ def variants() -> list[Variant]:
         )
     )
     return [*found, *_recurrences(), *_attention()]
+
+
+def _weight_of(bits: int, form: str) -> PreparedWeight:
+    """Return a weight without tensors, of which only the form counts."""
+    group = None if form == "rows" else 128
+    return PreparedWeight(
+        backend=TritonIntBackend.name,
+        out_features=4096,
+        in_features=4096,
+        precision=Precision(bits=bits, group_size=group, symmetric=form != ZEROS),
+        tensors=(),
+    )
 
 
 def _attention() -> list[Variant]:

@@ -157,6 +157,7 @@ def test_a_layer_never_has_bits_its_device_does_not_multiply_by(method):
     [
         ("A100-40G", 4, "bfloat16", ("cuda_int4", "triton_int", "reference")),
         ("A100-40G", 4, "float16", ("triton_int", "reference")),
+        ("A100-40G", 8, "bfloat16", ("triton_int", "bnb_int8", "cuda_int8", "reference")),
         ("T4-16G", 8, "float16", ("bnb_int8", "cuda_int8", "reference")),
         ("T4-16G", 4, "float16", ("reference",)), ("V100-32G", 8, "float16", ("reference",)),
         ("MI300X", 4, "bfloat16", ("triton_int", "reference")),

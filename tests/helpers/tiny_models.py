@@ -84,7 +84,7 @@ def generate_alone(
     with torch.inference_mode():
         answer = model.generate(
             torch.tensor([list(prompt)]),
-            # Before 5.23 cached keys kept the angles of before the switch.
+            # Before 5.23 cached keys were not turned again where the angles change.
             use_cache=rope.get("rope_type") != "longrope",
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
             do_sample=False,

@@ -64,7 +64,7 @@ def two_gpus(monkeypatch):
         (3, torch.bfloat16, "triton_int"),
         (4, torch.bfloat16, "cuda_int4"),
         (4, torch.float16, "triton_int"),
-        (8, torch.bfloat16, "cuda_int8"),
+        (8, torch.bfloat16, "triton_int"),
     ],
 )
 def test_a_kernel_is_chosen_for_the_gpu_that_is_named(two_gpus, monkeypatch, bits, dtype, kernel):

@@ -60,7 +60,6 @@ def test_the_record_names_every_kernel():
     names = {variant.name for variant in compiled.variants()}
     assert {kernel["name"] for kernel in RECORD["kernels"]} == names
     assert {variant.kernel for variant in compiled.variants()} == {
-        "vector_kernel",
         "matrix_kernel",
         "dequantize_kernel",
         "sum_parts_kernel",
@@ -73,6 +72,18 @@ def test_the_record_names_every_kernel():
         "paged_decode_kernel",
         "join_splits_kernel",
     }
+
+
+@pytest.mark.parametrize(("bits", "most"), [(3, 9.5), (4, 6.0), (8, 6.5)])
+def test_few_instructions_multiply_a_weight(bits, most):
+    """Of decode steps; a row took 15 at 4 bits and 23 to 30 at 3 when every weight was scaled."""
+    found = [
+        kernel["per_weight"]
+        for kernel in RECORD["kernels"]
+        if kernel["name"] in (f"matrix {bits} bits, {form}, 16 rows" for form in ("groups", "rows"))
+    ]
+    assert len(found) == 2 * len(compiled.ARCHITECTURES)
+    assert max(found) < most
 
 
 def test_a_kernel_that_spills_or_takes_too_much_shared_memory_is_named():

@@ -52,7 +52,7 @@ def test_the_interpreter_runs_kernels():
         assert launch_failure(torch.device("cpu"), dtype) is None
 
 
-@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize("bits", [3, 4, 8])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_products_and_bytes(bits, case):
     (rows, columns, group), dtype, symmetric = case
@@ -76,7 +76,7 @@ def test_products_and_bytes(bits, case):
         assert error < TOLERANCE[dtype], (tokens, added is not None)
 
 
-@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize("bits", [3, 4, 8])
 @pytest.mark.parametrize("tokens", [40, 70])
 def test_the_large_tiles_agree_with_the_small(bits, tokens):
     packed = random_packed(Precision(bits=bits, group_size=128), torch.float16, 136, 256)

@@ -1,8 +1,8 @@
-"""A weight-only Triton backend for 3 and 4 bits; the only 3-bit backend on a GPU.
+"""A weight-only Triton backend for 3, 4 and 8 bits; the only 3-bit backend on a GPU.
 
-One row is multiplied in registers, a few rows on tensor cores with the inputs split among programs,
-and many rows by dequantizing the weight once and calling the library's matmul. The kernels and
-their layout are in ``triton_kernels``, imported when first needed.
+Rows are multiplied on tensor cores, with the inputs split among programs where rows and outputs
+make few of them, and many rows by dequantizing the weight once and calling the library's matmul.
+The kernels and their layout are in ``triton_kernels``, imported when first needed.
 
 Shape legend: M rows of x, N output features, K input features, G groups of a row, b bits, S
 segments of a row, J = K / S.
@@ -38,7 +38,7 @@ MANY_ROWS = 512
 """Number of rows from which the weight is dequantized first. Estimated, not yet measured:
 ``scripts/gpu_check`` times every algorithm at every number of rows."""
 
-_FEW_ROWS = 16  # the smallest tile that tensor cores take
+_FEW_ROWS = _LEAST_BYTES = 16  # the smallest tile that tensor cores take
 _PROGRAMS_A_PROCESSOR = 4  # enough in flight to hide the latency of memory
 _SUM_BLOCK = 1024
 _TRIAL = threading.Lock()
@@ -56,7 +56,7 @@ class _Tiles:
 
 
 class TritonIntBackend(KernelBackend):
-    """Weight-only multiplication by 3- and 4-bit codes that stay packed in memory.
+    """Weight-only multiplication by 3-, 4- and 8-bit codes that stay packed in memory.
 
     Args:
         device_type: where it runs: ``cuda``; or ``cpu``, in Triton's interpreter and for tests.
@@ -68,7 +68,7 @@ class TritonIntBackend(KernelBackend):
     def __init__(self, device_type: str = "cuda") -> None:
         self.capability = Capability(
             device_types=(device_type,),
-            bits=(3, 4),
+            bits=(3, 4, 8),
             dtypes=SCALE_DTYPES,
             default_dtypes=SCALE_DTYPES,
             shapes="K a multiple of 8 (3 bits) or 2 (4 bits), any group that divides it, with or "
@@ -76,7 +76,7 @@ class TritonIntBackend(KernelBackend):
             stored="exactly linear_bytes, 3 bits included; calls with many rows make the weight "
             "once in x's dtype for as long as the call takes",
             cost="reads b/16 of a 16-bit weight for few rows; from 512 rows on a bf16 matmul and "
-            "one write of the weight. Not yet measured on a GPU",
+            "one write of the weight. Rounds no activation. Not yet measured on a GPU",
         )
 
     def fits(self, precision: Precision, out_features: int, in_features: int) -> bool:
@@ -123,12 +123,14 @@ class TritonIntBackend(KernelBackend):
 
 def segments(bits: int) -> int:
     """Return the number of segments of a row (``triton_kernels``); K must be a multiple of it."""
-    return 2 if bits == 4 else 8
+    return 8 if bits == 3 else 8 // bits
 
 
 def to_planes(codes: Tensor, bits: int) -> Tensor:
     """Order signed codes ``[N, K]``, int8, into planes ``[N, K b / 8]``, uint8."""
     unsigned = codes.add(1 << (bits - 1)).view(torch.uint8)
+    if bits == 8:
+        return unsigned
     parts = unsigned.view(codes.shape[0], segments(bits), -1).unbind(1)  # S of [N, J]
     if bits == 4:
         return parts[0] | (parts[1] << 4)
@@ -146,16 +148,14 @@ def dequantize(weight: PreparedWeight, dtype: torch.dtype) -> Tensor:
     planes, *_ = weight.tensors
     shape = (weight.out_features, weight.in_features)
     out = torch.empty(shape, dtype=dtype, device=planes.device)
-    bits = weight.precision.bits
-    tiles = _Tiles(rows=1, outputs=16, bytes=128, warps=4, stages=1)
-    grid = (
-        math.ceil(weight.out_features / tiles.outputs),
-        math.ceil(weight.in_features // segments(bits) / tiles.bytes),
-    )
+    outputs, block = 16, 128
+    width = weight.in_features // segments(weight.precision.bits)
+    grid = (math.ceil(weight.out_features / outputs), math.ceil(width / block))
     with current_device_of(planes):
         kernels().dequantize_kernel[grid](
-            *_pointers(weight), out, *shape, *_groups(weight, tiles), tiles.outputs, tiles.bytes
-        )
+            *_pointers(weight), out, *shape, width, weight.precision.bits, _group(weight),
+            outputs, block,
+        )  # fmt: skip
     return out
 
 
@@ -171,7 +171,7 @@ def multiply(x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
     y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     if rows == 0:
         return y
-    tiles = _tiles(rows, weight.precision.bits, x.dtype)
+    tiles = _tiles(rows, weight, x.dtype)
     blocks = (math.ceil(rows / tiles.rows), math.ceil(outputs / tiles.outputs))
     steps = math.ceil(weight.in_features // segments(weight.precision.bits) / tiles.bytes)
     parts, steps_a_part = _split(steps, blocks[0] * blocks[1], x.device)
@@ -196,24 +196,18 @@ def _launch(
     grid: tuple[int, int, int],
     steps: int,
 ) -> None:
-    shape = (weight.out_features, weight.in_features)
-    group_size, bits, in_group = _groups(weight, tiles)
-    tensors = (x, *_pointers(weight), bias, target)
+    bits, group = weight.precision.bits, _group(weight)
+    width = weight.in_features // segments(bits)
+    in_group = not group or (width % tiles.bytes == 0 and group % tiles.bytes == 0)
     # The interpreter multiplies the bits of bf16 numbers as if they were integers.
     in_float32 = x.device.type == "cpu"
-    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     with current_device_of(x):
-        if x.shape[0] == 1:
-            kernels().vector_kernel[grid[1:]](
-                *tensors, *shape, group_size,
-                steps, bits, in_group, tiles.outputs, tiles.bytes, **options,
-            )  # fmt: skip
-        else:
-            kernels().matrix_kernel[grid](
-                *tensors, x.shape[0], *shape, group_size,
-                steps, bits, in_group, in_float32, tiles.rows, tiles.outputs, tiles.bytes,
-                **options,
-            )  # fmt: skip
+        kernels().matrix_kernel[grid](
+            x, *_pointers(weight), bias, target,
+            x.shape[0], weight.out_features, weight.in_features, width, steps,
+            bits, group, in_group, in_float32, tiles.rows, tiles.outputs, tiles.bytes,
+            num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
 
 
 @lru_cache(maxsize=8)
@@ -233,7 +227,7 @@ def launch_failure(device: torch.device, dtype: torch.dtype) -> str | None:
 
     Triton needs a recent GPU and a C compiler; one trial product shows whether both are present. A
     GPU without a number is the current one of this thread. Threads wait for each other: the trial
-    compiles two kernels, which takes some seconds the first time.
+    compiles a kernel, which takes some seconds the first time.
     """
     missing = why_missing("triton")
     if missing is not None:
@@ -268,7 +262,7 @@ def _try_once(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def _is_interpreted() -> bool:
     # Triton reads TRITON_INTERPRET when it is imported; the type of a kernel shows the result.
-    return type(kernels().vector_kernel).__name__ == "InterpretedFunction"
+    return type(kernels().matrix_kernel).__name__ == "InterpretedFunction"
 
 
 def current_device_of(tensor: Tensor) -> AbstractContextManager[None]:
@@ -289,34 +283,37 @@ def _pointers(weight: PreparedWeight) -> tuple[Tensor, Tensor, Tensor | None]:
     return codes, scales, zeros[0] if zeros else None
 
 
-def _groups(weight: PreparedWeight, tiles: _Tiles) -> tuple[int, int, bool]:
-    """Return the group size, the bits, and whether every tile lies within one group."""
-    inputs, bits = weight.in_features, weight.precision.bits
-    group = weight.precision.effective_group(inputs)
-    whole_tiles = inputs // segments(bits) % tiles.bytes == 0
-    return group, bits, group == inputs or (whole_tiles and group % tiles.bytes == 0)
+def _group(weight: PreparedWeight) -> int:
+    """Return the inputs that share a scale, 0 for all of a row."""
+    group = weight.precision.effective_group(weight.in_features)
+    return 0 if group == weight.in_features else group
 
 
-def _tiles(rows: int, bits: int, dtype: torch.dtype) -> _Tiles:
-    """Return the tiles for ``rows`` rows; sized to fit 100 KiB of shared memory at two stages."""
-    segment = 64 if bits == 4 else 32
-    if rows == 1:
-        return _Tiles(rows=1, outputs=16, bytes=segment, warps=4, stages=3)
+def _tiles(rows: int, weight: PreparedWeight, dtype: torch.dtype) -> _Tiles:
+    """Return the tiles for ``rows`` rows; sized to fit 100 KiB of shared memory at two stages.
+
+    A tile has fewer bytes where that puts it into one group.
+    """
+    bits, group = weight.precision.bits, _group(weight)
+    most = {3: 32, 4: 128, 8: 128}[bits]
     if rows <= _FEW_ROWS:
-        return _Tiles(rows=_FEW_ROWS, outputs=64, bytes=segment, warps=4, stages=3)
-    if dtype == torch.float32:  # exact products run outside tensor cores, from registers
-        return _Tiles(rows=32, outputs=64, bytes=segment // 2, warps=4, stages=2)
-    return _Tiles(rows=64, outputs=128, bytes=segment, warps=8, stages=3 if bits == 4 else 2)
+        tiles = _Tiles(rows=_FEW_ROWS, outputs=64, bytes=most, warps=4, stages=3)
+    elif dtype == torch.float32:  # exact products run outside tensor cores, from registers
+        tiles = _Tiles(rows=32, outputs=64, bytes=most // 2, warps=4, stages=2)
+    else:  # as many as the registers of a thread hold
+        most = most if bits != 4 or weight.precision.symmetric else most // 2
+        rows = 32 if bits == 3 else 64
+        tiles = _Tiles(rows=rows, outputs=128, bytes=most, warps=8, stages=2)
+    common = math.gcd(group, weight.in_features // segments(bits)) if group else 0
+    within = common & -common  # the largest power of two that divides both
+    return replace(tiles, bytes=within) if _LEAST_BYTES <= within < tiles.bytes else tiles
 
 
 def _split(steps: int, programs: int, device: torch.device) -> tuple[int, int]:
-    """Return into how many parts the inputs are split, and the steps of each.
-
-    A power of two: kernels are compiled for both numbers, and every compilation takes a second.
-    """
+    """Return into how many parts the inputs are split, and the steps of each."""
     wanted = _PROGRAMS_A_PROCESSOR * _processors(device) // programs
-    parts = 1 << (max(1, min(steps, wanted)).bit_length() - 1)
-    return parts, math.ceil(steps / parts)
+    steps_a_part = math.ceil(steps / max(1, min(steps, wanted)))
+    return math.ceil(steps / steps_a_part), steps_a_part
 
 
 @lru_cache(maxsize=32)

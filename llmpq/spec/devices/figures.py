@@ -49,7 +49,11 @@ LEAST_CAPABILITY = {
 """By kernel, the lowest compute capability of an NVIDIA GPU that its project supports.
 
 Whether Triton runs below its own is tried when a rank starts."""
-_KERNELS = {8: ("bnb_int8", "cuda_int8"), 4: ("cuda_int4", "triton_int"), 3: ("triton_int",)}
+_KERNELS = {
+    8: ("triton_int", "bnb_int8", "cuda_int8"),
+    4: ("cuda_int4", "triton_int"),
+    3: ("triton_int",),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

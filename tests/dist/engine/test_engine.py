@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.answer_drafts import DRAFTS, AnswerDrafts, draft_freely
 from helpers.ranks import make_plan, rank_contexts, run_threads
-from helpers.tiny_models import load_reference
+from helpers.tiny_models import generate_alone, load_reference
 
 from llmpq.batching import (
     Decision,
@@ -66,16 +66,9 @@ def expected_tokens(model_dir: Path, number: int) -> list[int]:
         model = load_reference(model_dir)
         model.generation_config.eos_token_id = None
         for index, prompt in enumerate(PROMPTS):
-            _expected[model_dir, index] = _generate(model, prompt)
+            tokens, _ = generate_alone(model, prompt, max(NEW_TOKENS))
+            _expected[model_dir, index] = tokens[len(prompt) :]
     return _expected[model_dir, number][: NEW_TOKENS[number]]
-
-
-def _generate(model: torch.nn.Module, prompt: list[int]) -> list[int]:
-    ids = torch.tensor([prompt])
-    answer = model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max(NEW_TOKENS)
-    )
-    return answer[0, len(prompt) :].tolist()
 
 
 def requests_with_stops(model_dir: Path) -> tuple[list[Request], dict[int, list[int]]]:
@@ -136,7 +129,8 @@ def test_a_quantized_pipeline_equals_one_quantized_process(tiny_model, family):
     ]
     answers, _ = run_threads(plan, model_dir, requests)
     for number, prompt in enumerate(PROMPTS):
-        assert list(answers[number][0]) == _generate(model, prompt)
+        tokens, _ = generate_alone(model, prompt, max(NEW_TOKENS))
+        assert list(answers[number][0]) == tokens[len(prompt) :]
 
 
 def test_sampling_does_not_depend_on_the_plan(tiny_model):
