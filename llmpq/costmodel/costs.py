@@ -459,12 +459,13 @@ def _figures(spec: DeviceSpec, device: Device, dtype: Dtype) -> DeviceSpec:
             )
         spec = replace(spec, precision_costs=costs)
     saved = _BASELINE_SAVED_BYTES if is_host and own_set == "baseline" else 0
-    part = device.cpu_share or 1.0
+    part, gather = device.cpu_share or 1.0, spec.gather_bytes_per_s
     return replace(
         spec,
         runtime_bytes=spec.runtime_bytes - saved,
         flops=tuple((name, part * rate) for name, rate in rates.items()),
         memory_bytes_per_s=part * spec.memory_bytes_per_s,
+        gather_bytes_per_s=None if gather is None else part * gather,
         layer_overhead_s=spec.layer_overhead_s / part,
         step_overhead_s=None if spec.step_overhead_s is None else spec.step_overhead_s / part,
     )

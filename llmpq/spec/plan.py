@@ -24,7 +24,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from llmpq.errors import SpecError
 from llmpq.spec.cluster import Cluster, Device
 from llmpq.spec.fields import SCHEMA, Rule, dump_json, from_json, read_fields, to_json, write_text
-from llmpq.spec.precision import BITS, DTYPE_BYTES, Dtype, Phase
+from llmpq.spec.precision import BITS, DTYPE_BYTES, Dtype, Phase, StageExperts
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE, KV_CODE_BITS, kept_blocks
 from llmpq.spec.workload import Workload
 from llmpq.units import format_bytes, format_number, format_seconds
@@ -221,6 +221,7 @@ class StageAssignment:
         weights: where those of each layer rest; ``None`` where all are resident.
         phase: the only phase its layers compute (WAA); ``None`` for both.
         dtype: number format of the stage, ``None`` for the plan's.
+        experts: bits and place of routed experts, where they differ; ``None`` for nowhere.
     """
 
     rank: int
@@ -231,6 +232,7 @@ class StageAssignment:
     weights: tuple[WeightsPlace, ...] | None = None
     phase: Phase | None = None
     dtype: Dtype | None = None
+    experts: StageExperts | None = None
 
     @property
     def num_layers(self) -> int:
@@ -242,6 +244,18 @@ class StageAssignment:
         """Layers of the stage (from 0) whose weights rest on disk."""
         places = self.weights or ()
         return tuple(index for index, place in enumerate(places) if place == "disk")
+
+    @property
+    def host_threads(self) -> int:
+        """Threads of its host that compute experts."""
+        return 0 if self.experts is None else self.experts.host_threads
+
+    @property
+    def expert_bits(self) -> tuple[int, ...]:
+        """The bitwidth of the routed experts of each of its layers, if they have any."""
+        if self.experts is None:
+            return self.bits
+        return self.experts.bits_of(self.first_layer, self.bits)
 
     def computes(self, phase: Phase) -> bool:
         """Whether its layers take part in a phase."""
@@ -509,6 +523,21 @@ class Plan:
         return tuple(bits for stage in self.stages_of(Phase.DECODE) for bits in stage.bits)
 
     @property
+    def whole_bits(self) -> tuple[int, ...]:
+        """The bitwidth of every layer, its experts included.
+
+        Raises:
+            SpecError: the experts of a layer have another one than the rest of it.
+        """
+        for stage in self.stages:
+            if stage.expert_bits != stage.bits:
+                raise SpecError(
+                    f"plan: field 'stages[{stage.rank}].experts': found experts of other bits than "
+                    "the rest of their layer, which ranks run; expected one bitwidth a layer here"
+                )
+        return self.bits
+
+    @property
     def head_width(self) -> int:
         """Bits of the LM head: 16 unless the plan quantizes it."""
         return 16 if self.head_bits is None else self.head_bits
@@ -706,6 +735,8 @@ def _check_cover(plan: Plan, stages: tuple[StageAssignment, ...]) -> None:
                 f"{where}.weights': found {len(stage.weights)} entries, expected "
                 f"{stage.num_layers}, one for each layer"
             )
+        if stage.experts is not None:
+            stage.experts.check(f"{where}.experts", stage.first_layer, stage.end_layer)
         layer = stage.end_layer
     if layer != plan.model.num_layers:
         raise SpecError(
@@ -721,8 +752,11 @@ def _check_split(plan: Plan) -> None:
             f"plan: field 'stages[].dtype': found {', '.join(sorted(formats))}, expected one "
             "format, as separate stages for prefill and decode send each other keys and values"
         )
-    prefill = [bits for stage in plan.stages_of(Phase.PREFILL) for bits in stage.bits]
-    if tuple(prefill) != plan.bits:
+    prefill, decode = (
+        [(stage.bits, stage.expert_bits) for stage in plan.stages_of(phase)]
+        for phase in (Phase.PREFILL, Phase.DECODE)
+    )
+    if _joined(prefill) != _joined(decode):
         raise SpecError(
             "plan: field 'stages[].bits': found other bits for prefill than for decode, "
             "expected two copies of the same layers"
@@ -732,6 +766,11 @@ def _check_split(plan: Plan) -> None:
         raise SpecError(
             f"plan: field 'schedule': found {found}, expected 'waa' for separate stages"
         )
+
+
+def _joined(stages: Sequence[tuple[tuple[int, ...], ...]]) -> list[tuple[int, ...]]:
+    """Return the bits of every layer and of its experts."""
+    return [pair for own in stages for pair in zip(*own, strict=True)]
 
 
 def _check_sizes(plan: Plan) -> None:
