@@ -257,10 +257,8 @@ def tables_of(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
     def law(on_host: int) -> HostExperts:
         return HostExperts(
             experts=EXPERTS, chosen=CHOSEN, on_host=on_host,
-            expert_bytes=round(figure["expert_bytes"]),
-            gather_bytes_per_s=figure["gather_bytes_per_s"], host_row_s=figure["host_row_s"],
-            device_row_s=figure["host_row_s"], link_bytes_per_s=figure["gather_bytes_per_s"],
-            hop_s=figure["hop_s"],
+            expert_bytes=figure["expert_bytes"], hop_s=figure["hop_s"],
+            gather_bytes_per_s=figure["gather_bytes_per_s"], row_s=figure["host_row_s"],
         )  # fmt: skip
 
     found = []
@@ -276,7 +274,7 @@ def tables_of(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 # The cores are alike: on one of them, experts take what the law says of either.
                 dense_s = max(0.0, whole_s / LAYERS - law(EXPERTS).host_s(size))
                 beside_s = law(EXPERTS - on_host).host_s(size)
-                forecast_s = LAYERS * host.decode_s(size, dense_s, beside_s)
+                forecast_s = LAYERS * host.layer_s(size, dense_s, beside_s)
                 apart_s = mid("apart", share, phase, size)
                 rows.append([
                     size, f"{share:.0%}", f"{1e3 * apart_s:.1f}", f"{1e3 * forecast_s:.1f}",

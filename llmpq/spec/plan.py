@@ -24,7 +24,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from llmpq.errors import SpecError
 from llmpq.spec.cluster import Cluster, Device
 from llmpq.spec.fields import SCHEMA, Rule, dump_json, from_json, read_fields, to_json, write_text
-from llmpq.spec.precision import BITS, DTYPE_BYTES, Dtype, Phase, StageExperts
+from llmpq.spec.precision import BITS, DTYPE_BYTES, Dtype, Phase, StageExperts, Variant, variants_of
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE, KV_CODE_BITS, kept_blocks
 from llmpq.spec.workload import Workload
 from llmpq.units import format_bytes, format_number, format_seconds
@@ -246,16 +246,20 @@ class StageAssignment:
         return tuple(index for index, place in enumerate(places) if place == "disk")
 
     @property
+    def num_apart(self) -> int:
+        """Layers with experts in the host's memory."""
+        return sum(one.resident is not None for one in self.variants)
+
+    @property
     def host_threads(self) -> int:
         """Threads of its host that compute experts."""
         return 0 if self.experts is None else self.experts.host_threads
 
     @property
-    def expert_bits(self) -> tuple[int, ...]:
-        """The bitwidth of the routed experts of each of its layers, if they have any."""
-        if self.experts is None:
-            return self.bits
-        return self.experts.bits_of(self.first_layer, self.bits)
+    def variants(self) -> tuple[Variant, ...]:
+        """How each of its layers is stored, for cost models."""
+        own = () if self.experts is None else self.experts.layers
+        return variants_of(own, self.first_layer, self.bits)
 
     def computes(self, phase: Phase) -> bool:
         """Whether its layers take part in a phase."""
@@ -280,6 +284,7 @@ class MemoryParts:
         temporary: worst operator of a layer over both phases, and message buffers.
         master: embeddings, final norm, head and logits; 0 off the first stage.
         runtime: memory of the process itself.
+        host: routed experts in the memory of the device's host, in addition; ``None`` for none.
     """
 
     weights: int
@@ -287,10 +292,11 @@ class MemoryParts:
     temporary: int
     master: int
     runtime: int
+    host: int | None = None
 
     @property
     def total(self) -> int:
-        """All bytes."""
+        """All bytes on the device."""
         return self.weights + self.kv + self.temporary + self.master + self.runtime
 
 
@@ -458,8 +464,9 @@ class Plan:
 
     @property
     def schema(self) -> int:
-        """Version of its file: 2 where weights rest on disk, which version 1 cannot say."""
-        return self.LATEST_SCHEMA if any(stage.weights for stage in self.stages) else self.SCHEMA
+        """Version of its file: 2 where it says where weights or experts are, which 1 cannot."""
+        needs_latest = any(stage.weights or stage.experts for stage in self.stages)
+        return self.LATEST_SCHEMA if needs_latest else self.SCHEMA
 
     def __repr__(self) -> str:
         """Return the plan in a line; :meth:`summary` has more."""
@@ -530,7 +537,7 @@ class Plan:
             SpecError: the experts of a layer have another one than the rest of it.
         """
         for stage in self.stages:
-            if stage.expert_bits != stage.bits:
+            if any(one.expert_bits for one in stage.variants):
                 raise SpecError(
                     f"plan: field 'stages[{stage.rank}].experts': found experts of other bits than "
                     "the rest of their layer, which ranks run; expected one bitwidth a layer here"
@@ -644,6 +651,7 @@ class Plan:
             bits = ", ".join(f"{bits} x {n}" for bits, n in Counter(stage.bits).most_common())
             form = "" if stage.dtype is None else f" in {stage.dtype}"
             form += f", {len(stage.on_disk)} read from disk" if stage.on_disk else ""
+            form += f", experts of {apart} on the host" if (apart := stage.num_apart) else ""
             found.append(
                 (
                     str(stage.rank),
@@ -736,7 +744,8 @@ def _check_cover(plan: Plan, stages: tuple[StageAssignment, ...]) -> None:
                 f"{stage.num_layers}, one for each layer"
             )
         if stage.experts is not None:
-            stage.experts.check(f"{where}.experts", stage.first_layer, stage.end_layer)
+            layers = stage.first_layer, stage.end_layer
+            stage.experts.check(f"{where}.experts", layers, stage.on_disk)
         layer = stage.end_layer
     if layer != plan.model.num_layers:
         raise SpecError(
@@ -753,10 +762,10 @@ def _check_split(plan: Plan) -> None:
             "format, as separate stages for prefill and decode send each other keys and values"
         )
     prefill, decode = (
-        [(stage.bits, stage.expert_bits) for stage in plan.stages_of(phase)]
+        [one[:2] for stage in plan.stages_of(phase) for one in stage.variants]
         for phase in (Phase.PREFILL, Phase.DECODE)
     )
-    if _joined(prefill) != _joined(decode):
+    if prefill != decode:
         raise SpecError(
             "plan: field 'stages[].bits': found other bits for prefill than for decode, "
             "expected two copies of the same layers"
@@ -766,11 +775,6 @@ def _check_split(plan: Plan) -> None:
         raise SpecError(
             f"plan: field 'schedule': found {found}, expected 'waa' for separate stages"
         )
-
-
-def _joined(stages: Sequence[tuple[tuple[int, ...], ...]]) -> list[tuple[int, ...]]:
-    """Return the bits of every layer and of its experts."""
-    return [pair for own in stages for pair in zip(*own, strict=True)]
 
 
 def _check_sizes(plan: Plan) -> None:

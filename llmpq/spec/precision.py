@@ -6,11 +6,11 @@ tested against them byte for byte.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from llmpq.errors import SpecError
 from llmpq.spec.fields import Rule
@@ -157,6 +157,20 @@ def needs_scratch(precision: Precision, out_features: int, in_features: int) -> 
     return not whole or precision.effective_group(in_features) % 32 != 0
 
 
+class Variant(NamedTuple):
+    """How a layer is stored.
+
+    Attributes:
+        bits: of all of it but for its routed experts.
+        expert_bits: of these; ``None`` for the same.
+        resident: how many of them are on the device; ``None`` for all.
+    """
+
+    bits: int
+    expert_bits: int | None = None
+    resident: int | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerExperts:
     """The routed experts of a layer, where they are not as the rest of it.
@@ -171,6 +185,11 @@ class LayerExperts:
     layer: int
     bits: int | None = None
     resident: tuple[int, ...] | None = None
+
+    def variant(self, bits: int) -> Variant:
+        """Return how the layer is stored, the rest of it at ``bits``."""
+        resident = None if self.resident is None else len(self.resident)
+        return Variant(bits, None if self.bits == bits else self.bits, resident)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,24 +243,29 @@ class StageExperts:
         """Return the experts of a layer, ``None`` if they are as the rest of it."""
         return next((one for one in self.layers if one.layer == layer), None)
 
-    def bits_of(self, first_layer: int, bits: Sequence[int]) -> tuple[int, ...]:
-        """Return the bits of the experts of layers with these bits, from ``first_layer`` on."""
-        given = {one.layer: one.bits for one in self.layers if one.bits is not None}
-        return tuple(given.get(layer, width) for layer, width in enumerate(bits, first_layer))
+    def check(self, field: str, layers: tuple[int, int], on_disk: Collection[int]) -> None:
+        """Check that these are experts of the layers of a stage, each named once.
 
-    def check(self, field: str, first_layer: int, end_layer: int) -> None:
-        """Check that these are experts of layers ``[first_layer, end_layer)``, each named once.
+        Args:
+            field: of the file, for messages, such as ``plan: field 'stages[0].experts``.
+            layers: first and end layer of the stage.
+            on_disk: those of them (from 0) whose weights rest on disk.
 
         Raises:
-            SpecError: they are not; names ``field``, such as ``plan: field 'stages[0].experts``.
+            SpecError: they are not.
         """
-        least = first_layer
+        least, end_layer = layers
         for place, own in enumerate(self.layers):
             where = f"{field}.layers[{place}]"
             if not least <= own.layer < end_layer:
                 raise SpecError(
                     f"{where}.layer': found {own.layer}, expected a layer in "
                     f"[{least}, {end_layer}), in rising order"
+                )
+            if own.layer - layers[0] in on_disk:
+                raise SpecError(
+                    f"{where}.layer': found {own.layer}, whose weights rest on disk, expected a "
+                    "layer that is 'resident'"
                 )
             if own.bits not in (None, *BITS):
                 raise SpecError(f"{where}.bits': found {own.bits}, expected one of {list(BITS)}")
@@ -252,6 +276,17 @@ class StageExperts:
                     f"{where}.resident': found {list(own.resident or ())}, expected rising numbers"
                 )
             least = own.layer + 1
+
+
+def variants_of(
+    experts: Sequence[LayerExperts], first_layer: int, bits: Sequence[int]
+) -> tuple[Variant, ...]:
+    """Return how layers with these bits from ``first_layer`` on are stored, with these experts."""
+    given = {one.layer: one for one in experts}
+    return tuple(
+        given[layer].variant(width) if layer in given else Variant(width)
+        for layer, width in enumerate(bits, first_layer)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

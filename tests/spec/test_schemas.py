@@ -258,7 +258,7 @@ def test_schema_accepts_the_strategies_that_the_planner_wrote(path):
 )
 def test_schema_and_reader_agree_on_experts(experts, is_good, folder):
     plan = copy.deepcopy(PLAN)
-    plan["stages"][0]["experts"] = experts
+    plan["schema"], plan["stages"][0]["experts"] = 2, experts
     assert reads("plan", plan, folder) == accepts(SCHEMAS["plan"], plan) == is_good
 
 

@@ -648,7 +648,7 @@ def warm_up(
 ) -> None:
     """Run a stage's layers on zeros, at the plan's sizes, in the phases that it computes.
 
-    On a CPU, prefill runs one layer of each bitwidth, or none where prompts are compiled.
+    On a CPU, prefill runs one layer of each variant, or none where prompts are compiled.
 
     What it writes to the blocks is overwritten or masked later. ``window`` is the model's largest,
     if layers with windows have blocks of their own.
@@ -660,7 +660,8 @@ def warm_up(
     rows = min(sizes.prefill, max(1, WARM_UP_TOKENS // prompt))
     one_each = None
     if runner.device.type == "cpu":
-        one_each = [i for i, bits in enumerate(stage.bits) if bits not in stage.bits[:i]]
+        variants = stage.variants
+        one_each = [i for i, one in enumerate(variants) if one not in variants[:i]]
     is_compiled = runner.steps is not None and runner.steps.takes_prompts
     steps = []
     if stage.computes(Phase.PREFILL) and not is_compiled:

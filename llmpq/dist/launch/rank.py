@@ -306,8 +306,8 @@ def check_free_memory(context: RankContext, device: torch.device, blocks: int) -
     stage, needed = plan.stages[rank], plan.estimate.stages[rank].memory
     slots, max_tokens = plan.slots_of(stage)
     parts = {
-        # A plan does not say which part of them its experts on the host are.
-        "weights": 0 if stage.host_threads else needed.weights,
+        # An estimate made without them counts experts on the host as if they were here.
+        "weights": 0 if stage.host_threads and needed.host is None else needed.weights,
         "keys and values": needed.kv * blocks // max(1, slots * blocks_of(max_tokens)),
         "states beyond the plan": more_state_bytes(context),
         "temporary memory": needed.temporary,

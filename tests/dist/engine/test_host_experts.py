@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.decode_steps import HAS_STEPS, cache_of, generate, random_prompts
 from helpers.online_runs import request
-from helpers.ranks import make_plan, make_split_plan, run_threads, serve_script
+from helpers.ranks import cpu_cluster, make_plan, make_split_plan, run_threads, serve_script
 from helpers.scripted_channel import Script
 from helpers.tiny_configs import GEMMA4_EXPERTS, tiny_config
 from helpers.tiny_models import (
@@ -19,6 +19,9 @@ from helpers.tiny_models import (
     save_tiny_model,
 )
 
+from llmpq.calibration import synthetic_calibration
+from llmpq.calibration.quantize import QuantizeJob, quantize_checkpoint
+from llmpq.costmodel import build_costs
 from llmpq.dist.engine import compiled_steps
 from llmpq.dist.engine.compiled_steps import CompiledSteps, step_runner_of
 from llmpq.dist.io.prompts import Request
@@ -27,11 +30,13 @@ from llmpq.kernels.cpu.experts import HostPool
 from llmpq.models import load_config
 from llmpq.options.engine import EngineOptions
 from llmpq.quant.loading.loader import load_stage
-from llmpq.quant.modules.experts import HostExperts
-from llmpq.quant.modules.layer import QuantExperts
+from llmpq.quant.modules.experts import HostExperts, host_expert_bytes
+from llmpq.quant.modules.layer import QuantExperts, stored_bytes
+from llmpq.quant.quantizers.gptq import GptqOptions
 from llmpq.spec.fields import Fields, from_json, to_json
+from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan import Plan, default_schedule, read_plan, write_plan
-from llmpq.spec.precision import LayerExperts, StageExperts
+from llmpq.spec.precision import LayerExperts, Precision, StageExperts, Variant
 
 WIDE = {
     "hidden_size": 64,
@@ -352,7 +357,8 @@ def test_a_strategy_file_has_the_experts(tmp_path, counts):
         "threads": 2,
         "layers": [{"layer": 0, "bits": 4, "resident": [0, 1, 2, 3, 4, 5, 6]}],
     }
-    assert plan.stages[1].expert_bits == (4, 4)
+    assert fields["schema"] == 2
+    assert plan.stages[1].variants == (Variant(16, 4, 7),) * 2
     assert plan.stages[1].host_threads == 2
     assert "experts" not in to_json(make_plan((0, 3)))["stages"][0]
 
@@ -389,6 +395,43 @@ def test_two_copies_of_a_layer_have_equal_experts(counts):
     stages = (plan.stages[0], replace(plan.stages[1], experts=_apart(counts, 1, 4)))
     with pytest.raises(SpecError, match="other bits for prefill than for decode"):
         replace(plan, stages=stages)
+
+
+@pytest.mark.parametrize(("dense", "routed"), [(16, 16), (8, 4), (4, 16), (3, 8)])
+@pytest.mark.parametrize("share", [0, 0.3, 1])
+def test_bytes_are_those_of_the_cost_models(dense, routed, share, model_dir, counts):
+    stage = _stage(model_dir, dense, experts=_apart(counts, share, routed))
+    model = load_model_dir(model_dir)
+    cluster = cpu_cluster(1)
+    costs = build_costs(model, cluster, dtype="float32", kv_bits=32)
+    variant = Variant(dense, routed, round(SHARES[share] * 10))
+    places = [costs.variant_bytes(cluster.devices[0], kind, variant) for kind in model.layer_kinds]
+    apart = host_expert_bytes(stage.layers)
+    assert stored_bytes(stage.layers) - apart == sum(own for own, _ in places)
+    assert apart == sum(host for _, host in places)
+
+
+@pytest.mark.parametrize("order", ["none", "full"])
+@pytest.mark.parametrize("share", [0.3, 1])
+def test_experts_of_a_gptq_checkpoint(order, share, model_dir, counts, pool, tmp_path):
+    """With columns out of order the calling thread computes them."""
+    job = QuantizeJob(
+        model_dir=model_dir,
+        precisions=(Precision(bits=4, method="gptq", group_size=32),) * 3,
+        calibration=synthetic_calibration(100, num_sequences=4, sequence_tokens=32),
+        options=GptqOptions(order=order),
+    )
+    quantize_checkpoint(job, tmp_path / "gptq", lambda *_: None)
+    whole = _stage(tmp_path / "gptq", 4)
+    apart = _stage(tmp_path / "gptq", 4, experts=_apart(counts, share), host=pool)
+    assert host_expert_bytes(apart.layers) > 0
+    hidden = torch.randn(1, 7, 64, generator=torch.Generator().manual_seed(0))
+    found, expected = (one.run_whole(hidden) for one in (apart, whole))
+    assert (found - expected).norm() <= 1e-5 * expected.norm()
+    assert (pool.busy[1] > 0) == (order == "none")
+    message = "layer 0: found experts at 8 bits beside 4, expected those of the checkpoint"
+    with pytest.raises(SpecError, match=message):
+        _stage(tmp_path / "gptq", 4, experts=_apart(counts, share, 8), host=pool)
 
 
 def test_decode_steps_of_an_accelerator_are_not_captured(model_dir, counts):
