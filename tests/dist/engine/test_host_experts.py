@@ -19,6 +19,9 @@ from helpers.tiny_models import (
     save_tiny_model,
 )
 
+from llmpq.assigner import planner
+from llmpq.assigner.constraints.resolve import Overrides
+from llmpq.assigner.request import PlanRequest
 from llmpq.calibration import synthetic_calibration
 from llmpq.calibration.quantize import QuantizeJob, quantize_checkpoint
 from llmpq.costmodel import build_costs
@@ -33,10 +36,13 @@ from llmpq.quant.loading.loader import load_stage
 from llmpq.quant.modules.experts import HostExperts, host_expert_bytes
 from llmpq.quant.modules.layer import QuantExperts, stored_bytes
 from llmpq.quant.quantizers.gptq import GptqOptions
+from llmpq.spec.cluster import Cluster, DeviceGroup, DeviceHost, Node
+from llmpq.spec.devices.figures import DeviceEntry
 from llmpq.spec.fields import Fields, from_json, to_json
 from llmpq.spec.huggingface.families import load_model_dir
-from llmpq.spec.plan import Plan, default_schedule, read_plan, write_plan
+from llmpq.spec.plan import MicroBatching, Plan, default_schedule, read_plan, write_plan
 from llmpq.spec.precision import LayerExperts, Precision, StageExperts, Variant
+from llmpq.spec.workload import Workload
 
 WIDE = {
     "hidden_size": 64,
@@ -432,6 +438,37 @@ def test_experts_of_a_gptq_checkpoint(order, share, model_dir, counts, pool, tmp
     message = "layer 0: found experts at 8 bits beside 4, expected those of the checkpoint"
     with pytest.raises(SpecError, match=message):
         _stage(tmp_path / "gptq", 4, experts=_apart(counts, share, 8), host=pool)
+
+
+def test_a_planned_strategy_runs_in_the_memory_that_it_states(model_dir, counts, expected):
+    """Two groups of cores, of which the first has too little memory for all experts."""
+    host = DeviceHost(type="mine", threads=1, memory_bytes=10**9)
+    entry = DeviceEntry(type="mine", like="cpu", gather_bytes_per_s=1e9)
+
+    def request(memory_bytes, **options):
+        group = DeviceGroup(type="mine", count=1, threads=1, memory_bytes=memory_bytes, host=host)
+        node = Node(name="here", devices=(group,))
+        return PlanRequest(
+            model=load_model_dir(model_dir),
+            model_source=str(model_dir),
+            cluster=Cluster(name="here", nodes=(node,), device_types=(entry,)),
+            workload=Workload(batch=4, prompt_tokens=16, new_tokens=6),
+            dtype="float32",
+            kv_bits=32,
+            bits=(16,),
+            overrides=Overrides(micro_batching=MicroBatching(prefill=2, decode=4)),
+            **options,
+        )
+
+    whole = planner.make_plan(request(10**10, whole_layers=True)).estimate.stages[0].memory
+    plan = planner.make_plan(request(whole.total - 300_000))
+    assert plan.stages[0].num_apart == 2
+    answers, measured = run_threads(plan, model_dir, _requests())
+    assert _tokens(answers) == expected
+    planned, held = plan.estimate.stages[0].memory, measured.stages[0].held
+    assert planned.weights == held.weights
+    assert planned.host == 2 * 10 * 3 * 64 * 32 * 4
+    assert planned.host <= held.host
 
 
 def test_decode_steps_of_an_accelerator_are_not_captured(model_dir, counts):
