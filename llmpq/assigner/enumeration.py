@@ -32,7 +32,7 @@ from llmpq.errors import SpecError
 from llmpq.options.plan import OrderMode
 from llmpq.spec.cluster import Cluster, Device
 from llmpq.spec.plan import Formula, MicroBatching, OrderSet
-from llmpq.spec.precision import Phase
+from llmpq.spec.precision import Phase, Variant
 from llmpq.spec.runtime_constants import PROMPT_CHUNK_TOKENS
 from llmpq.spec.workload import Workload
 
@@ -289,17 +289,29 @@ def build_pairs(
     workload: Workload,
     bits: Sequence[int],
     pairs: Sequence[MicroBatching],
+    apart: Sequence[int] = (),
 ) -> tuple[PairCosts, ...]:
-    """Return the costs of every pair of micro-batch sizes."""
-    return _PairBuilder(costs, workload, bits).build(pairs)
+    """Return the costs of every pair of micro-batch sizes.
+
+    Args:
+        costs: cost models.
+        workload: requests.
+        bits: of the columns ``B``.
+        pairs: micro-batch sizes.
+        apart: of further columns: layers whose routed experts are all on the host.
+    """
+    variants = [*map(Variant, bits), *(Variant(width, None, 0) for width in apart)]
+    return _PairBuilder(costs, workload, variants).build(pairs)
 
 
 class _PairBuilder:
-    def __init__(self, costs: ClusterCosts, workload: Workload, bits: Sequence[int]) -> None:
+    def __init__(
+        self, costs: ClusterCosts, workload: Workload, variants: Sequence[Variant]
+    ) -> None:
         devices = costs.cluster.devices
         self.costs = costs
         self.workload = workload
-        self.bits = bits
+        self.variants = variants
         groups = device_groups(costs.cluster)
         self.devices = [devices[members[0]] for members in groups]
         # The far end of a link inside a group is another device of it, where there is one.
@@ -324,8 +336,8 @@ class _PairBuilder:
             self.kinds,
         )
         master = _integers(costs.master_bytes, devices)
-        weights = _integers(costs.layer_weight_bytes, devices, self.kinds, self.bits)
-        streamed = _integers(self._stream_bytes, devices, self.kinds, self.bits)
+        weights = _integers(self._weight_bytes, devices, self.kinds, self.variants)
+        streamed = _integers(self._stream_bytes, devices, self.kinds, self.variants)
         stream_s = [
             _floats(partial(self._stream_s, tokens=length), devices)
             for length in (workload.prompt_tokens, 1)
@@ -375,8 +387,10 @@ class _PairBuilder:
         costs, devices = self.costs, self.devices
         whole = round(tokens) if phase is Phase.PREFILL else 1
 
-        def layer_s(device: Device, kind: int, bits: int) -> float:
-            return costs.layer_steps_s(device, phase, bits, size, tokens, kind)
+        def layer_s(device: Device, kind: int, variant: Variant) -> float:
+            if not self._is_possible(device, kind, variant):
+                variant = Variant(variant.bits)
+            return costs.layer_steps_s(device, phase, variant, size, tokens, kind)
 
         def links(sent: int) -> FloatArray:
             def send_s(source: Device, target: Device) -> float:
@@ -389,17 +403,28 @@ class _PairBuilder:
         apart = passes * crowding * _floats(lambda item: costs.stage_s(item, phase), devices)
         masters = _floats(lambda item: costs.master_s(item, phase, size, whole), devices)
         return (
-            _floats(layer_s, devices, self.kinds, self.bits) * crowding[:, None, None],
+            _floats(layer_s, devices, self.kinds, self.variants) * crowding[:, None, None],
             crowding * masters + apart,
             links(whole) + apart,
             links(1),
         )
 
-    def _stream_bytes(self, device: Device, kind: int, bits: int) -> int:
+    def _is_possible(self, device: Device, kind: int, variant: Variant) -> bool:
+        """Whether a device and its host can hold a layer so; where not, no memory is enough."""
+        is_whole = variant.resident is None
+        return is_whole or self.costs.holds_experts(device, kind, variant.bits)
+
+    def _weight_bytes(self, device: Device, kind: int, variant: Variant) -> int:
+        if not self._is_possible(device, kind, variant):
+            return self.costs.capacity_bytes(device) + 1
+        return self.costs.variant_bytes(device, kind, variant)[0]
+
+    def _stream_bytes(self, device: Device, kind: int, variant: Variant) -> int:
         costs = self.costs
-        if not costs.streams(device) or bits not in costs.specs[device.group].bits:
+        is_known = variant.bits in costs.specs[device.group].bits
+        if not costs.streams(device) or not is_known or variant.resident is not None:
             return 0
-        return costs.layer_weight_bytes(device, kind, bits)
+        return costs.layer_weight_bytes(device, kind, variant.bits)
 
     def _stream_s(self, device: Device, tokens: float) -> float:
         return self.costs.stream_s(device, 1, tokens) if self.costs.streams(device) else 0.0

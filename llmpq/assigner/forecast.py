@@ -23,7 +23,14 @@ from pathlib import Path
 import numpy as np
 
 from llmpq.assigner.enumeration import build_pairs
-from llmpq.assigner.objective import Assignment, AssignmentProblem, Evaluation, FloatArray, evaluate
+from llmpq.assigner.objective import (
+    Assignment,
+    AssignmentProblem,
+    Evaluation,
+    FloatArray,
+    LayerCost,
+    evaluate,
+)
 from llmpq.batching import BatchingPolicy, PipelineShape, make_policy
 from llmpq.batching.length import ORACLE, Prediction, make_predictor
 from llmpq.costmodel import ClusterCosts, LatencySource, build_costs
@@ -41,7 +48,7 @@ from llmpq.spec.plan import (
     StageEstimate,
     StageForecast,
 )
-from llmpq.spec.precision import BITS, Phase
+from llmpq.spec.precision import BITS, Phase, Variant
 from llmpq.spec.runtime_constants import STREAM_BUFFERS
 from llmpq.spec.workload import TraceRequest
 
@@ -328,10 +335,46 @@ def evaluate_plan(plan: Plan, costs: ClusterCosts, omega: FloatArray) -> tuple[P
             tuple(bits.index(width) for width in plan.bits),
         )
         on_disk = {stage.first_layer + index for stage in plan.stages for index in stage.on_disk}
-        found = estimate_of(problem, evaluate(problem, assignment, on_disk))
+        apart = _layers_apart(plan, costs)
+        found = estimate_of(problem, evaluate(problem, assignment, on_disk, apart))
         estimate = with_exact_memory(replace(plan, estimate=found), costs)
-    over = (stage.memory.total - stage.capacity_bytes for stage in estimate.stages)
+    over = [stage.memory.total - stage.capacity_bytes for stage in estimate.stages]
+    over += [
+        (one.memory.host or 0) - _host_bytes(plan.device_of(stage))
+        for stage, one in zip(plan.stages, estimate.stages, strict=True)
+    ]
     return estimate, sum(max(0, excess) for excess in over)
+
+
+def _host_bytes(device: Device) -> int:
+    return 0 if device.host is None else device.host.memory_bytes
+
+
+def _layers_apart(plan: Plan, costs: ClusterCosts) -> dict[int, LayerCost]:
+    """Return the cost of the layers whose experts are not as the rest of them.
+
+    Raises:
+        SpecError: as ``ClusterCosts.variant_s``.
+    """
+    found = {}
+    for stage in plan.stages:
+        device = plan.device_of(stage)
+        crowding = costs.crowding(device)
+        for layer, variant in enumerate(stage.variants, stage.first_layer):
+            if variant == Variant(variant.bits):
+                continue
+            kind = costs.model.layer_kinds[layer]
+            steps_s = [
+                crowding * costs.layer_steps_s(device, phase, variant, rows, tokens, kind)
+                for phase, rows, tokens in micro_batches_of(plan)
+            ]
+            whole = costs.layer_weight_bytes(device, kind, variant.bits)
+            found[layer] = LayerCost(
+                prefill_s=steps_s[0],
+                decode_s=steps_s[1],
+                saved_bytes=whole - costs.variant_bytes(device, kind, variant)[0],
+            )
+    return found
 
 
 def estimate_of(problem: AssignmentProblem, found: Evaluation) -> PlanEstimate:
@@ -393,10 +436,11 @@ def stage_memory(
         costs.layer_kv_bytes(kind, slots, tokens, device, keeps_all=plan.is_split) for kind in kinds
     )
     kv += costs.copied_kv_bytes(slots, tokens, device, (stage.first_layer, stage.end_layer))
-    weights = [
-        costs.layer_weight_bytes(device, kind, bits)
-        for kind, bits in zip(kinds, stage.bits, strict=True)
+    places = [
+        costs.variant_bytes(device, kind, variant)
+        for kind, variant in zip(kinds, stage.variants, strict=True)
     ]
+    weights, apart = [own for own, _ in places], sum(host for _, host in places)
     on_disk = [weights[index] for index in stage.on_disk]
     buffers = STREAM_BUFFERS * max(on_disk, default=0)
     return MemoryParts(
@@ -412,6 +456,7 @@ def stage_memory(
         ),
         master=costs.master_bytes(device) if is_master else 0,
         runtime=costs.runtime_bytes(device),
+        host=apart or None,
     )
 
 
@@ -424,7 +469,8 @@ def with_exact_memory(
     for estimate, stage, place in zip(plan.estimate.stages, plan.stages, places, strict=True):
         memory = stage_memory(plan, costs, stage, place)
         # Equal totals keep the parts as the search counted them.
-        differs = memory.total != estimate.memory.total
+        old = estimate.memory
+        differs = (memory.total, memory.host) != (old.total, old.host)
         stages.append(replace(estimate, memory=memory) if differs else estimate)
     return replace(plan.estimate, stages=tuple(stages))
 

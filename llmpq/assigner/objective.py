@@ -27,7 +27,7 @@ kind cost the same, so every figure is stored once per group and kind. Array leg
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import permutations
@@ -266,8 +266,20 @@ class Evaluation:
     excess_bytes: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCost:
+    """Seconds of one layer and micro-batch, and bytes that it takes less than a whole one."""
+
+    prefill_s: float
+    decode_s: float
+    saved_bytes: int
+
+
 def evaluate(
-    problem: AssignmentProblem, assignment: Assignment, on_disk: Collection[int] | None = None
+    problem: AssignmentProblem,
+    assignment: Assignment,
+    on_disk: Collection[int] | None = None,
+    apart: Mapping[int, LayerCost] | None = None,
 ) -> Evaluation:
     """Evaluate a contiguous assignment (positions never decrease), whether it fits or not.
 
@@ -275,9 +287,12 @@ def evaluate(
         problem: the problem.
         assignment: of its layers.
         on_disk: layers whose weights rest on disk; by default those of ``least_streamed``.
+        apart: layers whose experts are not as the rest of them, at their cost.
     """
     used = assignment.used_positions()
-    stages = tuple(_stage(problem, assignment, used, rank, on_disk) for rank in range(len(used)))
+    stages = tuple(
+        _stage(problem, assignment, used, rank, (on_disk, apart or {})) for rank in range(len(used))
+    )
     latency_s = latency(problem.costs, stages, problem.formula)
     quality = sum(
         float(problem.omega[layer, width]) for layer, width in enumerate(assignment.widths)
@@ -330,21 +345,26 @@ def _stage(
     assignment: Assignment,
     used: Sequence[int],
     rank: int,
-    on_disk: Collection[int] | None,
+    places: tuple[Collection[int] | None, Mapping[int, LayerCost]],
 ) -> StageEvaluation:
-    costs, position = problem.costs, used[rank]
+    costs, position, (on_disk, apart) = problem.costs, used[rank], places
     group = problem.order[position]
     kinds = problem.kinds.tolist()
     layers = [layer for layer, where in enumerate(assignment.positions) if where == position]
     cells = [(group, kinds[layer], assignment.widths[layer]) for layer in layers]
-    prefill_s = sum(float(costs.prefill_s[cell]) for cell in cells)
-    decode_s = sum(float(costs.decode_s[cell]) for cell in cells)
+    plain = [cell for layer, cell in zip(layers, cells, strict=True) if layer not in apart]
+    others = [apart[layer] for layer in layers if layer in apart]
+    prefill_s = sum(float(costs.prefill_s[cell]) for cell in plain)
+    prefill_s += sum(other.prefill_s for other in others)
+    decode_s = sum(float(costs.decode_s[cell]) for cell in plain)
+    decode_s += sum(other.decode_s for other in others)
     if position == 0:
         prefill_s += float(costs.master_prefill_s[group])
         decode_s += float(costs.master_decode_s[group])
     kv_bytes = sum(int(costs.kv_bytes[kind]) for _, kind, _ in cells)
     send_prefill_s, send_decode_s = _sends(problem, used, rank)
     total = sum(int(costs.layer_bytes[cell]) for cell in cells)
+    total -= sum(other.saved_bytes for other in others)
     if on_disk is None:
         streamed = _streamed(costs, cells, total - problem.capacity_bytes(position))
     else:

@@ -53,7 +53,7 @@ from llmpq.spec.plan import (
     StageAssignment,
     WeightsPlace,
 )
-from llmpq.spec.precision import DTYPE_BYTES, Dtype
+from llmpq.spec.precision import DTYPE_BYTES, Dtype, LayerExperts, StageExperts
 from llmpq.spec.workload import Workload
 
 Method = Callable[[PlanningTask, Progress], Solution]
@@ -306,12 +306,13 @@ def _stages(task: PlanningTask, solution: Solution) -> tuple[StageAssignment, ..
     stages = []
     layer = 0
     for rank, position in enumerate(assignment.used_positions()):
-        bits = [
-            problem.bits[assignment.widths[run]]
+        widths = [
+            assignment.widths[run]
             for run, where in enumerate(assignment.positions)
             if where == position
             for _ in range(starts[run], starts[run + 1])
         ]
+        bits = [problem.bits[width] for width in widths]
         streamed = solution.evaluation.stages[rank].streamed
         # Devices of a group are equal: the used positions take the first of them.
         member = free[problem.order[position]].pop(0)
@@ -323,8 +324,9 @@ def _stages(task: PlanningTask, solution: Solution) -> tuple[StageAssignment, ..
                 first_layer=layer,
                 end_layer=layer + len(bits),
                 bits=tuple(bits),
-                weights=_places(task, bits, layer, dict(streamed)) if streamed else None,
+                weights=_places(task, widths, layer, dict(streamed)) if streamed else None,
                 dtype=None if form == task.request.dtype else form,
+                experts=_experts(task, widths, layer, member),
             )
         )
         layer += len(bits)
@@ -333,19 +335,34 @@ def _stages(task: PlanningTask, solution: Solution) -> tuple[StageAssignment, ..
 
 def _places(
     task: PlanningTask,
-    bits: Sequence[int],
+    widths: Sequence[int],
     first_layer: int,
     streamed: Mapping[tuple[int, int], int],
 ) -> tuple[WeightsPlace, ...]:
     """Return where the weights of a stage rest, spread evenly: reading goes on all the time."""
-    found: list[WeightsPlace] = ["resident"] * len(bits)
-    kinds = task.request.model.layer_kinds[first_layer : first_layer + len(bits)]
-    for (kind, width), count in streamed.items():
-        cell = kind, task.request.bits[width]
-        members = [place for place, own in enumerate(zip(kinds, bits, strict=True)) if own == cell]
+    found: list[WeightsPlace] = ["resident"] * len(widths)
+    kinds = task.request.model.layer_kinds[first_layer : first_layer + len(widths)]
+    cells = list(zip(kinds, widths, strict=True))
+    for cell, count in streamed.items():
+        members = [place for place, own in enumerate(cells) if own == cell]
         for number in range(count):
             found[members[(2 * number + 1) * len(members) // (2 * count)]] = "disk"
     return tuple(found)
+
+
+def _experts(
+    task: PlanningTask, widths: Sequence[int], first_layer: int, device: int
+) -> StageExperts | None:
+    """Return the experts of a stage that its host computes; ``None`` for none."""
+    host, plain = task.request.cluster.devices[device].host, len(task.request.bits)
+    layers = tuple(
+        LayerExperts(layer=layer, resident=())
+        for layer, width in enumerate(widths, first_layer)
+        if width >= plain
+    )
+    if host is None or not layers:
+        return None
+    return StageExperts(threads=host.threads, layers=layers)
 
 
 def _inputs(task: PlanningTask) -> tuple[tuple[str, str], ...]:

@@ -92,6 +92,7 @@ class PlanRequest(SearchOptions):
         profile_dir: folder of measured tables.
         latency: measured points with interpolation, or the regression fitted to them.
         overrides: manual decisions of the user.
+        whole_layers: leave no experts to hosts.
     """
 
     model: ModelSpec
@@ -106,6 +107,7 @@ class PlanRequest(SearchOptions):
     profile_dir: Path | None = None
     latency: LatencySource = "table"
     overrides: Overrides = NO_OVERRIDES
+    whole_layers: bool = False
 
     def with_deadline(self) -> PlanRequest:
         """Return the request with the deadline of its time limit, counted from now if not set."""
@@ -175,6 +177,7 @@ class PlanningTask:
         pairs: costs of every micro-batch pair for which the model may fit in memory.
         kinds, omega, run_lengths: ``[L]``, ``[L, B]`` and ``[L]`` layers of the runs decided
             together.
+        apart: bits of the last columns ``B``: layers whose routed experts are on the host.
         num_pairs: micro-batch pairs before the memory test.
     """
 
@@ -185,6 +188,7 @@ class PlanningTask:
     kinds: IntArray
     omega: FloatArray
     run_lengths: tuple[int, ...]
+    apart: tuple[int, ...] = ()
     num_pairs: int
     cluster: Cluster
     device_indices: tuple[int, ...]
@@ -226,7 +230,7 @@ class PlanningTask:
             pairs=self.pairs,
             group_counts=tuple(len(members) for members in self.groups),
             kinds=self.kinds,
-            bits=self.request.bits,
+            bits=(*self.request.bits, *self.apart),
             omega=self.omega,
             theta_s=self.theta_s,
             quality_budget=self.request.quality_budget,
@@ -278,9 +282,14 @@ def build_task(request: PlanRequest) -> PlanningTask:
     costs = costs_of(request)
     sizes = request.overrides.micro_batching
     candidates = micro_batch_pairs(request.workload.batch) if sizes is None else (sizes,)
-    pairs = build_pairs(costs, request.workload, request.bits, candidates)
+    apart = apart_bits(request, costs)
+    pairs = build_pairs(costs, request.workload, request.bits, candidates, apart)
     # A constant for the planner: an equal share for each layer puts it into every sum.
     omega = omega_of(request) + head_loss(request) / request.model.num_layers
+    limits = resolved.limits
+    if apart:
+        omega = np.tile(omega, (1, 2))
+        limits = None if limits is None else limits.repeated()
     if request.layer_group > 1:
         pairs = tuple(pair.merged(compositions) for pair in pairs)
         omega = np.add.reduceat(omega, np.cumsum([0, *lengths[:-1]]), axis=0)
@@ -294,15 +303,38 @@ def build_task(request: PlanRequest) -> PlanningTask:
         kinds=np.array(kinds, dtype=np.int64),
         omega=omega,
         run_lengths=lengths,
+        apart=apart,
         num_pairs=len(pairs),
         cluster=resolved.whole,
         device_indices=resolved.indices,
-        limits=resolved.limits,
+        limits=limits,
         fixed_order=resolved.order,
     )
     if request.theta_s is not None:
         return task
     return replace(task, request=replace(request, theta_s=default_theta(task)))
+
+
+def apart_bits(request: PlanRequest, costs: ClusterCosts) -> tuple[int, ...]:
+    """Return the bits of layers whose routed experts a host may hold.
+
+    Raises:
+        SpecError: the rate of scattered reads of a host was not measured.
+    """
+    if request.whole_layers:
+        return ()
+    devices = [
+        device
+        for device in request.cluster.devices
+        if any(
+            costs.holds_experts(device, kind, bits)
+            for kind in range(len(request.model.layer_types))
+            for bits in request.bits
+        )
+    ]
+    for device in devices:
+        costs.host_of(device)
+    return request.bits if devices else ()
 
 
 def costs_of(request: PlanRequest, cluster: Cluster | None = None) -> ClusterCosts:

@@ -14,9 +14,10 @@ from llmpq.assigner.request import DEFAULT_OMEGA, default_omega, head_loss_at
 from llmpq.costmodel import ClusterCosts
 from llmpq.errors import SpecError, bad_field
 from llmpq.spec import catalog
+from llmpq.spec.cluster import Device
 from llmpq.spec.fields import to_json
 from llmpq.spec.model import ModelSpec
-from llmpq.spec.plan import Plan, PlanEstimate, draft_bytes
+from llmpq.spec.plan import Plan, PlanEstimate, StageAssignment, draft_bytes
 from llmpq.spec.precision import BITS
 from llmpq.spec.tables import read_sensitivity
 
@@ -126,10 +127,35 @@ def _check_formats(plan: Plan, costs: ClusterCosts, where: str) -> None:
         if stage.on_disk and not costs.streams(device):
             expected = f"'resident', or 'disk_bytes_per_s' of {device.label} in the cluster"
             raise bad_field(where, f"{field}.weights", "disk", expected)
+        _check_experts(stage, device, costs, where, field)
         known = costs.specs[device.group].bits
         if not set(stage.bits) <= set(known):
             expected = f"some of {list(known)}, by which {device.label} multiplies"
             raise bad_field(where, f"{field}.bits", sorted(set(stage.bits)), expected)
+
+
+def _check_experts(
+    stage: StageAssignment, device: Device, costs: ClusterCosts, where: str, field: str
+) -> None:
+    """Check that a stage names routed experts of its layers, and that its host computes them."""
+    own, known = stage.experts, costs.specs[device.group].bits
+    for place, one in enumerate(() if own is None else own.layers):
+        name = f"{field}.experts.layers[{place}]"
+        count = costs.model.layer_types[costs.model.layer_kinds[one.layer]].num_experts
+        if not count:
+            raise bad_field(where, f"{name}.layer", one.layer, "a layer with routed experts")
+        if one.resident and one.resident[-1] >= count:
+            raise bad_field(
+                where, f"{name}.resident", one.resident[-1], f"numbers of experts below {count}"
+            )
+        if one.bits is not None and one.bits not in known:
+            expected = f"one of {list(known)}, by which {device.label} multiplies"
+            raise bad_field(where, f"{name}.bits", one.bits, expected)
+    if stage.host_threads:
+        threads = costs.host_of(device).threads
+        if stage.host_threads > threads:
+            expected = f"at most the {threads} of the host of {device.label}"
+            raise bad_field(where, f"{field}.experts.threads", stage.host_threads, expected)
 
 
 def _omega(plan: Plan, model: ModelSpec, path: str | None) -> FloatArray | None:

@@ -187,9 +187,10 @@ def rate_text(requests_per_s: float | None) -> str:
 
 
 def stage_bits(stage: StageAssignment) -> str:
-    """Return the bits of a stage's layers, and how many of them are read from disk."""
+    """Return the bits of a stage's layers, how many are on disk, and have experts on the host."""
     read = f", {len(stage.on_disk)} read from disk" if stage.on_disk else ""
-    return f"{compact_bits(stage.bits)}{read}"
+    apart = f", experts of {stage.num_apart} on the host" if stage.num_apart else ""
+    return f"{compact_bits(stage.bits)}{read}{apart}"
 
 
 def _stage_rows(plan: Plan) -> list[tuple[str, ...]]:
@@ -210,7 +211,8 @@ def _stage_rows(plan: Plan) -> list[tuple[str, ...]]:
                 layers,
                 stage_bits(stage),
                 *_format(plan, plan.dtype_of(stage)),
-                _memory_text(estimate.memory.total, estimate.capacity_bytes),
+                _memory_text(estimate.memory.total, estimate.capacity_bytes)
+                + (f", {format_bytes(host)} on the host" if (host := estimate.memory.host) else ""),
                 format_seconds(estimate.prefill_s),
                 format_seconds(estimate.decode_s),
             )

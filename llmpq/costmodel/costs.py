@@ -10,6 +10,7 @@ from typing import Literal
 
 from llmpq.costmodel import memory
 from llmpq.costmodel.base import CommModel, Estimate, LatencyModel, chunked_s
+from llmpq.costmodel.host_experts import HostExperts, routed_experts, without_experts
 from llmpq.costmodel.importers.import_table import public_source, public_table
 from llmpq.costmodel.roofline import RooflineLatencyModel
 from llmpq.costmodel.tables.latency import TableLatencyModel
@@ -28,7 +29,7 @@ from llmpq.spec.cluster import Cluster, Device, limited_set
 from llmpq.spec.devices.figures import DeviceSpec, PrecisionCost, compute_format, reads_blocks
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import MicroBatching
-from llmpq.spec.precision import DTYPE_BYTES, Dtype, Phase
+from llmpq.spec.precision import DTYPE_BYTES, Dtype, Phase, Variant
 from llmpq.spec.runtime_constants import PROMPT_CHUNK_TOKENS
 from llmpq.spec.tables import LatencyTable
 from llmpq.spec.workload import Workload
@@ -114,6 +115,8 @@ class ClusterCosts:
         can_stream: whether the runtime streams weights of this model.
         stage: seconds per micro-batch that a stage takes in addition to its layers (positions,
             masks, unpacking a message), by ``Device.group``.
+        rooflines, hosts: analytic latency of every group, and of the part of its node that computes
+            experts beside it, by ``Device.group``.
     """
 
     model: ModelSpec
@@ -124,6 +127,8 @@ class ClusterCosts:
     latency: tuple[LatencyModel, ...]
     comm: CommModel
     stage: tuple[StageOverhead, ...] = ()
+    rooflines: tuple[RooflineLatencyModel, ...] = ()
+    hosts: tuple[RooflineLatencyModel | None, ...] = ()
     formats: tuple[Dtype, ...] = ()
     head_bits: int = 16
     can_stream: bool = True
@@ -157,13 +162,101 @@ class ClusterCosts:
         """Return the seconds of ONE layer of ``layer_types[kind]``; see ``LatencyModel``."""
         return self.latency[device.group].layer_s(phase, bits, batch, tokens, kind)
 
-    def layer_steps_s(
-        self, device: Device, phase: Phase, bits: int, batch: int, tokens: float, kind: int
+    def variant_s(
+        self, device: Device, phase: Phase, variant: Variant, batch: int, tokens: float, kind: int
     ) -> float:
-        """Return the seconds of ``layer_s`` with prompts in chunks, as the runtime runs them."""
+        """Return the seconds of ONE layer of ``layer_types[kind]``, however it is stored.
+
+        Dense part and experts are parts of a whole layer's seconds, by the work of both.
+
+        Raises:
+            SpecError: experts are on the host, of which something is not known.
+        """
+        bits = variant.bits
+        whole_s = self.layer_s(device, phase, bits, batch, tokens, kind)
+        if variant == Variant(bits):
+            return whole_s
+        roofline, layer = self.rooflines[device.group], self.model.layer_types[kind]
+        routed, dense = routed_experts(layer), without_experts(layer)
+        self._check_experts(kind)
+        width = variant.expert_bits or bits
+        dense_s = roofline.spec_s(dense, phase, bits, batch, tokens)
+        experts_s = roofline.layer_s(phase, width, batch, tokens, kind)
+        experts_s -= roofline.spec_s(dense, phase, width, batch, tokens)
+        scale = whole_s / roofline.layer_s(phase, bits, batch, tokens, kind)
+        count = routed[0].count
+        resident = count if variant.resident is None else variant.resident
+        beside_s = scale * max(0.0, experts_s) * resident / count
+        if resident == count:
+            return scale * dense_s + beside_s
+        host, rows = self.host_of(device), batch * (tokens if phase is Phase.PREFILL else 1.0)
+        gather = host.gather_bytes_per_s
+        assert gather is not None, "host_of checks it"
+        law = HostExperts(
+            experts=count,
+            chosen=routed[0].active,
+            on_host=count - resident,
+            expert_bytes=memory.expert_bytes(self.model, kind, width, self.format_of(device)),
+            gather_bytes_per_s=gather,
+            row_s=host.row_s(phase, width, sum(op.out_features * op.in_features for op in routed)),
+            hop_s=self._hop_s(device, rows),
+        )
+        return law.layer_s(rows, scale * dense_s, beside_s)
+
+    def host_of(self, device: Device) -> RooflineLatencyModel:
+        """Return the latency model of the part of a node that computes a device's experts.
+
+        Raises:
+            SpecError: the cluster names none, or its rate of scattered reads was not measured.
+        """
+        found = self.hosts[device.group] if self.hosts else None
+        if found is None:
+            raise SpecError(
+                f"cluster {self.cluster.name}: field 'host': found none of {device.label}, "
+                "expected type, threads and memory_bytes of what computes its experts"
+            )
+        if found.gather_bytes_per_s is None:
+            raise SpecError(
+                f"device type {found.device.type}: field 'gather_bytes_per_s': found none, "
+                f"expected it of the host of {device.label}; llmpq-profile device --device cpu "
+                "measures it"
+            )
+        return found
+
+    def _check_experts(self, kind: int) -> None:
+        if not self.model.layer_types[kind].num_experts:
+            layer = self.model.layer_kinds.index(kind)
+            raise SpecError(
+                f"model {self.model.name}: found no routed experts in layer {layer}, expected some "
+                "in layers of the strategy's field 'experts.layers'"
+            )
+
+    def _hop_s(self, device: Device, rows: float) -> float:
+        """Return the seconds of rows from a device to its host; a CPU shares the host's memory."""
+        spec = self.specs[device.group]
+        if spec.kind == "cpu":
+            return 0.0
+        nbytes = rows * self.model.hidden_size * DTYPE_BYTES[self.format_of(device)]
+        return spec.link_latency_s + nbytes / spec.link_bytes_per_s
+
+    def layer_steps_s(
+        self,
+        device: Device,
+        phase: Phase,
+        variant: int | Variant,
+        batch: int,
+        tokens: float,
+        kind: int,
+    ) -> float:
+        """Return the seconds of a layer with prompts in chunks, as the runtime runs them.
+
+        ``variant`` is how it is stored, or the bits of all of it.
+        """
 
         def seconds(rows: int, length: float) -> float:
-            return self.layer_s(device, phase, bits, rows, length, kind)
+            if isinstance(variant, Variant):
+                return self.variant_s(device, phase, variant, rows, length, kind)
+            return self.layer_s(device, phase, variant, rows, length, kind)
 
         if phase is Phase.DECODE:
             return seconds(batch, tokens)
@@ -209,6 +302,36 @@ class ClusterCosts:
         if bits not in self.specs[device.group].bits:
             return self.capacity_bytes(device) + 1
         return memory.layer_weight_bytes(self.model, kind, bits, self.format_of(device))
+
+    def variant_bytes(self, device: Device, kind: int, variant: Variant) -> tuple[int, int]:
+        """Return the bytes of one layer's weights on a device, and on its host."""
+        whole = self.layer_weight_bytes(device, kind, variant.bits)
+        if variant == Variant(variant.bits):
+            return whole, 0
+        self._check_experts(kind)
+        form, count = self.format_of(device), self.model.layer_types[kind].num_experts
+        each = memory.expert_bytes(self.model, kind, variant.expert_bits or variant.bits, form)
+        resident = count if variant.resident is None else variant.resident
+        dense = whole - count * memory.expert_bytes(self.model, kind, variant.bits, form)
+        return dense + resident * each, (count - resident) * each
+
+    def holds_experts(self, device: Device, kind: int, bits: int) -> bool:
+        """Return whether a device's host has room for all routed experts of the model at ``bits``.
+
+        Only then a search leaves those of a kind of layer to it: any number of layers fits.
+        """
+        if device.host is None or device.members > 1:
+            return False
+        is_known = bits in self.specs[device.group].bits
+        if not is_known or not self.model.layer_types[kind].num_experts:
+            return False
+        form, kinds = self.format_of(device), self.model.layer_kinds
+        whole = sum(
+            self.model.layer_types[own].num_experts
+            * memory.expert_bytes(self.model, own, bits, form)
+            for own in kinds
+        )
+        return whole <= device.host.memory_bytes
 
     def streams(self, device: Device) -> bool:
         """Return whether weights of a device may rest on its disk."""
@@ -343,6 +466,8 @@ def build_costs(  # noqa: PLR0913  a model, its numbers, where it runs and what 
     models: list[LatencyModel] = []
     stages: list[StageOverhead] = []
     formats: list[Dtype] = []
+    rooflines: list[RooflineLatencyModel] = []
+    hosts: list[RooflineLatencyModel | None] = []
     for device in cluster.devices:
         if device.local_index:
             continue
@@ -363,6 +488,8 @@ def build_costs(  # noqa: PLR0913  a model, its numbers, where it runs and what 
         )  # fmt: skip
         key = ProfileKey(model=model, dtype=own, device=device)
         formats.append(own)
+        rooflines.append(analytic)
+        hosts.append(_host_roofline(analytic, cluster, device))
         profile = None if latency == "roofline" else _profile(key, tables, cluster)
         if profile is None and device.members > 1:
             raise SpecError(
@@ -394,10 +521,31 @@ def build_costs(  # noqa: PLR0913  a model, its numbers, where it runs and what 
         latency=tuple(models),
         comm=read_links(profile_dir, cluster, tuple(specs)),
         stage=tuple(stages),
+        rooflines=tuple(rooflines),
+        hosts=tuple(hosts),
         formats=tuple(formats),
         head_bits=head_bits,
         can_stream=can_stream,
     )
+
+
+def _host_roofline(
+    own: RooflineLatencyModel, cluster: Cluster, device: Device
+) -> RooflineLatencyModel | None:
+    """Return the latency model of the host of a device, ``None`` if the cluster names none.
+
+    Raises:
+        SpecError: it is not a CPU.
+    """
+    if device.host is None:
+        return None
+    spec = catalog.device(device.host.type, cluster)
+    if spec.kind != "cpu":
+        raise SpecError(
+            f"cluster {cluster.name}: field 'host.type': found {device.host.type} of "
+            f"{device.label}, of kind '{spec.kind}', expected a CPU"
+        )
+    return replace(own, device=_figures(spec, device, own.dtype), threads=device.host.threads)
 
 
 _MORE_BITS = {4: "8, or 16 for those of the dtype", 8: "16 for those of the dtype"}
@@ -459,12 +607,13 @@ def _figures(spec: DeviceSpec, device: Device, dtype: Dtype) -> DeviceSpec:
             )
         spec = replace(spec, precision_costs=costs)
     saved = _BASELINE_SAVED_BYTES if is_host and own_set == "baseline" else 0
-    part = device.cpu_share or 1.0
+    part, gather = device.cpu_share or 1.0, spec.gather_bytes_per_s
     return replace(
         spec,
         runtime_bytes=spec.runtime_bytes - saved,
         flops=tuple((name, part * rate) for name, rate in rates.items()),
         memory_bytes_per_s=part * spec.memory_bytes_per_s,
+        gather_bytes_per_s=None if gather is None else part * gather,
         layer_overhead_s=spec.layer_overhead_s / part,
         step_overhead_s=None if spec.step_overhead_s is None else spec.step_overhead_s / part,
     )

@@ -63,6 +63,7 @@ def fit_device(timings: DeviceTimings, name: str, provenance: str) -> DeviceEntr
         cores=timings.threads if timings.kind == "cpu" and timings.threads > 1 else None,
         link_bytes_per_s=timings.host_bytes_per_s,
         link_latency_s=timings.host_latency_s,
+        gather_bytes_per_s=timings.gather_bytes_per_s,
     )
     source = f"measured by llmpq-profile device, {provenance}"
     unmeasured = ("kind", "compute_capability", "cores")

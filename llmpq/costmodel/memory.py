@@ -64,6 +64,17 @@ def layer_weight_bytes(
     return total
 
 
+def expert_bytes(model: ModelSpec, kind: int, bits: int, dtype: Dtype) -> int:
+    """Return the bytes of one routed expert of a layer, 0 where it has none."""
+    precision, value_bytes = model.precision(bits), DTYPE_BYTES[dtype]
+    return sum(
+        stored_bytes(None, precision, dtype, op.out_features, op.in_features)
+        + op.bias * op.out_features * value_bytes
+        for op in model.layer_types[kind].linears
+        if op.count > 1
+    )
+
+
 def layer_kv_bytes(
     model: ModelSpec,
     kind: int,

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmpq.costmodel.base import Estimate
+from llmpq.costmodel.host_experts import distinct_experts
 from llmpq.costmodel.memory import kv_scale_bytes
 from llmpq.spec.devices.figures import DeviceSpec, PrecisionCost
 from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
@@ -61,7 +62,10 @@ class RooflineLatencyModel:
 
     def layer_s(self, phase: Phase, bits: int, batch: int, tokens: float, kind: int) -> float:
         """Return the seconds of one decoder layer; see ``LatencyModel``."""
-        layer = self.model.layer_types[kind]
+        return self.spec_s(self.model.layer_types[kind], phase, bits, batch, tokens)
+
+    def spec_s(self, layer: LayerSpec, phase: Phase, bits: int, batch: int, tokens: float) -> float:
+        """Return the seconds of one layer of operators that need not be one of the model's."""
         work = layer_work(layer, phase, batch, tokens)
         cost = self.device.precision_cost(bits)
         stored, kept = touched_bytes(
@@ -70,10 +74,9 @@ class RooflineLatencyModel:
         )  # fmt: skip
         weights_s = (stored / cost.stream_of(phase, work.rows) + kept) / self._stream
         is_prefill = phase is Phase.PREFILL
-        share = 1.0 if is_prefill else self.device.decode_efficiency / cost.thin
         # A short prompt does not fill the device; it counts with that many more tokens.
         rows = work.rows + (self._saturation_tokens(cost) if is_prefill else 0.0)
-        compute_s = work.linear_flops * rows * cost.compute / (self._arithmetic * share)
+        compute_s = self._arithmetic_s(cost, phase, work.linear_flops * rows)
         seconds = self._overlapped(weights_s, compute_s, cost)
         seconds += work.attention_flops / (self._arithmetic * self.device.attention_efficiency)
         cached = work.kv_values * self.kv_bits / 8
@@ -87,6 +90,17 @@ class RooflineLatencyModel:
             widened = quantizable_parameters(layer, work.rows) * DTYPE_BYTES[self.dtype]
             seconds += cost.dequantize * widened / self._stream
         return seconds + self.device.layer_overhead_s * cost.overhead
+
+    def row_s(self, phase: Phase, bits: int, weights: int) -> float:
+        """Return the seconds of arithmetic of a row with so many weights, among many rows."""
+        return self._arithmetic_s(self.device.precision_cost(bits), phase, 2.0 * weights)
+
+    @property
+    def gather_bytes_per_s(self) -> float | None:
+        """Bytes a second of scattered experts, ``None`` where it was not measured."""
+        rate = self.device.gather_bytes_per_s
+        threads = min(self._threads, BANDWIDTH_THREADS)
+        return None if rate is None else rate * threads**THREADS_STREAM
 
     def layer_estimate(
         self, phase: Phase, bits: int, batch: int, tokens: float, kind: int
@@ -117,6 +131,10 @@ class RooflineLatencyModel:
         own_s = self.device.step_overhead_s
         overhead_s = self.device.layer_overhead_s if own_s is None else own_s
         return embed_s + head_s + sample_s + overhead_s
+
+    def _arithmetic_s(self, cost: PrecisionCost, phase: Phase, operations: float) -> float:
+        share = 1.0 if phase is Phase.PREFILL else self.device.decode_efficiency / cost.thin
+        return operations * cost.compute / (self._arithmetic * share)
 
     def _overlapped(self, first_s: float, second_s: float, cost: PrecisionCost) -> float:
         shorter_s, longer_s = sorted((first_s, second_s))
@@ -183,15 +201,10 @@ def layer_work(layer: LayerSpec, phase: Phase, batch: int, tokens: float) -> Lay
 
 
 def experts_hit(op: LinearSpec, rows: float) -> float:
-    """Return how many of an operator's matrices ``rows`` tokens are expected to visit.
-
-    With even, independent routing an expert of ``E`` is missed by all of ``T`` tokens with
-    probability ``(1 - k/E)^T``, so ``E (1 - (1 - k/E)^T)`` are read: an upper estimate.
-    """
+    """Return how many of an operator's matrices ``rows`` tokens are expected to visit."""
     if op.count == op.active:
         return float(op.count)
-    missed: float = (1.0 - op.active / op.count) ** rows
-    return op.count * (1.0 - missed)
+    return distinct_experts(rows, op.active, op.count)
 
 
 def touched_bytes(

@@ -7,6 +7,7 @@ Each indicator reads a checkpoint layer by layer and scores every layer at every
 
 from llmpq.indicator.base import Indicator, IndicatorInput, Random, sensitivity_table
 from llmpq.indicator.divergence import Divergence
+from llmpq.indicator.expert_use import expert_use
 from llmpq.indicator.hessian import HessianEigenvalue
 from llmpq.indicator.variance import Variance
 
@@ -25,5 +26,6 @@ __all__ = [
     "IndicatorInput",
     "Random",
     "Variance",
+    "expert_use",
     "sensitivity_table",
 ]

@@ -69,10 +69,10 @@ class Divergence:
             SpecError: as ``score``, or the head cannot be quantized.
         """
         count = load_config(subject.model_dir).num_hidden_layers
-        batches = _batches_of(subject, self._probe(subject, count))
+        batches = batches_of(subject, self._probe(subject, count))
         masters = {width: _master_of(subject, width) for width in (16, *subject.bits)}
         states = {
-            width: [master.embed(ids, _positions_of(ids)) for ids in batches]
+            width: [master.embed(ids, positions_of(ids)) for ids in batches]
             for width, master in masters.items()
             if width == 16 or is_tied(masters[16].config)
         }
@@ -123,10 +123,10 @@ class _Run:
         passes = sum(1 + len(subject.bits) * (index + 1) for index in range(num_layers))
         self.total = passes + num_layers * len(subject.bits)
         open_device(torch.device(subject.device))
-        self.batches = _batches_of(subject, probe)
+        self.batches = batches_of(subject, probe)
         master = _master_of(subject)
         self.states: dict[Key, list[Tensor]] = {
-            _WHOLE: [master.embed(ids, _positions_of(ids)) for ids in self.batches]
+            _WHOLE: [master.embed(ids, positions_of(ids)) for ids in self.batches]
         }
 
     def pass_layer(self, index: int) -> None:
@@ -178,7 +178,7 @@ def _master_of(subject: IndicatorInput, head_bits: int = 16) -> Master:
     )
 
 
-def _batches_of(subject: IndicatorInput, probe: Tensor) -> list[Tensor]:
+def batches_of(subject: IndicatorInput, probe: Tensor) -> list[Tensor]:
     """Return the probe ``[R, T]`` in parts of as many rows as run at once."""
     rows = max(1, subject.batch_tokens // probe.shape[1])
     return list(torch.split(probe.to(subject.device), rows))
@@ -203,5 +203,6 @@ def _chunks(master: Master, hidden: Tensor) -> Iterator[Tensor]:
     yield from torch.split(hidden.flatten(0, 1), size)
 
 
-def _positions_of(ids: Tensor) -> Tensor:
+def positions_of(ids: Tensor) -> Tensor:
+    """Return the positions of whole sequences ``[R, T]``."""
     return torch.arange(ids.shape[1]).expand(ids.shape)

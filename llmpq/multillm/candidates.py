@@ -267,7 +267,8 @@ def _pipeline(
         request = PlanRequest(
             model=model.spec,
             model_source=model.source,
-            no_streaming=True,  # models of a host would share its disk
+            no_streaming=True,  # models of a host would share its disk, and its cores
+            whole_layers=True,
             cluster=cluster,
             workload=Workload(batch=batch, prompt_tokens=prompt, new_tokens=shape.longest - prompt),
             dtype=model.spec.dtype,

@@ -118,6 +118,13 @@ class IndicatorOptions(CalibrationOptions):
             help="also print the bits of every layer that lose least at A bits per weight",
         ),
     ] = None
+    experts: Annotated[
+        bool,
+        Option(
+            help="instead count how many tokens of the calibration text visit each routed expert "
+            "(JSON)"
+        ),
+    ] = False
     rounding: Annotated[
         Literal["deterministic", "stochastic"],
         Option(help="of --method variance: to nearest (default) or stochastic"),

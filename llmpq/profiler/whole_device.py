@@ -29,16 +29,34 @@ from llmpq.dist.metrics.measurement import TakenShare
 from llmpq.dist.metrics.stats import synchronize
 from llmpq.dist.transport.frames import Row
 from llmpq.kernels.base import open_device
+from llmpq.kernels.cpu.experts import HostPool
+from llmpq.kernels.cpu.step import UnsupportedStepError
+from llmpq.kernels.registry import choose_backend
 from llmpq.models import DecoderStage, Master, kv_shapes
 from llmpq.models.adapter import Skeleton
 from llmpq.profiler.bench import master_steps_s
 from llmpq.profiler.grid import Shape
 from llmpq.profiler.layer import warn_if_noisy
 from llmpq.quant.loading.loader import use_huge_pages
-from llmpq.quant.modules.layer import fuse_norms_, quantize_layer_
+from llmpq.quant.modules.experts import row_experts
+from llmpq.quant.modules.layer import (
+    GatedActivation,
+    QuantExperts,
+    QuantLinear,
+    fuse_norms_,
+    quantize_layer_,
+)
+from llmpq.quant.quantizers.rtn import quantize
 from llmpq.spec.devices.timings import LAYER_MATRICES, DeviceTimings, LayerTiming
 from llmpq.spec.families import DEFAULT_MODEL_TYPE
-from llmpq.spec.precision import DTYPE_BYTES, Dtype, Phase, default_precision, linear_bytes
+from llmpq.spec.precision import (
+    DTYPE_BYTES,
+    Dtype,
+    Phase,
+    Precision,
+    default_precision,
+    linear_bytes,
+)
 
 FORMATS: dict[Dtype, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -56,6 +74,9 @@ SHORT_TOKENS, LONG_TOKENS = 32, 512
 OVERHEAD_DEPTHS = (2, 6)
 HEAD_DIM = 64
 MAX_ROUNDS = 25
+GATHERED, GATHER_BITS = 8, 4
+"""Experts of a row, and their bits, where the rate of scattered reads is measured."""
+GATHER_ROUNDS, MOST_GATHERED = 6, 1024
 LINK_BYTES = 64 * 2**20
 SMALL_LINK_BYTES = 16 * 2**10
 
@@ -134,6 +155,7 @@ def measure_device(
         latency_s = others["small link"].median_s
         rest_s = max(1e-9, others["link"].median_s - latency_s)
         host = {"host_bytes_per_s": LINK_BYTES / rest_s, "host_latency_s": latency_s}
+    gather = gather_bytes_per_s(job, main) if device.type == "cpu" else None
     return DeviceTimings(
         kind=device.type,  # type: ignore[arg-type]  # one of those of devices
         memory_bytes=memory_bytes(device),
@@ -144,6 +166,7 @@ def measure_device(
         layer_overhead_s=overhead_s,
         step_overhead_s=stage_s + _master_s(device),
         compute_capability=_capability(device),
+        gather_bytes_per_s=gather,
         cpu_taken=share,
         **host,
     )
@@ -233,6 +256,59 @@ def _other_trials(job: DeviceJob) -> dict[str, _TimedCall]:
             # A frame leaves one device for host memory and enters the next from it.
             found[name] = _TimedCall(lambda host=host, there=there: host.copy_(there.copy_(host)))  # type: ignore[misc]
     return found
+
+
+def gather_bytes_per_s(
+    job: DeviceJob, dtype: Dtype, cores: Sequence[int] | None = None
+) -> float | None:
+    """Return the rate at which threads of a pool read and multiply experts of 4 bits, row by row.
+
+    Each row has ``GATHERED`` experts of its own, and all rows together more than a cache holds.
+    ``None`` where experts have no compiled kernels.
+
+    Args:
+        job: features of the rows, and bytes of all experts.
+        dtype: of the rows.
+        cores: of the threads; by default as many of this process as torch has threads.
+    """
+    features, hidden = max(HEAD_DIM, job.features * 3 // 8 // HEAD_DIM * HEAD_DIM), job.features
+    precision, kind = default_precision(GATHER_BITS), FORMATS[dtype]
+    shapes = ((2 * features, hidden), (hidden, features))
+    size = sum(linear_bytes(*shape, precision, DTYPE_BYTES[dtype]) for shape in shapes)
+    count = min(MOST_GATHERED, max(2, -(-job.distinct_bytes // size // GATHERED)) * GATHERED)
+    try:
+        if cores is None:
+            cores = sorted(os.sched_getaffinity(0))[: torch.get_num_threads()]
+        pool = HostPool(len(cores), cores)
+    except UnsupportedStepError:
+        return None
+    try:
+        ups, downs = (
+            [_random_linear(shape, precision, kind) for _ in range(count)] for shape in shapes
+        )
+        use_huge_pages(nn.ModuleList([*ups, *downs]))
+        experts = QuantExperts(ups, downs, GatedActivation(nn.SiLU()))
+        layer = pool.layer(kind, hidden, GATHERED, row_experts(experts, [True] * count))
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).int()
+        weights, x = torch.ones(1, GATHERED), torch.randn(1, hidden).to(kind)
+        y, before_s = torch.empty_like(x), []
+        for _ in range(GATHER_ROUNDS):
+            start_s = time.perf_counter()
+            for chosen in order.view(-1, 1, GATHERED):
+                pool.submit(layer, (x, chosen, weights), y)()
+            before_s.append(time.perf_counter() - start_s)
+        return count * size / median(before_s[1:])
+    except UnsupportedStepError:
+        return None
+    finally:
+        pool.close()
+
+
+def _random_linear(shape: tuple[int, int], precision: Precision, dtype: torch.dtype) -> QuantLinear:
+    """Return a quantized operator with random weights."""
+    weight = torch.randn(shape).mul_(0.02).to(dtype)
+    kernel = choose_backend(weight.device, precision, dtype, *shape)
+    return QuantLinear(quantize(weight, precision, dtype), None, kernel)
 
 
 def _master_s(device: torch.device) -> float:

@@ -261,7 +261,7 @@ class PlanCosts:
         self._pads_prompts = pads_prompts
         kinds = costs.model.layer_kinds
         self._layers = [
-            Counter(zip(kinds[stage.first_layer : stage.end_layer], stage.bits, strict=True))
+            Counter(zip(kinds[stage.first_layer : stage.end_layer], stage.variants, strict=True))
             for stage in plan.stages
         ]
         cores = {node.name: node.cores for node in costs.cluster.nodes}
@@ -356,8 +356,8 @@ class PlanCosts:
         """Return the seconds of a stage for one micro-batch in one pass; not cached."""
         device = self._devices[rank]
         seconds = sum(
-            count * self._costs.layer_s(device, phase, bits, rows, tokens, kind)
-            for (kind, bits), count in self._layers[rank].items()
+            count * self._costs.variant_s(device, phase, variant, rows, tokens, kind)
+            for (kind, variant), count in self._layers[rank].items()
         )
         return seconds + self._costs.stage_s(device, phase)
 

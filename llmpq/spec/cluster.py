@@ -52,6 +52,21 @@ MAX_MEMBERS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceHost:
+    """The part of a node that computes routed experts beside a device.
+
+    Attributes:
+        type: name of its CPU in the cluster's ``device_types`` or the catalogue.
+        threads: that compute experts, on cores of their own.
+        memory_bytes: for experts.
+    """
+
+    type: str
+    threads: Annotated[int, Rule(minimum=1, maximum=256)]
+    memory_bytes: Annotated[int, Rule(minimum=1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceGroup:
     """Equal devices of one node, as a cluster file lists them.
 
@@ -69,6 +84,7 @@ class DeviceGroup:
         dtype: number format in which it computes; ``None``: the run's, or the nearest it has.
         disk_bytes_per_s: at which a CPU worker reads weights from its disk, beside the other
             workers of its node; ``None``: its share of what its type has.
+        host: of each of them, for routed experts in its memory; ``None`` for none.
     """
 
     type: str
@@ -82,6 +98,7 @@ class DeviceGroup:
     tensor_parallel: Annotated[int | None, Rule(minimum=2, maximum=MAX_MEMBERS)] = None
     dtype: Dtype | None = None
     disk_bytes_per_s: Annotated[float | None, Rule(minimum=1)] = None
+    host: DeviceHost | None = None
 
     @property
     def members(self) -> int:

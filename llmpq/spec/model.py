@@ -88,6 +88,11 @@ class LayerSpec:
     kv_source: Annotated[int | None, Rule(optional=True)] = None
 
     @property
+    def num_experts(self) -> int:
+        """Routed experts, 0 without any."""
+        return max((op.count for op in self.linears if op.count > 1), default=0)
+
+    @property
     def read_values_per_token(self) -> int:
         """Numbers of one token in the keys and values that this layer reads (``2 k d`` in most)."""
         value_dim = self.head_dim if self.value_dim is None else self.value_dim

@@ -24,7 +24,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from llmpq.errors import SpecError
 from llmpq.spec.cluster import Cluster, Device
 from llmpq.spec.fields import SCHEMA, Rule, dump_json, from_json, read_fields, to_json, write_text
-from llmpq.spec.precision import BITS, DTYPE_BYTES, Dtype, Phase
+from llmpq.spec.precision import BITS, DTYPE_BYTES, Dtype, Phase, StageExperts, Variant, variants_of
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE, KV_CODE_BITS, kept_blocks
 from llmpq.spec.workload import Workload
 from llmpq.units import format_bytes, format_number, format_seconds
@@ -221,6 +221,7 @@ class StageAssignment:
         weights: where those of each layer rest; ``None`` where all are resident.
         phase: the only phase its layers compute (WAA); ``None`` for both.
         dtype: number format of the stage, ``None`` for the plan's.
+        experts: bits and place of routed experts, where they differ; ``None`` for nowhere.
     """
 
     rank: int
@@ -231,6 +232,7 @@ class StageAssignment:
     weights: tuple[WeightsPlace, ...] | None = None
     phase: Phase | None = None
     dtype: Dtype | None = None
+    experts: StageExperts | None = None
 
     @property
     def num_layers(self) -> int:
@@ -242,6 +244,22 @@ class StageAssignment:
         """Layers of the stage (from 0) whose weights rest on disk."""
         places = self.weights or ()
         return tuple(index for index, place in enumerate(places) if place == "disk")
+
+    @property
+    def num_apart(self) -> int:
+        """Layers with experts in the host's memory."""
+        return sum(one.resident is not None for one in self.variants)
+
+    @property
+    def host_threads(self) -> int:
+        """Threads of its host that compute experts."""
+        return 0 if self.experts is None else self.experts.host_threads
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """How each of its layers is stored, for cost models."""
+        own = () if self.experts is None else self.experts.layers
+        return variants_of(own, self.first_layer, self.bits)
 
     def computes(self, phase: Phase) -> bool:
         """Whether its layers take part in a phase."""
@@ -266,6 +284,7 @@ class MemoryParts:
         temporary: worst operator of a layer over both phases, and message buffers.
         master: embeddings, final norm, head and logits; 0 off the first stage.
         runtime: memory of the process itself.
+        host: routed experts in the memory of the device's host, in addition; ``None`` for none.
     """
 
     weights: int
@@ -273,10 +292,11 @@ class MemoryParts:
     temporary: int
     master: int
     runtime: int
+    host: int | None = None
 
     @property
     def total(self) -> int:
-        """All bytes."""
+        """All bytes on the device."""
         return self.weights + self.kv + self.temporary + self.master + self.runtime
 
 
@@ -444,8 +464,9 @@ class Plan:
 
     @property
     def schema(self) -> int:
-        """Version of its file: 2 where weights rest on disk, which version 1 cannot say."""
-        return self.LATEST_SCHEMA if any(stage.weights for stage in self.stages) else self.SCHEMA
+        """Version of its file: 2 where it says where weights or experts are, which 1 cannot."""
+        needs_latest = any(stage.weights or stage.experts for stage in self.stages)
+        return self.LATEST_SCHEMA if needs_latest else self.SCHEMA
 
     def __repr__(self) -> str:
         """Return the plan in a line; :meth:`summary` has more."""
@@ -507,6 +528,21 @@ class Plan:
     def bits(self) -> tuple[int, ...]:
         """The bitwidth of every layer, in order."""
         return tuple(bits for stage in self.stages_of(Phase.DECODE) for bits in stage.bits)
+
+    @property
+    def whole_bits(self) -> tuple[int, ...]:
+        """The bitwidth of every layer, its experts included.
+
+        Raises:
+            SpecError: the experts of a layer have another one than the rest of it.
+        """
+        for stage in self.stages:
+            if any(one.expert_bits for one in stage.variants):
+                raise SpecError(
+                    f"plan: field 'stages[{stage.rank}].experts': found experts of other bits than "
+                    "the rest of their layer, which ranks run; expected one bitwidth a layer here"
+                )
+        return self.bits
 
     @property
     def head_width(self) -> int:
@@ -615,6 +651,7 @@ class Plan:
             bits = ", ".join(f"{bits} x {n}" for bits, n in Counter(stage.bits).most_common())
             form = "" if stage.dtype is None else f" in {stage.dtype}"
             form += f", {len(stage.on_disk)} read from disk" if stage.on_disk else ""
+            form += f", experts of {apart} on the host" if (apart := stage.num_apart) else ""
             found.append(
                 (
                     str(stage.rank),
@@ -706,6 +743,9 @@ def _check_cover(plan: Plan, stages: tuple[StageAssignment, ...]) -> None:
                 f"{where}.weights': found {len(stage.weights)} entries, expected "
                 f"{stage.num_layers}, one for each layer"
             )
+        if stage.experts is not None:
+            layers = stage.first_layer, stage.end_layer
+            stage.experts.check(f"{where}.experts", layers, stage.on_disk)
         layer = stage.end_layer
     if layer != plan.model.num_layers:
         raise SpecError(
@@ -721,8 +761,11 @@ def _check_split(plan: Plan) -> None:
             f"plan: field 'stages[].dtype': found {', '.join(sorted(formats))}, expected one "
             "format, as separate stages for prefill and decode send each other keys and values"
         )
-    prefill = [bits for stage in plan.stages_of(Phase.PREFILL) for bits in stage.bits]
-    if tuple(prefill) != plan.bits:
+    prefill, decode = (
+        [one[:2] for stage in plan.stages_of(phase) for one in stage.variants]
+        for phase in (Phase.PREFILL, Phase.DECODE)
+    )
+    if prefill != decode:
         raise SpecError(
             "plan: field 'stages[].bits': found other bits for prefill than for decode, "
             "expected two copies of the same layers"

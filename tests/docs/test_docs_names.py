@@ -23,6 +23,7 @@ MAX_WORDS_OF = {
     "docs/how/equations.md": 1_790,
     "docs/how/fleets.md": 750,
     "docs/how/head.md": 350,
+    "docs/how/host-experts.md": 580,
     "docs/how/mtp.md": 300,
     "docs/how/speculation.md": 400,
     "docs/how/start.md": 230,

@@ -14,15 +14,15 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from llmpq.kernels.cpu.native import has_steps, instruction_set, library
-from llmpq.kernels.cpu.paged_attention import PagedTokens
-from llmpq.kernels.cpu.step import (
+from llmpq.kernels.cpu.experts import (
     ClampedActivation,
     RowExperts,
-    StepProgram,
-    UnsupportedStepError,
     append_experts,
+    append_route,
 )
+from llmpq.kernels.cpu.native import has_steps, instruction_set, library
+from llmpq.kernels.cpu.paged_attention import PagedTokens
+from llmpq.kernels.cpu.step import StepProgram, UnsupportedStepError
 from llmpq.kernels.registry import choose_backend
 from llmpq.models.adapter import ClampedGate
 from llmpq.quant.modules.layer import GatedActivation, QuantExperts, QuantLinear
@@ -128,13 +128,15 @@ def _compare(router, correction, experts, rows, dtype, *, activation="silu", kin
     x, y = program.buffer("x", HIDDEN), program.buffer("y", HIDDEN)
     x.copy_(_random(*x.shape, seed=7))
     found = RowExperts(
-        router=router_of(router, HIDDEN, dtype, _parts(correction, **(kind or {}))),
         ups=_matrices(experts.gate_up),
         downs=_matrices(experts.down),
         activation=activation,
         **shared,
     )
-    append_experts(program, x, y, found)
+    route = append_route(
+        program, x, router_of(router, HIDDEN, dtype, _parts(correction, **(kind or {})))
+    )
+    append_experts(program, x, y, route, found)
     program.run(PagedTokens([[0]] * rows, [0] * rows, [1] * rows))
 
     _, weights, chosen = routed(router, x[:rows], correction)
@@ -192,12 +194,12 @@ def test_a_row_alone_has_the_numbers_it_has_among_others():
         x, y = program.buffer("x", HIDDEN), program.buffer("y", HIDDEN)
         x.copy_(_random(*x.shape, seed=7))
         row = RowExperts(
-            router=router_of(router, HIDDEN, torch.bfloat16, _parts()),
             ups=_matrices(experts.gate_up),
             downs=_matrices(experts.down),
             activation="silu",
         )
-        append_experts(program, x, y, row)
+        route = append_route(program, x, router_of(router, HIDDEN, torch.bfloat16, _parts()))
+        append_experts(program, x, y, route, row)
         program.run(PagedTokens([[0]] * rows, [0] * rows, [1] * rows))
         found.append(y[0].clone())
     assert torch.equal(*found)
@@ -235,12 +237,12 @@ def test_rows_that_are_no_numbers_have_experts():
     x.fill_(torch.nan)
     experts = _experts(44, torch.float32)
     row = RowExperts(
-        router=router_of(router, HIDDEN, torch.float32, _parts()),
         ups=_matrices(experts.gate_up),
         downs=_matrices(experts.down),
         activation="silu",
     )
-    append_experts(program, x, y, row)
+    route = append_route(program, x, router_of(router, HIDDEN, torch.float32, _parts()))
+    append_experts(program, x, y, route, row)
     program.run(PagedTokens([[0]] * 3, [0] * 3, [1] * 3))
     assert y[:3].isnan().all()
 

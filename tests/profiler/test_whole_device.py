@@ -70,3 +70,24 @@ def test_every_trial_is_timed_once_whatever_the_budget():
 def test_a_master_with_next_to_no_weights_answers():
     # Its parameters and constants are filled: nothing of the meta device is left.
     assert whole_device._master_s(JOB.device) > 0.0
+
+
+@pytest.mark.skipif(library() is None or not has_steps(instruction_set()), reason="needs AVX2")
+def test_scattered_experts_are_read_at_some_rate(monkeypatch):
+    job, rounds = replace(JOB, distinct_bytes=2**20), []
+    seconds = iter(range(100))
+    monkeypatch.setattr(
+        whole_device.time, "perf_counter", lambda: rounds.append(0) or next(seconds)
+    )
+    with torch.inference_mode():
+        found = whole_device.gather_bytes_per_s(job, "bfloat16")
+    # Of 64 features: a matrix [128, 128] and one [128, 64], with a scale and a zero a group.
+    size = 128 * 128 // 2 + 128 * 4 + 128 * 64 // 2 + 128 * 4
+    count = -(-(2**20) // size // 8) * 8
+    assert found == pytest.approx(count * size)
+    assert len(rounds) == 2 * whole_device.GATHER_ROUNDS
+
+
+def test_without_kernels_no_rate_is_known(monkeypatch):
+    monkeypatch.setattr("llmpq.kernels.cpu.experts.library", lambda: None)
+    assert whole_device.gather_bytes_per_s(JOB, "bfloat16") is None

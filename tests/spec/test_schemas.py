@@ -244,6 +244,24 @@ def test_schema_accepts_the_strategies_that_the_planner_wrote(path):
     assert accepts(SCHEMAS["plan"], json.loads(path.read_text(encoding="utf-8")))
 
 
+@pytest.mark.parametrize(
+    ("experts", "is_good"),
+    [
+        ({"layers": [{"layer": 0, "resident": [0, 2]}]}, True),
+        ({"layers": [{"layer": 0, "bits": 4}], "threads": 3}, True),
+        ({"layers": [{"layer": 0, "bits": 5}]}, False),
+        ({"layers": [{"layer": 0, "bits": 4, "place": "host"}]}, False),
+        ({"layers": [{"bits": 4}]}, False),
+        ({"layers": []}, False),
+        ({"layers": [{"layer": 0, "bits": 4}], "threads": 0}, False),
+    ],
+)
+def test_schema_and_reader_agree_on_experts(experts, is_good, folder):
+    plan = copy.deepcopy(PLAN)
+    plan["schema"], plan["stages"][0]["experts"] = 2, experts
+    assert reads("plan", plan, folder) == accepts(SCHEMAS["plan"], plan) == is_good
+
+
 def test_schema_and_reader_accept_split_stages(folder):
     (first, *_), bits = (
         PLAN["stages"],

@@ -79,6 +79,14 @@ class Limits:
         """Whether all layers have the same choice of widths."""
         return bool((self.layer_widths == self.layer_widths[0]).all())
 
+    def repeated(self) -> Limits:
+        """Return the limits of widths that stand twice, one after the other."""
+        return replace(
+            self,
+            layer_widths=np.tile(self.layer_widths, (1, 2)),
+            group_widths=np.tile(self.group_widths, (1, 2)),
+        )
+
 
 def obeys(
     limits: Limits | None,

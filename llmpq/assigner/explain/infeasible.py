@@ -24,7 +24,7 @@ from llmpq.assigner.enumeration import (
 )
 from llmpq.assigner.milp.ilp import IlpOptions, solve_ilp
 from llmpq.assigner.objective import IntArray, PairCosts
-from llmpq.assigner.request import PlanningTask, PlanRequest, costs_of
+from llmpq.assigner.request import PlanningTask, PlanRequest, apart_bits, costs_of
 from llmpq.costmodel import ClusterCosts
 from llmpq.costmodel.costs import kv_obstacle
 from llmpq.errors import InfeasibleError
@@ -224,7 +224,9 @@ def memory_error(request: PlanRequest) -> InfeasibleError:
         why = f"{short} at {min(request.bits)} bits"
     kinds, work = request.model.layer_kinds, request.workload
     kv = sum(int(pair.kv_bytes[kind]) for kind in kinds)
-    whole = sum(int(pair.layer_bytes[0, kind].min()) for kind in kinds)
+    # Those of whole layers, which come first.
+    bits = slice(len(request.bits))
+    whole = sum(int(pair.layer_bytes[0, kind, bits].min()) for kind in kinds)
     wanted = {
         f"weights of {layers} layers at {min(request.bits)} bits": whole - kv,
         f"KV cache ({work.batch} sequences of {work.max_context_tokens} tokens)": kv,
@@ -356,7 +358,8 @@ def dropped_reasons(plan: Plan, costs: ClusterCosts) -> dict[int, str]:
 def _smallest_pair(request: PlanRequest) -> tuple[PairCosts, ClusterCosts]:
     """Return the pair of least memory; only bytes are needed, so no table is read."""
     costs = costs_of(replace(request, latency="roofline", profile_dir=None))
-    (pair,) = build_pairs(costs, request.workload, request.bits, [SMALLEST])
+    apart = apart_bits(request, costs)
+    (pair,) = build_pairs(costs, request.workload, request.bits, [SMALLEST], apart)
     return pair, costs
 
 

@@ -472,6 +472,12 @@ def export_plan(plan: Plan, engine: str) -> Export:
             f"export to {engine}: found stages that only prefill or only decode, expected stages "
             "that do both (plan without --schedule waa)"
         )
+    apart = [stage.rank for stage in plan.stages if stage.experts is not None]
+    if apart:
+        raise SpecError(
+            f"export to {engine}: found experts on the host or at bits of their own on stage "
+            f"{apart[0]}, expected none; llmpq-dist and llmpq-serve run such a plan"
+        )
     empty = [stage.rank for stage in plan.stages if not stage.num_layers]
     if empty:
         raise SpecError(

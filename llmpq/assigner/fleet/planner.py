@@ -65,7 +65,8 @@ def plan_fleet(
         InfeasibleError: no such fleet exists, or none was found in time.
     """
     _check(request, number, rate)
-    request = replace(request, no_streaming=True)  # replicas of a host would share its disk
+    # Replicas of a host would share its disk and its cores.
+    request = replace(request, no_streaming=True, whole_layers=True)
     if request.time_limit_s is None:
         request = replace(request, time_limit_s=TIME_LIMIT_S)
     request = request.with_deadline()

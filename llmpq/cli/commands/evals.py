@@ -100,7 +100,7 @@ def _variant(what: str, num_layers: int) -> dict[str, Any]:
     if kind == "layer_bits" and path:
         return {"name": what, "bits": _listed(path, num_layers)}
     if kind == "strategy" and path:
-        bits = read_plan(path).bits
+        bits = read_plan(path).whole_bits
         if len(bits) != num_layers:
             raise SpecError(f"--compare: {path}: found {len(bits)} layers, expected {num_layers}")
         return {"name": what, "bits": bits}
@@ -187,7 +187,7 @@ def _arguments(options: argparse.Namespace) -> dict[str, Any]:
     _check_against(plan, options)
     return common | {
         "model_dir": model_dir_of(plan, options.model),
-        "bits": plan.bits,
+        "bits": plan.bits if options.pipeline else plan.whole_bits,
         "dtype": plan.dtype if options.dtype == "auto" else options.dtype,
         "kv_bits": options.kv_bits or (plan.kv_bits if plan.kv_bits in KV_CODE_BITS else None),
         "plan": plan if options.pipeline else None,

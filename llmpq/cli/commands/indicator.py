@@ -22,6 +22,7 @@ from llmpq.errors import SpecError
 from llmpq.logging import get_logger
 from llmpq.options.declare import add_options, read_options
 from llmpq.options.quality import CalibrationOptions, IndicatorOptions
+from llmpq.spec.fields import dump_json, to_json, write_text
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.tables import SensitivityTable, write_sensitivity
 
@@ -45,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_options(parser, IndicatorOptions, "model", "method")
     add_options(parser, CalibrationOptions)
-    add_options(parser, IndicatorOptions, "bits", "output", "average_bits")
+    add_options(parser, IndicatorOptions, "bits", "output", "average_bits", "experts")
     how = parser.add_argument_group("running")
     add_options(how, IndicatorOptions, "rounding", "seed", "dtype", "device", "threads")
     return parser
@@ -63,6 +64,9 @@ def _run(options: argparse.Namespace) -> int:
 
     torch.set_num_threads(threads)
     subject = _subject(options)
+    if options.experts:
+        _count_experts(options, subject)
+        return 0
     started = time.monotonic()
     indicator = _indicator(method, options)
     with progress_bar(method) as show:
@@ -78,8 +82,21 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _count_experts(options: argparse.Namespace, subject: IndicatorInput) -> None:
+    """Print how often the text visits each routed expert, and write it to ``--output``."""
+    from llmpq.indicator import expert_use
+
+    with progress_bar("experts") as show:
+        found = to_json(expert_use(subject, show))
+    if options.output is not None:
+        write_text(options.output, dump_json(found))
+    print_json(found)
+
+
 def _method(options: argparse.Namespace) -> str:
     """Check what can be checked before torch is imported."""
+    if options.experts and options.calibration is None:
+        raise SpecError("--experts: expected a text to count on, --calibration FILE")
     method = options.method or ("variance" if options.calibration is None else "divergence")
     if method in NEED_TEXT and options.calibration is None:
         raise SpecError(

@@ -111,7 +111,7 @@ def _job(options: argparse.Namespace) -> QuantizeJob:
 def _bits(options: argparse.Namespace, layers: int) -> tuple[int, ...]:
     if options.strategy is None:
         return (options.bits,) * layers
-    bits = read_plan(options.strategy).bits
+    bits = read_plan(options.strategy).whole_bits
     if len(bits) != layers:
         raise SpecError(
             f"{options.strategy}: found {len(bits)} layers, expected the {layers} of "

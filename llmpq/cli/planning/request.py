@@ -94,7 +94,8 @@ def request_of(options: argparse.Namespace) -> PlanRequest:
         overrides=overrides,
     )
     if getattr(options, "policy", None) in get_args(SearchedPolicy):
-        request = replace(request, no_streaming=True)  # their searches move layers in memory
+        # Their searches move whole layers in memory.
+        request = replace(request, no_streaming=True, whole_layers=True)
     fixes_layers = bool(overrides.layer_bits or overrides.device_bits)
     if model.stored:
         for name, given in (("fix_bits", fixes_layers), ("average_bits", quality.average_bits)):

@@ -215,6 +215,11 @@ def _observed(
 ) -> list[Observation]:
     """Return what one kind of work states of the layers and of the master and its scheduler."""
     stage = plan.stages[rank]
+    if stage.experts is not None:
+        raise SpecError(
+            f"report: found stage {rank} with experts on the host or of other bits, expected "
+            "whole layers, whose seconds a table holds"
+        )
     device = costs.cluster.devices[stage.device]
     phase, rows, tokens, count = work.phase, work.rows, work.tokens, work.count
     kinds = costs.model.layer_kinds[stage.first_layer : stage.end_layer]

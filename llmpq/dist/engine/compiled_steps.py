@@ -31,6 +31,7 @@ from llmpq.models import DecoderStage, PackedBatch, kv_shapes
 from llmpq.models.attention import Attention, LayerAttention, ScoreOptions
 from llmpq.models.stage import LayerWeights
 from llmpq.models.states import COMPILED
+from llmpq.quant.modules.experts import HostExperts
 from llmpq.quant.modules.layer import QuantExperts
 from llmpq.quant.modules.step_compiler import (
     LayerParts,
@@ -88,9 +89,10 @@ def step_runner_of(layers: DecoderStage, cache: KVCache) -> StepRunner | None:
         cache: of their keys and values.
     """
     if cache.device.type != "cpu":
-        if cache.states is None:
+        reason = _not_captured(layers, cache)
+        if reason is None:
             return graphs_of(layers, cache)
-        logger.info("steps run operator by operator: layers have a recurrent state")
+        logger.info("steps run operator by operator: %s", reason)
         return None
     try:
         trial = _Trial(layers, cache)
@@ -98,6 +100,15 @@ def step_runner_of(layers: DecoderStage, cache: KVCache) -> StepRunner | None:
     except UnsupportedStepError as error:
         logger.info("steps run operator by operator: %s", error)
         return None
+
+
+def _not_captured(layers: DecoderStage, cache: KVCache) -> str | None:
+    """Return why the decode steps of a stage on an accelerator are not captured."""
+    if cache.states is not None:
+        return "layers have a recurrent state"
+    if any(isinstance(part, HostExperts) for part in layers.modules()):
+        return "experts are in the host's memory"
+    return None
 
 
 class CompiledSteps:

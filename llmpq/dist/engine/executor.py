@@ -37,6 +37,7 @@ from llmpq.dist.metrics.stats import StageClock, synchronize, tokens_read
 from llmpq.dist.transport.communicator import Communicator, error_from_frame
 from llmpq.dist.transport.frames import Frame, FrameKind, Row
 from llmpq.errors import StageError
+from llmpq.kernels.cpu.experts import HostPool
 from llmpq.models import DecoderStage, Master, PackedBatch
 from llmpq.spec.fields import to_json
 from llmpq.spec.plan import MicroBatching, Plan, StageAssignment
@@ -63,6 +64,7 @@ class StageRunner:
         offload: host memory and files for blocks of the cache, ``None`` without any.
         returns_all: whether a last stage returns the hidden states of all tokens, which a layer for
             multi-token prediction reads.
+        host: threads that compute experts in the host's memory, ``None`` without any.
     """
 
     layers: DecoderStage | None
@@ -75,6 +77,7 @@ class StageRunner:
     chunk_tokens: int = PROMPT_CHUNK_TOKENS
     offload: OffloadedKV | None = None
     returns_all: bool = False
+    host: HostPool | None = None
 
     @property
     def returns_last(self) -> bool:
@@ -82,13 +85,15 @@ class StageRunner:
         return self.is_last and not self.returns_all
 
     def close(self) -> None:
-        """Close the links, write what waits to be written, close files of weights on disk."""
+        """Close links and files, write what waits to be written, end threads for experts."""
         if self.kv_connector is not None:
             self.kv_connector.close()
         if self.offload is not None:
             self.offload.close()
         if self.layers is not None and self.layers.streamed is not None:
             self.layers.streamed.close()
+        if self.host is not None:
+            self.host.close()
 
     def acquire(self, rows: Sequence[Row]) -> Sequence[Row]:
         """Wait until the layers may run; return the rows as :meth:`run` wants them."""
@@ -643,7 +648,7 @@ def warm_up(
 ) -> None:
     """Run a stage's layers on zeros, at the plan's sizes, in the phases that it computes.
 
-    On a CPU, prefill runs one layer of each bitwidth, or none where prompts are compiled.
+    On a CPU, prefill runs one layer of each variant, or none where prompts are compiled.
 
     What it writes to the blocks is overwritten or masked later. ``window`` is the model's largest,
     if layers with windows have blocks of their own.
@@ -655,7 +660,8 @@ def warm_up(
     rows = min(sizes.prefill, max(1, WARM_UP_TOKENS // prompt))
     one_each = None
     if runner.device.type == "cpu":
-        one_each = [i for i, bits in enumerate(stage.bits) if bits not in stage.bits[:i]]
+        variants = stage.variants
+        one_each = [i for i, one in enumerate(variants) if one not in variants[:i]]
     is_compiled = runner.steps is not None and runner.steps.takes_prompts
     steps = []
     if stage.computes(Phase.PREFILL) and not is_compiled:

@@ -21,12 +21,14 @@ from llmpq.dist.metrics.measurement import HeldBytes
 from llmpq.dist.metrics.progress import Event, RunProgress
 from llmpq.dist.metrics.stats import StageClock, peak_memory_bytes
 from llmpq.dist.transport.communicator import Communicator
+from llmpq.kernels.cpu.experts import HostPool
 from llmpq.models import DecoderStage, Master, kv_shapes
 from llmpq.options.limits import engine_limits, mtp_bits, mtp_bytes
 from llmpq.quant.loading.loader import load_stage
 from llmpq.quant.loading.master import load_master
 from llmpq.quant.loading.mtp import load_mtp
 from llmpq.quant.loading.weight_cache import WeightCache
+from llmpq.quant.modules.experts import host_expert_bytes
 from llmpq.quant.modules.layer import stored_bytes
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.plan import DRAFT_HEAD_BITS, MTP, Plan
@@ -43,10 +45,15 @@ def weight_cache_of(job: Job) -> WeightCache | None:
 
 
 def held_bytes(
-    layers: DecoderStage | None, cache: KVCache | None, master: Master | None, device: torch.device
+    layers: DecoderStage | None,
+    cache: KVCache | None,
+    master: Master | None,
+    device: torch.device,
+    host: HostPool | None = None,
 ) -> HeldBytes:
     """Return the bytes of what a rank has loaded; weights on disk count with their buffers."""
-    weights = 0 if layers is None else stored_bytes(layers.layers)
+    apart = 0 if layers is None else host_expert_bytes(layers.layers)
+    weights = 0 if layers is None else stored_bytes(layers.layers) - apart
     if layers is not None and layers.streamed is not None:
         weights += layers.streamed.buffer_bytes - layers.streamed.nbytes
     return HeldBytes(
@@ -55,6 +62,7 @@ def held_bytes(
         kv=0 if cache is None else cache.nbytes,
         buffers=0 if cache is None else cache.buffer_bytes,
         load_peak=peak_memory_bytes(device),
+        host=apart + (0 if host is None else host.buffer_bytes),
     )
 
 

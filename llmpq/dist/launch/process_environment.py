@@ -37,6 +37,9 @@ _ISA_LIMITS = {
 }
 _ISA_FLAGS = {"sse4": "sse4_1", "avx2": "avx2", "avx512": "avx512f"}
 
+HOST_CORES = "LLMPQ_HOST_CORES"
+"""The variable with the cores of the threads that compute a rank's experts: ``2,3``."""
+
 _MALLOC_TUNABLES = "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"
 """glibc cuts torch's blocks from larger ones. Its caches of small blocks keep the cut ends, so that
 the hole of a freed tensor is too small for the next one of its size, and the heap grows."""
@@ -153,6 +156,11 @@ def cuda_environment(store: Path | None, environ: Mapping[str, str]) -> dict[str
     if store is not None:
         variables["TRITON_CACHE_DIR"] = str(store.parent / "triton")
     return {name: environ.get(name, value) for name, value in variables.items()}
+
+
+def host_cores(environ: Mapping[str, str]) -> tuple[int, ...]:
+    """Return the cores of the threads that compute this rank's experts; none: any."""
+    return tuple(int(core) for core in environ.get(HOST_CORES, "").split(",") if core)
 
 
 def python_path(environ: Mapping[str, str]) -> str:

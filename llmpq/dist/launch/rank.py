@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -53,7 +54,7 @@ from llmpq.dist.launch.draft_runner import (
     unplanned_mtp_bytes,
     weight_cache_of,
 )
-from llmpq.dist.launch.process_environment import tune_malloc_for_serving
+from llmpq.dist.launch.process_environment import host_cores, tune_malloc_for_serving
 from llmpq.dist.launch.signals import DrainFlag, is_ending
 from llmpq.dist.metrics.measurement import Measurement
 from llmpq.dist.metrics.progress import Event, RunProgress
@@ -72,6 +73,9 @@ from llmpq.dist.transport.errors import stage_name
 from llmpq.dist.transport.frames import FrameLimits
 from llmpq.errors import CapacityError, SpecError, StageError
 from llmpq.kernels.base import open_device
+from llmpq.kernels.cpu.experts import HostPool
+from llmpq.kernels.cpu.step import UnsupportedStepError
+from llmpq.logging import get_logger
 from llmpq.models import Master, MtpCheckpoint, kv_shapes, load_config
 from llmpq.models.adapter import has_states, kv_sources, largest_window
 from llmpq.models.master import message_features
@@ -90,10 +94,12 @@ from llmpq.spec.catalog import device as device_spec
 from llmpq.spec.devices.figures import DeviceKind
 from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.model_files.config import config_bytes
-from llmpq.spec.plan import Plan, draft_bytes, plan_text
+from llmpq.spec.plan import Plan, StageAssignment, draft_bytes, plan_text
 from llmpq.spec.precision import Phase
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE, state_slots
 from llmpq.units import format_bytes
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,7 +306,8 @@ def check_free_memory(context: RankContext, device: torch.device, blocks: int) -
     stage, needed = plan.stages[rank], plan.estimate.stages[rank].memory
     slots, max_tokens = plan.slots_of(stage)
     parts = {
-        "weights": needed.weights,
+        # An estimate made without them counts experts on the host as if they were here.
+        "weights": 0 if stage.host_threads and needed.host is None else needed.weights,
         "keys and values": needed.kv * blocks // max(1, slots * blocks_of(max_tokens)),
         "states beyond the plan": more_state_bytes(context),
         "temporary memory": needed.temporary,
@@ -369,6 +376,7 @@ def load_runner(context: RankContext, device: torch.device) -> StageRunner:
     def report(done: int, total: int, _: str) -> None:
         context.progress.report(Event(rank=rank, kind="load", done=done, total=total))
 
+    host = host_pool(stage)
     layers = load_stage(
         job.model_dir,
         stage.first_layer,
@@ -380,6 +388,8 @@ def load_runner(context: RankContext, device: torch.device) -> StageRunner:
         backend=job.kernel,
         weight_cache=weight_cache_of(job),
         on_disk=stage.on_disk,
+        experts=stage.experts,
+        host=host,
     )
     context.recorder.mark("layers")
     cache = KVCache(
@@ -405,9 +415,24 @@ def load_runner(context: RankContext, device: torch.device) -> StageRunner:
         dtype=dtype,
         offload=offloaded_kv(context, cache, layers.config),
         returns_all=returns_all,
+        host=host,
     )
     context.recorder.mark("decode steps")
     return runner
+
+
+def host_pool(stage: StageAssignment) -> HostPool | None:
+    """Return the threads that compute a stage's experts in the host's memory, if it has some.
+
+    ``None``, with a logged reason, where none can: the calling thread computes them then.
+    """
+    if not stage.host_threads:
+        return None
+    try:
+        return HostPool(stage.host_threads, host_cores(os.environ))
+    except UnsupportedStepError as error:
+        logger.warning("experts in the host's memory have no threads of their own: %s", error)
+        return None
 
 
 def offloaded_kv(
@@ -483,7 +508,9 @@ def _load(
     stack.callback(runner.close)
     clock.load_s = clock.now() - start_s
     layers = runner.layers
-    clock.held = held_bytes(layers, runner.cache, master, device)
+    clock.held = held_bytes(layers, runner.cache, master, device, runner.host)
+    if (host := runner.host) is not None:
+        clock.read_host = lambda: host.busy[0]
     tune_malloc_for_serving()
     trace_calls = context.recorder.trace_calls
     if layers is not None:

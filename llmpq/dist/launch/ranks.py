@@ -32,6 +32,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from llmpq.dist.io.job import START_TIMEOUT_S, Job, Rendezvous, write_job
 from llmpq.dist.io.results import finished_ids
 from llmpq.dist.launch.process_environment import (
+    HOST_CORES,
     cpu_environment,
     cuda_environment,
     pin,
@@ -509,7 +510,9 @@ def rank_environment(
     variables = cpu_environment(threads, device.cpu_isa, has_own_cores=own)
     if kind == "cuda":
         variables |= cuda_environment(store, os.environ)
+    host = _host_cores(plan, rank, local_ranks, cores)
     return variables | {
+        HOST_CORES: ",".join(map(str, host)),
         "RANK": str(rank),
         "WORLD_SIZE": str(len(plan.rank_devices)),
         "LOCAL_RANK": str(list(local_ranks).index(rank)),
@@ -602,10 +605,31 @@ def _signals_blocked() -> Iterator[None]:
 
 
 def _threads(plan: Plan, rank: int, local_ranks: Sequence[int], available: Sequence[int]) -> int:
-    """Return the threads of a worker: the cluster file's, else an equal share of the cores."""
+    """Return the threads of a worker: the cluster file's, else an equal share of the cores.
+
+    Threads that compute experts have cores of their own.
+    """
     given = plan.cluster.devices[plan.rank_devices[rank]].threads
     devices = {plan.rank_devices[other] for other in local_ranks}
-    return given or max(1, len(available) // len(devices))
+    left = len(available) - sum(_host_threads(plan, other) for other in local_ranks)
+    return given or max(1, left // len(devices))
+
+
+def _host_threads(plan: Plan, rank: int) -> int:
+    """Return the threads that compute a rank's experts in the host's memory."""
+    return plan.stages[rank].host_threads if rank < len(plan.stages) else 0
+
+
+def _host_cores(
+    plan: Plan, rank: int, ranks: Sequence[int], available: Sequence[int]
+) -> tuple[int, ...]:
+    """Return the cores of these threads, after those of all devices; none if there are too few."""
+    used = sum(_device_threads(plan, ranks, available).values())
+    counts = {other: _host_threads(plan, other) for other in ranks}
+    if used + sum(counts.values()) > len(available):
+        return ()
+    first = used + sum(counts[other] for other in ranks if other < rank)
+    return tuple(available[first : first + counts[rank]])
 
 
 def _cores(plan: Plan, rank: int, ranks: Sequence[int], available: Sequence[int]) -> set[int]:
@@ -613,17 +637,22 @@ def _cores(plan: Plan, rank: int, ranks: Sequence[int], available: Sequence[int]
 
     The kernel then shares all cores. A draft model has the cores of the stage on its device.
     """
-    threads = {
-        plan.rank_devices[other]: _threads(plan, other, ranks, available)
-        for other in ranks
-        if device_spec(plan.cluster.devices[plan.rank_devices[other]].type, plan.cluster).kind
-        == "cpu"
-    }
+    threads = _device_threads(plan, ranks, available)
     own = plan.rank_devices[rank]
     if own not in threads or sum(threads.values()) > len(available):
         return set()
     first = sum(list(threads.values())[: list(threads).index(own)])
     return set(available[first : first + threads[own]])
+
+
+def _device_threads(plan: Plan, ranks: Sequence[int], available: Sequence[int]) -> dict[int, int]:
+    """Return the threads of each CPU device of these ranks."""
+    return {
+        plan.rank_devices[other]: _threads(plan, other, ranks, available)
+        for other in ranks
+        if device_spec(plan.cluster.devices[plan.rank_devices[other]].type, plan.cluster).kind
+        == "cpu"
+    }
 
 
 class _WorkerMonitor:

@@ -31,6 +31,8 @@ class HeldBytes:
         kv: key-value slots.
         buffers: shared by all steps, such as the one that 8-bit keys and values are widened into.
         load_peak: peak of the process (on CUDA: of its tensors) until all of these were loaded.
+        host: experts in the memory of the device's host, which ``weights`` has not, and the buffers
+            of the threads that compute them.
     """
 
     weights: int
@@ -38,6 +40,7 @@ class HeldBytes:
     kv: int
     buffers: int
     load_peak: int
+    host: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +84,7 @@ class StageStats:
         wait_s: waiting for micro-batches, from its first one on.
         send_s: sending micro-batches to the next rank.
         cpu_taken: share of its thread's CPU time that other programs took, ``None`` if unknown.
+        host_busy_s: in which threads of the host computed experts; ``None`` without such threads.
     """
 
     rank: int
@@ -96,6 +100,7 @@ class StageStats:
     wait_s: float = 0.0
     send_s: float = 0.0
     cpu_taken: float | None = None
+    host_busy_s: float | None = None
 
     def busy_in(self, phase: Phase) -> float:
         """Return the seconds of all micro-batches of a phase, the master's own work included."""

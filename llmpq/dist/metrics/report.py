@@ -225,6 +225,8 @@ def memory_parts(plan: Plan, stats: StageStats) -> dict[str, dict[str, int]]:
         "buffers": {"measured": held.buffers},
         "loading_peak": {"measured": held.load_peak},
     }
+    if held.host:
+        parts["host"] = {"measured": held.host}
     for name in ("reserved", "device_used"):
         measured = getattr(stats, f"{name}_bytes")
         if measured is not None:
@@ -262,6 +264,8 @@ def _stage_report(
         found["work"] = [to_json(one) for one in stats.work]
     if stats.cpu_taken is not None:
         found["cpu_taken"] = stats.cpu_taken
+    if stats.host_busy_s is not None:
+        found["host_busy_s"] = stats.host_busy_s
     share = 1.0 / latency_s if latency_s > 0 else 0.0
     busy = min(1.0, stats.busy_s * share)
     return found | {

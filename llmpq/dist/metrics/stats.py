@@ -59,6 +59,7 @@ class StageClock:
         micro_batching: sizes of a full micro-batch.
         now, sleep: the clock, in seconds.
         read_core: returns the CPU time of a thread.
+        read_host: returns the seconds in which threads of the host computed; ``None`` without any.
     """
 
     micro_batching: MicroBatching
@@ -66,6 +67,7 @@ class StageClock:
     sleep: Callable[[float], None] = time.sleep
     read_core: Callable[[int], CoreTime | None] = core_time
     load_s: float = 0.0
+    read_host: Callable[[], float] | None = None
     held: HeldBytes | None = None
     wait_s: float = 0.0
     send_s: float = 0.0
@@ -104,6 +106,7 @@ class StageClock:
             send_s=self.send_s,
             work=self._longest_work(),
             cpu_taken=None if self._taken is None else self._taken.share(),
+            host_busy_s=None if self.read_host is None else self.read_host(),
         )
 
     def _longest_work(self) -> tuple[WorkSample, ...]:

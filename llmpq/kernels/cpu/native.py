@@ -28,7 +28,18 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from ctypes import CDLL, POINTER, Structure, addressof, byref, c_float, c_int32, c_int64, c_void_p
+from ctypes import (
+    CDLL,
+    POINTER,
+    Structure,
+    addressof,
+    byref,
+    c_double,
+    c_float,
+    c_int32,
+    c_int64,
+    c_void_p,
+)
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -40,7 +51,7 @@ from llmpq.kernels.base import PackedWeight, PreparedWeight
 from llmpq.native_build import NotCompiledError, library_path
 from llmpq.spec.precision import Precision
 
-ABI = 22
+ABI = 23
 DONE = 0
 
 _COMMON = ("-std=gnu11", "-O3", "-Wno-psabi", "-fPIC", "-shared")
@@ -262,6 +273,15 @@ def load(name: str) -> ctypes.CDLL:
     if has_steps(name):
         loaded.kernels_step.restype = None
         loaded.kernels_step.argtypes = (c_void_p,)
+        loaded.kernels_experts_open.restype = c_void_p
+        loaded.kernels_experts_open.argtypes = (c_void_p, c_int32)
+        loaded.kernels_experts_submit.argtypes = (*(c_void_p,) * 6, c_int64)
+        for function in (loaded.kernels_experts_wait, loaded.kernels_experts_busy):
+            function.restype = None
+        loaded.kernels_experts_wait.argtypes = (c_void_p, c_int32)
+        loaded.kernels_experts_busy.argtypes = (c_void_p, POINTER(c_double), POINTER(c_int64))
+        loaded.kernels_experts_close.restype = None
+        loaded.kernels_experts_close.argtypes = (c_void_p,)
     if has_int8(name):
         loaded.kernels_packed_int8.argtypes = (POINTER(Product), c_int32)
         loaded.kernels_int8.argtypes = (POINTER(Product), c_float, c_int32)

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from llmpq.errors import SpecError
 from llmpq.kernels.base import KernelBackend, PackedWeight, open_device, packed_row_bytes
 from llmpq.kernels.cpu.dense import goes_in_panels, panel_rows_of
+from llmpq.kernels.cpu.experts import HostPool
 from llmpq.kernels.cpu.native import TILE_ROWS, TiledWeight
 from llmpq.kernels.registry import TileBackend, choose_backend
 from llmpq.models import Checkpoint, DecoderStage
@@ -50,8 +51,10 @@ from llmpq.quant.loading.weight_cache import (
     finish_entry,
     weight_of,
 )
+from llmpq.quant.modules.experts import use_host_
 from llmpq.quant.modules.layer import (
     DenseLinear,
+    LayerVariant,
     Matrix,
     QuantLinear,
     dense_linear,
@@ -67,7 +70,7 @@ from llmpq.quant.modules.layer import (
 from llmpq.quant.modules.mixers import compile_mixers_
 from llmpq.quant.quantizers.rtn import quantize
 from llmpq.spec.huggingface.quantization import is_gptq
-from llmpq.spec.precision import Precision, default_precision
+from llmpq.spec.precision import Precision, StageExperts, default_precision
 from llmpq.units import MIB
 
 T = TypeVar("T")
@@ -79,6 +82,7 @@ numbers. The cost model counts ``MATRICES_UNDER_WAY``, which includes temporarie
 BLOCK_WEIGHTS = 1 << 21
 """Weights read and quantized at once; their codes stay in a core's cache until they are tiled."""
 
+_HOST = torch.device("cpu")
 PAGE_BYTES = 2 * MIB
 _MADV_COLLAPSE = 25  # Linux 6.1; at once, the memory is copied
 _MADV_HUGEPAGE = 14  # older ones; by a thread of the kernel, in its own time
@@ -101,6 +105,8 @@ def load_stage(  # noqa: PLR0913  the stage, and where it goes; a worker has all
     weight_cache: WeightCache | None = None,
     checkpoint: Checkpoint | None = None,
     on_disk: Collection[int] = (),
+    experts: StageExperts | None = None,
+    host: HostPool | None = None,
 ) -> DecoderStage:
     """Load decoder layers ``[first_layer, end_layer)``, each at its own bitwidth.
 
@@ -118,10 +124,12 @@ def load_stage(  # noqa: PLR0913  the stage, and where it goes; a worker has all
             decoded.
         on_disk: layers of the stage (from 0) whose weights stay in files of the cache, from which
             they are read as they are needed.
+        experts: bits and place of routed experts that are not as the rest of their layer.
+        host: computes those in the host's memory; ``None`` leaves them to the calling thread.
 
     Raises:
-        SpecError: no such layers, a bitwidth missing or unknown, other bits than a GPTQ
-            checkpoint holds, or as ``Checkpoint`` and the quantizers.
+        SpecError: no such layers or experts, a bitwidth missing or unknown, other bits than a
+            GPTQ checkpoint holds, or as ``Checkpoint`` and the quantizers.
     """
     load = opened(model_dir, dtype, device, backend, weight_cache, checkpoint)
     checkpoint = load.checkpoint
@@ -129,18 +137,22 @@ def load_stage(  # noqa: PLR0913  the stage, and where it goes; a worker has all
     _check_range(checkpoint, first_layer, end_layer, widths)
     if load.gptq is not None and bits is not None:
         load.gptq.check_bits(first_layer, bits)
-    precisions = [default_precision(one) for one in widths]
-    chosen = {first_layer + index: precisions[index] for index in sorted(on_disk)}
+    variants = _variants(load, first_layer, widths, experts)
     layers = list[nn.Module]()
     with torch.no_grad(), on_device(load.device):
-        files = _layers_on_disk(load, chosen)
-        for layer in _loaded_layers(load, first_layer, precisions, files):
+        files = _layers_on_disk(
+            load, {first_layer + index: variants[index] for index in sorted(on_disk)}
+        )
+        for layer in _loaded_layers(load, first_layer, variants, files):
             layers.append(layer.module)
             if progress is not None:
                 progress(len(layers), len(widths), layer.description)
             del layer  # before the next one is waited for
     stage = DecoderStage(checkpoint.config, layers, first_layer, checkpoint.skeleton)
-    stage.to(load.device)
+    if any(one.resident is not None for one in variants):
+        use_host_(stage, [one.resident for one in variants], load.device, host)
+    else:
+        stage.to(load.device)
     use_huge_pages(*(part for place, part in enumerate(layers) if place not in on_disk))
     if any(hasattr(part, COMPILED) for part in stage.modules()):
         compile_mixers_(stage, dtype)
@@ -154,7 +166,7 @@ def load_stage(  # noqa: PLR0913  the stage, and where it goes; a worker has all
 def _loaded_layers(
     load: Load,
     first_layer: int,
-    precisions: Sequence[Precision],
+    variants: Sequence[LayerVariant],
     prepared: Mapping[int, LayerLoad],
 ) -> Iterator[LayerLoad]:
     """Yield layers that are whole; ``prepared`` are some of them by their index in the model."""
@@ -163,7 +175,7 @@ def _loaded_layers(
     prefetcher: Prefetcher[Piece | LayerLoad] = Prefetcher(
         1 if is_wide else SLOTS, is_pinned=load.device.type == "cuda"
     )
-    read = _read_layers(load, prefetcher, first_layer, precisions, prepared)
+    read = _read_layers(load, prefetcher, first_layer, variants, prepared)
     quantizer = RowQuantizer(load)
     with (
         nullcontext() if load.cache is None else BackgroundWriter() as writer,
@@ -173,12 +185,12 @@ def _loaded_layers(
             if isinstance(item, Piece):
                 _place(item, quantizer, writer, load)
             else:
-                _finish_(item, writer, load)
+                _finish_(item, load)
                 yield item
             del item  # before the next one is waited for
 
 
-def _layers_on_disk(load: Load, precisions: Mapping[int, Precision]) -> dict[int, LayerLoad]:
+def _layers_on_disk(load: Load, variants: Mapping[int, LayerVariant]) -> dict[int, LayerLoad]:
     """Prepare layers whose weights rest on disk, by their index in the model.
 
     Those that are not in the cache yet are made, one at a time, and written to it.
@@ -187,7 +199,7 @@ def _layers_on_disk(load: Load, precisions: Mapping[int, Precision]) -> dict[int
         SpecError: there is no cache, it cannot hold a layer, or the device cannot read from it.
     """
     found: dict[int, LayerLoad] = {}
-    for index, precision in precisions.items():
+    for index, variant in variants.items():
         where = f"layer {index}: its weights rest on disk, but"
         if load.device.type != "cpu":
             raise SpecError(
@@ -203,19 +215,21 @@ def _layers_on_disk(load: Load, precisions: Mapping[int, Precision]) -> dict[int
                 f"{where} found a checkpoint in GPTQ's format, which is not streamed yet; plan "
                 "with --no_streaming, or serve the model it was made from"
             )
-        layer = _prepared(load, index, precision, on_disk=True)
-        if layer.matrices.file is None:
+        layer = _prepared(load, index, variant, on_disk=True)
+        (matrices,) = layer.matrices
+        if matrices.file is None:
             raise SpecError(
                 f"{where} found files in {load.checkpoint.directory} that are being written, or "
                 "were a moment ago; try again"
             )
-        if layer.matrices.cached is None:
-            for made in _loaded_layers(load, index, [precision], {}):
-                if precision.bits == 16:
-                    _write_dense(layer.matrices, made.module)
+        if matrices.cached is None:
+            for made in _loaded_layers(load, index, [variant], {}):
+                if matrices.precision.bits == 16:
+                    _write_dense(matrices, made.module)
                 del made
-            layer = _prepared(load, index, precision, on_disk=True)
-        if layer.matrices.cached is None:
+            layer = _prepared(load, index, variant, on_disk=True)
+            (matrices,) = layer.matrices
+        if matrices.cached is None:
             raise SpecError(
                 f"{where} {load.cache.directory} cannot hold it; raise --store_limit, or give "
                 "--store a folder with room"
@@ -241,7 +255,7 @@ def _mapped_file(layer: LayerLoad) -> MappedFile:
     Raises:
         SpecError: a kernel has made a copy of them, or the file is gone.
     """
-    matrices = layer.matrices
+    (matrices,) = layer.matrices
     assert matrices.file is not None
     assert matrices.cached is not None
     descriptor = matrices.file.open()
@@ -276,33 +290,54 @@ def _place(
 ) -> None:
     """Put a tensor into its layer, or a matrix once all of its rows are quantized."""
     layer, into, weight = piece.layer, piece.into, piece.weight
-    if (
-        isinstance(into, Matrix)
-        and isinstance(weight, Tensor)
-        and layer.matrices.cached is not None
-    ):
-        layer.install(into, dense_linear(weight, is_ordered=into.name in layer.matrices.tiled))
-    elif isinstance(into, Matrix):
-        whole = quantizer.add(layer.matrices, into, piece.first_row, weight)
-        if whole is not None:
-            if writer is not None and layer.matrices.entry is not None:
-                writer.add(layer.matrices.entry, into.name, whole)
-            layer.install(into, load.linear(whole))
+    if isinstance(into, Matrix):
+        matrices = piece.matrices
+        assert matrices is not None
+        if isinstance(weight, Tensor) and matrices.cached is not None:
+            layer.install(into, dense_linear(weight, is_ordered=into.name in matrices.tiled))
+        elif (whole := quantizer.add(matrices, into, piece.first_row, weight)) is not None:
+            if writer is not None and matrices.entry is not None:
+                writer.add(matrices.entry, into.name, whole)
+                if into is matrices.members[-1]:
+                    writer.end()
+            layer.install(into, load.on(matrices.device).linear(whole))
     else:
         assert isinstance(weight, Tensor)
-        layer.fill({into: cast_to(weight.to(load.device), load.dtype)})
+        device = layer.device_of(into, load.device)
+        layer.fill({into: cast_to(weight.to(device), load.dtype)})
     if piece.slot is not None:
         piece.slot.release()
 
 
-def _finish_(layer: LayerLoad, writer: BackgroundWriter | None, load: Load) -> None:
-    """Finish a layer whose tensors have all been placed, and its new entry of the cache."""
-    if writer is not None and layer.matrices.entry is not None:
-        writer.end()
-    module = layer.finish()
-    if layer.matrices.precision.bits == 16:
-        quantize_layer_(module, 16, load.dtype, backend=load.backend)
+def _finish_(layer: LayerLoad, load: Load) -> None:
+    """Finish a layer whose tensors have all been placed."""
+    module, resident = layer.finish(), layer.variant.resident
+    if 16 in layer.variant.widths:
+        # Stacks of which a part is on the host were read into its memory.
+        is_apart = resident is not None and load.device != _HOST
+        places = dict.fromkeys(resident or (), load.device) if is_apart else None
+        quantize_layer_(module, 16, load.dtype, backend=load.backend, resident=places)
     fuse_norms_(module)
+
+
+def _variants(
+    load: Load, first_layer: int, bits: Sequence[int], experts: StageExperts | None
+) -> list[LayerVariant]:
+    """Return the variant of each layer.
+
+    Raises:
+        SpecError: a GPTQ checkpoint has experts of one width with the rest of their layer.
+    """
+    found = []
+    for layer, width in enumerate(bits, first_layer):
+        found.append(LayerVariant.of(width, None if experts is None else experts.of(layer)))
+        dense, other = found[-1].widths
+        if load.gptq is not None and other != dense:
+            raise SpecError(
+                f"layer {layer}: found experts at {other} bits beside {dense}, expected those of "
+                f"the checkpoint {load.checkpoint.directory}"
+            )
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -324,6 +359,10 @@ class Load:
     device: torch.device
     backend: str | None
     cache: WeightCache | None
+
+    def on(self, device: torch.device) -> Load:
+        """Return the same to another device."""
+        return self if device == self.device else replace(self, device=device)
 
     def kernel(
         self, precision: Precision, rows: int, columns: int, *, reads_rows: bool = False
@@ -357,6 +396,7 @@ class Load:
             cached=cached,
             entry=entry if cached is None and precision.bits != 16 else None,
             file=entry,
+            device=self.device,
         )
 
     def _tiled(
@@ -423,7 +463,9 @@ def opened(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MatrixSet:
-    """Matrices of one precision that are one entry of the cache: a layer's, or the head.
+    """Matrices of one precision and device that are one entry of the cache.
+
+    They are those of a layer, its routed experts, or the head.
 
     Attributes:
         precision: of all of them.
@@ -433,6 +475,7 @@ class MatrixSet:
         cached: tensors of the entry, mapped; ``None`` if there is none.
         entry: a new one, to be written; ``None`` if nothing is.
         file: the entry, written or not; ``None`` without a cache.
+        device: where they go.
     """
 
     precision: Precision
@@ -442,6 +485,7 @@ class MatrixSet:
     cached: Mapping[str, Tensor] | None
     entry: CacheEntry | None
     file: CacheEntry | None
+    device: torch.device
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -452,6 +496,7 @@ class LayerLoad:
         index: its place in the model.
         module: the layer; on the meta device what has not been put in.
         sources: of its tensors, but for those stored as GPTQ codes.
+        variant: how it is stored.
         matrices: that are stored as codes or are to be quantized.
         origin: of its weights, for the progress line; empty if they are quantized here.
     """
@@ -459,15 +504,29 @@ class LayerLoad:
     index: int
     module: nn.Module
     sources: Mapping[str, TensorSource]
-    matrices: MatrixSet
+    variant: LayerVariant
+    matrices: Sequence[MatrixSet]
     origin: str = ""
-    _experts: dict[str, dict[str, list[nn.Module]]] = field(default_factory=dict)
+    _experts: dict[str, dict[str, dict[int, nn.Module]]] = field(default_factory=dict)
 
     @property
     def description(self) -> str:
         """What the progress line says."""
         origin = f", {self.origin}" if self.origin else ""
-        return f"layer {self.index} at {self.matrices.precision}{origin}"
+        return f"layer {self.index} at {self.variant.text}{origin}"
+
+    def device_of(self, key: str, device: torch.device) -> torch.device:
+        """Return where a tensor goes whose layer is on ``device``.
+
+        Stacks of experts of which some are not resident go to the host.
+        """
+        is_apart = self.variant.resident is not None and key in self._stacks
+        return _HOST if is_apart else device
+
+    @property
+    def _stacks(self) -> set[str]:
+        """Keys of the stacks of routed experts."""
+        return {one.key for one in matrices_of(self.module) if one.expert is not None}
 
     def fill(self, state: Mapping[str, Tensor]) -> None:
         """Put in tensors that are not quantized: norms, biases, routers, 16-bit weights."""
@@ -487,13 +546,14 @@ class LayerLoad:
             set_bias_(linear, module.bias)
             self.module.set_submodule(matrix.module, linear)
             return
-        lists = self._experts.setdefault(matrix.module, {key: [] for key in expert_keys(module)})
+        stacks = self._experts.setdefault(matrix.module, {key: {} for key in expert_keys(module)})
         key = matrix.key.rpartition(".")[2]
         biases = getattr(module, f"{key}_bias", None)  # [E, N]
-        set_bias_(linear, None if biases is None else biases[matrix.expert])
-        assert matrix.expert == len(lists[key])
-        lists[key].append(linear)
-        if all(len(own) == len(module.get_parameter(key)) for key, own in lists.items()):
+        place = _HOST if self.variant.is_on_host(matrix.expert) else None
+        set_bias_(linear, None if biases is None else biases[matrix.expert].to(place))
+        stacks[key][matrix.expert] = linear
+        if all(len(own) == len(module.get_parameter(key)) for key, own in stacks.items()):
+            lists = {key: [own[expert] for expert in sorted(own)] for key, own in stacks.items()}
             self.module.set_submodule(matrix.module, experts_of(module, lists))
             del self._experts[matrix.module]
 
@@ -520,6 +580,7 @@ class Piece:
         layer: that it belongs to.
         into: the matrix, or the tensor's key in the layer's ``state_dict``.
         first_row: of the rows in their matrix.
+        matrices: whose matrix it is; ``None`` for a tensor.
         weight: a tensor as it is stored, codes as they are stored, or a cached matrix.
         slot: to release once the piece is placed; ``None`` if more is read into it, or if the
             weight lies in a mapped file.
@@ -527,6 +588,7 @@ class Piece:
 
     layer: LayerLoad
     into: Matrix | str
+    matrices: MatrixSet | None = None
     first_row: int = 0
     weight: Tensor | PackedWeight | TiledWeight
     slot: Slot | None
@@ -536,7 +598,7 @@ def _read_layers(
     load: Load,
     prefetcher: Prefetcher[Piece | LayerLoad],
     first_layer: int,
-    precisions: Sequence[Precision],
+    variants: Sequence[LayerVariant],
     prepared: Mapping[int, LayerLoad],
 ) -> Iterator[Piece | LayerLoad]:
     """Yield the pieces of each layer, read when they are asked for, and then the layer.
@@ -555,43 +617,55 @@ def _read_layers(
         initargs=(load.device,),
     )
 
-    def prepare(index: int, precision: Precision) -> LayerLoad:
-        return prepared[index] if index in prepared else _prepared(load, index, precision)
+    def prepare(index: int, variant: LayerVariant) -> LayerLoad:
+        return prepared[index] if index in prepared else _prepared(load, index, variant)
 
     try:
-        for layer in pool.map(prepare, count(first_layer), precisions):
+        for layer in pool.map(prepare, count(first_layer), variants):
             yield from _read_layer(load, layer, prefetcher)
             yield layer
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _prepared(load: Load, index: int, precision: Precision, *, on_disk: bool = False) -> LayerLoad:
-    """Build a layer on the meta device, find its tensors and check its entry of the cache.
+def _prepared(load: Load, index: int, variant: LayerVariant, *, on_disk: bool = False) -> LayerLoad:
+    """Build a layer on the meta device, find its tensors and check its entries of the cache.
 
     Unquantized weights have one if they rest on disk.
+
+    Raises:
+        SpecError: it has no such experts.
     """
     layer = load.checkpoint.empty_layer(index).requires_grad_(False).eval()
     members: Sequence[Matrix] = ()
-    if load.gptq is not None or precision.bits != 16 or on_disk:
+    if load.gptq is not None or not variant.is_plain or on_disk:
         members = matrices_of(layer)
+    variant.check(index, members)
     if load.gptq is not None:
         keys = load.gptq.packed_keys(index)
         members = [matrix for matrix in members if matrix.key in keys]
     without = () if load.gptq is None else {matrix.key for matrix in members}
     sources = load.checkpoint.layer_sources(index, layer, without=without)
+    if load.gptq is None and not on_disk:
+        members = [one for one in members if variant.precision_of(one.expert).bits != 16]
     weights = {} if load.gptq is not None else _sources_of(members, sources)
-    matrices = load.matrix_set(members, weights, precision)
-    return LayerLoad(index=index, module=layer, sources=sources, matrices=matrices)
+    groups: dict[tuple[Precision, torch.device], list[Matrix]] = {}
+    for one in members:
+        place = _HOST if variant.is_on_host(one.expert) else load.device
+        groups.setdefault((variant.precision_of(one.expert), place), []).append(one)
+    sets = []
+    for (precision, device), own in groups.items():
+        named = {one.name: weights[one.name] for one in own if one.name in weights}
+        sets.append(load.on(device).matrix_set(own, named, precision))
+    return LayerLoad(index=index, module=layer, sources=sources, variant=variant, matrices=sets)
 
 
 def _sources_of(
     matrices: Sequence[Matrix], sources: Mapping[str, TensorSource]
 ) -> dict[str, TensorSource]:
     """Return the source of every matrix by its name; experts are slices of one parameter."""
-    slices = {
-        matrix.key: list(sources[matrix.key].rows()) for matrix in matrices if matrix.expert == 0
-    }
+    stacks = {matrix.key for matrix in matrices if matrix.expert is not None}
+    slices = {key: list(sources[key].rows()) for key in stacks}
     return {
         matrix.name: sources[matrix.key]
         if matrix.expert is None
@@ -603,24 +677,31 @@ def _sources_of(
 def _read_layer(
     load: Load, layer: LayerLoad, prefetcher: Prefetcher[Piece | LayerLoad]
 ) -> Iterator[Piece]:
-    matrices, gptq = layer.matrices, load.gptq
-    keys = {matrix.key for matrix in matrices.members}
+    gptq = load.gptq
+    keys = {matrix.key for own in layer.matrices for matrix in own.members}
     for key, source in layer.sources.items():
         if key not in keys:
             slot = prefetcher.acquire()
             yield Piece(
                 layer=layer, into=key, weight=load.checkpoint.tensors.load(source), slot=slot
             )
-    if gptq is not None and matrices.members:
+    if gptq is not None and layer.matrices:
         layer.origin = "as stored"
-    elif matrices.cached is not None:
+    elif layer.matrices and all(own.cached is not None for own in layer.matrices):
         layer.origin = "from the store"
+    for own in layer.matrices:
+        yield from _read_matrices(load, layer, own, prefetcher)
+
+
+def _read_matrices(
+    load: Load, layer: LayerLoad, matrices: MatrixSet, prefetcher: Prefetcher[Piece | LayerLoad]
+) -> Iterator[Piece]:
     for matrix in matrices.members:
-        if gptq is not None:
+        if load.gptq is not None:
             slot = prefetcher.acquire()
-            packed = gptq.packed(layer.index, matrix.name, load.dtype)
+            packed = load.gptq.packed(layer.index, matrix.name, load.dtype)
             assert packed is not None
-            yield Piece(layer=layer, into=matrix, weight=packed, slot=slot)
+            yield Piece(layer=layer, into=matrix, matrices=matrices, weight=packed, slot=slot)
             del packed
         elif matrices.cached is not None:
             mapped = (
@@ -628,26 +709,30 @@ def _read_layer(
                 if matrices.precision.bits == 16
                 else weight_of(matrix, matrices.precision, matrices.cached)
             )
-            yield Piece(layer=layer, into=matrix, weight=mapped, slot=None)
+            yield Piece(layer=layer, into=matrix, matrices=matrices, weight=mapped, slot=None)
         else:
-            yield from _read_rows(load, layer, matrix, prefetcher.acquire())
+            yield from _read_rows(load, layer, (matrices, matrix), prefetcher.acquire())
 
 
-def _read_rows(load: Load, layer: LayerLoad, matrix: Matrix, slot: Slot) -> Iterator[Piece]:
+def _read_rows(
+    load: Load, layer: LayerLoad, place: tuple[MatrixSet, Matrix], slot: Slot
+) -> Iterator[Piece]:
     """Read a matrix into one slot; quantizing its first rows overlaps with reading the next."""
-    matrices, tensors = layer.matrices, load.checkpoint.tensors
+    (matrices, matrix), tensors = place, load.checkpoint.tensors
     source, rows, first = matrices.weights[matrix.name], matrix.out_features, 0
     kept = read_as_stored(source, matrices.precision, load.dtype, tensors.load)
     if kept is not None:
         layer.origin = "as stored"
-        yield Piece(layer=layer, into=matrix, weight=kept, slot=slot)
+        yield Piece(layer=layer, into=matrix, matrices=matrices, weight=kept, slot=slot)
         return
     if matrix.name in matrices.tiled:
         rows = block_rows(matrix.in_features, TILE_ROWS)
     for weight in tensors.load_blocks(source, slot.allocate, rows):
         end = first + len(weight)
         own = slot if end == matrix.out_features else None
-        yield Piece(layer=layer, into=matrix, first_row=first, weight=weight, slot=own)
+        yield Piece(
+            layer=layer, into=matrix, matrices=matrices, first_row=first, weight=weight, slot=own
+        )
         first = end
         del weight
 
@@ -686,7 +771,7 @@ class RowQuantizer:
             return weight
         is_tiled = matrix.name in matrices.tiled
         if isinstance(weight, PackedWeight):
-            rows = weight.to(self._load.device)
+            rows = weight.to(matrices.device)
         else:
             rows = self._rounded(matrices, matrix, weight, is_tiled=is_tiled)
         if is_tiled:
@@ -706,10 +791,8 @@ class RowQuantizer:
     def _rounded(
         self, matrices: MatrixSet, matrix: Matrix, weight: Tensor, *, is_tiled: bool
     ) -> PackedWeight:
-        weight, precision = (
-            cast_to(weight.to(self._load.device), self._load.dtype),
-            matrices.precision,
-        )
+        precision = matrices.precision
+        weight = cast_to(weight.to(matrices.device), self._load.dtype)
         # Codes that are copied into tiles need memory for a moment: the same for all that fit.
         nbytes = len(weight) * packed_row_bytes(matrix.in_features, precision.bits)
         if is_tiled and self._room.nbytes < nbytes:

@@ -40,7 +40,7 @@ from llmpq.kernels.cpu.native import TYPES, Norm, TiledWeight, library, rows_of_
 from llmpq.kernels.registry import TileBackend, choose_backend
 from llmpq.models.adapter import BiasedExperts, ClampedGate, accepts, default_norm
 from llmpq.quant.quantizers.rtn import quantize
-from llmpq.spec.precision import Precision, default_precision
+from llmpq.spec.precision import LayerExperts, Precision, default_precision
 from llmpq.spec.runtime_constants import ROW_BLOCK
 
 
@@ -142,7 +142,12 @@ _PLAIN_EXPERTS = {
 
 
 def quantize_layer_(
-    layer: nn.Module, bits: int, dtype: torch.dtype, *, backend: str | None = None
+    layer: nn.Module,
+    bits: int,
+    dtype: torch.dtype,
+    *,
+    backend: str | None = None,
+    resident: Mapping[int, torch.device] | None = None,
 ) -> None:
     """Cast ``layer`` to ``dtype`` and quantize its linear weights, freeing them one by one.
 
@@ -152,6 +157,7 @@ def quantize_layer_(
             on a CPU reorders bf16 weights for its matmul.
         dtype: dtype of the run: of what stays unquantized, and of the scales.
         backend: kernel backend to prefer; ``None`` leaves it to the registry.
+        resident: devices of experts of 16 bits that are not where their stack is.
 
     Raises:
         SpecError: the layer has no operator to quantize, or experts in an unknown layout, which
@@ -161,7 +167,7 @@ def quantize_layer_(
     layer.to(dtype).requires_grad_(False).eval()
     if bits == 16:
         prepack_(layer)
-        _unstack_experts_(layer)
+        _unstack_experts_(layer, resident or {})
         return
     names = list(quantizable_names(layer))
     if not names:
@@ -191,7 +197,7 @@ def prepack_(module: nn.Module) -> None:
             module.set_submodule(name, DenseLinear(weight, linear.bias))
 
 
-def _unstack_experts_(layer: nn.Module) -> None:
+def _unstack_experts_(layer: nn.Module, resident: Mapping[int, torch.device]) -> None:
     """Make a CPU run stacked experts one by one, on views of their weights.
 
     transformers gathers the rows of all experts at once, which takes several times the memory.
@@ -200,18 +206,26 @@ def _unstack_experts_(layer: nn.Module) -> None:
     for name, module in stacks:
         weights = [module.get_parameter(key) for key in expert_keys(module)]
         if all(weight.device.type == "cpu" and weight.dim() == 3 for weight in weights):
-            views = {key: _ordered(expert_views(module, key)) for key in expert_keys(module)}
+            views = {
+                key: _ordered(expert_views(module, key), resident) for key in expert_keys(module)
+            }
             layer.set_submodule(name, experts_of(module, views))
 
 
-def _ordered(views: Sequence[nn.Linear]) -> list[nn.Module]:
-    """Order views of a stack for this CPU's kernels, in its memory where they are whole panels."""
-    return [
-        DenseLinear(view.weight.detach(), view.bias, reuse=True)
-        if can_prepack(view.weight) and is_whole(view.weight)
-        else view
-        for view in views
-    ]
+def _ordered(views: Sequence[nn.Linear], resident: Mapping[int, torch.device]) -> list[nn.Module]:
+    """Order views of a stack for this CPU's kernels, in its memory where they are whole panels.
+
+    Resident ones are copied to their device.
+    """
+    found: list[nn.Module] = []
+    for expert, view in enumerate(views):
+        if expert in resident:
+            found.append(view.to(resident[expert]))
+        elif can_prepack(view.weight) and is_whole(view.weight):
+            found.append(DenseLinear(view.weight.detach(), view.bias, reuse=True))
+        else:
+            found.append(view)
+    return found
 
 
 def dense_linear(weight: Tensor, *, is_ordered: bool) -> DenseLinear | nn.Linear:
@@ -259,6 +273,83 @@ class Matrix:
     expert: int | None
     out_features: int
     in_features: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerVariant:
+    """How a layer is stored.
+
+    Attributes:
+        precision: of its dense part.
+        experts: of its routed experts.
+        resident: routed experts on the device; ``None`` for all.
+    """
+
+    precision: Precision
+    experts: Precision
+    resident: tuple[int, ...] | None
+
+    @classmethod
+    def of(cls, bits: int, experts: LayerExperts | None) -> LayerVariant:
+        """Return the variant of a layer of some bits whose experts a strategy may name."""
+        other = bits if experts is None or experts.bits is None else experts.bits
+        return cls(
+            precision=default_precision(bits),
+            experts=default_precision(other),
+            resident=None if experts is None else experts.resident,
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all of the layer is unquantized and on its device."""
+        return set(self.widths) == {16} and self.resident is None
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Bits of both parts."""
+        return self.precision.bits, self.experts.bits
+
+    @property
+    def text(self) -> str:
+        """What the progress line says."""
+        apart = "" if self.precision == self.experts else f", experts at {self.experts}"
+        return f"{self.precision}{apart}"
+
+    def precision_of(self, expert: int | None) -> Precision:
+        """Return the precision of a matrix of an expert, or of the dense part."""
+        return self.precision if expert is None else self.experts
+
+    def is_on_host(self, expert: int | None) -> bool:
+        """Return whether a matrix of an expert, or of the dense part, is in the host's memory."""
+        return self.resident is not None and expert not in (None, *self.resident)
+
+    def check(self, index: int, matrices: Sequence[Matrix]) -> None:
+        """Check that layer ``index`` with these matrices can have this variant.
+
+        Raises:
+            SpecError: it has no such experts.
+        """
+        resident, routed = self.resident, [one for one in matrices if one.expert is not None]
+        if resident is None and self.precision == self.experts:
+            return
+        if not routed:
+            raise SpecError(
+                f"layer {index}: found no routed experts, expected some in a layer of "
+                "'experts.layers'"
+            )
+        if resident is None:
+            return
+        if any(one.key.endswith(".weight") for one in routed):
+            raise SpecError(
+                f"layer {index}: its experts have one matrix each and stay with their layer; "
+                "leave it out of 'experts.layers', or give bits only"
+            )
+        count = 1 + max(one.expert for one in routed if one.expert is not None)
+        if resident and resident[-1] >= count:
+            raise SpecError(
+                f"layer {index}: field 'resident': found expert {resident[-1]}, expected numbers "
+                f"below {count}"
+            )
 
 
 def matrices_of(layer: nn.Module) -> list[Matrix]:
@@ -682,6 +773,11 @@ class QuantExperts(nn.Module):
         self.gate_up = nn.ModuleList(gate_up)
         self.down = nn.ModuleList(down)
         self.gate = gate
+
+    @property
+    def on_device(self) -> list[bool]:
+        """Whether each expert is on the device of its layer."""
+        return [True] * self.num_experts
 
     @property
     def weight_bytes(self) -> int:

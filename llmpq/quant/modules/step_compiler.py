@@ -16,36 +16,37 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from llmpq.kernels.base import PreparedWeight
+from llmpq.kernels.cpu.experts import RowRouter, append_apart, append_experts, append_route
 from llmpq.kernels.cpu.paged_attention import PagedHeads
 from llmpq.kernels.cpu.step import (
     FEW_ROWS,
-    ClampedActivation,
-    ExpertMatrix,
-    RowExperts,
     RowNorm,
-    RowRouter,
     StepKernel,
     StepProgram,
     StepScores,
     UnsupportedStepError,
-    append_experts,
 )
 from llmpq.models import DecoderStage, PackedBatch
-from llmpq.models.adapter import ClampedGate
 from llmpq.models.stage import RotaryTables
 from llmpq.models.states import COMPILED
+from llmpq.quant.modules.experts import (
+    HostExperts,
+    Linear,
+    activation_like,
+    row_experts,
+    weight_of,
+)
 from llmpq.quant.modules.layer import (
     DenseLinear,
     FusedNorm,
-    GatedActivation,
     QuantExperts,
     QuantLinear,
 )
@@ -403,36 +404,12 @@ class RotaryRows:
         return torch.cat((even, odd), dim=1) if torch.equal(even, odd) else table.contiguous()
 
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
-    "relu": functional.relu,
-    "relu2": lambda x: functional.relu(x).square(),
-    "sigmoid": torch.sigmoid,
-}
-_LARGE = (12.0, 50.0, 1000.0)
-"""Where activations with a bound differ from those without."""
 _EPSILONS = ("variance_epsilon", "eps", "norm_eps")
 _USUAL_EPSILON = 1e-5
 _SIZES = (1.0, 0.003, 30.0)
 """Sizes of the rows that norms are tried on: small ones show epsilon."""
 _LIMITS = {torch.float32: 1e-5, torch.bfloat16: 0.01, torch.float16: 0.00125}
 """Largest difference of a norm's output, relative to its size."""
-
-
-def activation_like(module: Callable[[Tensor], Tensor]) -> str:
-    """Return the name of the activation that computes what a module or function does.
-
-    Raises:
-        UnsupportedStepError: there is none.
-    """
-    x = torch.cat((torch.linspace(-8, 8, 257), torch.tensor(_LARGE), -torch.tensor(_LARGE)))
-    expected = module(x.clone())
-    for name, function in _ACTIVATIONS.items():
-        if torch.allclose(expected, function(x), rtol=1e-6, atol=1e-6):
-            return name
-    raise UnsupportedStepError(f"the activation {type(module).__name__}")
 
 
 def norm_like(module: nn.Module, columns: int, dtype: torch.dtype) -> RowNorm:
@@ -580,7 +557,6 @@ def _spread(logits: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
     return torch.zeros_like(logits).scatter(1, chosen, weights.float())
 
 
-_Linear = QuantLinear | DenseLinear | nn.Linear
 _SMALL_ROWS = 64
 """Outputs up to which a plain weight of any format takes no time: a number for each head."""
 
@@ -728,31 +704,24 @@ class _Layer:
         program, layer = self._program, self._layer
         module = layer.get_submodule(parts.experts)
         assert isinstance(module, QuantExperts)
+        router = router_of(layer.get_submodule(parts.router), x.shape[1], program.dtype, parts)
+        route = append_route(program, x, router)
+        apart = None
+        if isinstance(module, HostExperts):
+            host = module.host_layer(program.dtype, x.shape[1], router.count)
+            apart = append_apart(program, x, program.buffer("apart", x.shape[1]), route, host)
         shared = None if parts.shared is None else self._dense(parts.shared, x, "shared")
         shared_gate = None
         if parts.shared_gate is not None:
             linear = self._linear(parts.shared_gate)
             shared_gate = program.buffer("shared gate", 1)
-            weight = _weight(parts.shared_gate, linear)
+            weight = weight_of(parts.shared_gate, linear)
             program.products(x, [(shared_gate, weight, linear.bias)])
-        router = layer.get_submodule(parts.router)
-        experts = RowExperts(
-            router=router_of(router, x.shape[1], program.dtype, parts),
-            ups=self._matrices(f"{parts.experts}.gate_up", module.gate_up),
-            downs=self._matrices(f"{parts.experts}.down", module.down),
-            activation=_activation(module.gate),
-            shared=shared,
-            shared_gate=shared_gate,
-        )
+        experts = row_experts(module, module.on_device)
+        experts = replace(experts, shared=shared, shared_gate=shared_gate, apart=apart)
         y = program.buffer("mlp", x.shape[1])
-        append_experts(program, x, y, experts)
+        append_experts(program, x, y, route, experts)
         return y
-
-    def _matrices(self, name: str, modules: nn.ModuleList) -> list[ExpertMatrix]:
-        names = [f"{name}.{expert}" for expert in range(len(modules))]
-        linears = [self._linear(one) for one in names]
-        pairs = zip(names, linears, strict=True)
-        return [(_weight(one, linear), linear.bias) for one, linear in pairs]
 
     def _normed(self, name: str | None, x: Tensor) -> Tensor:
         """Append a norm of ``x`` ``[R, C]``; return its buffer."""
@@ -791,7 +760,7 @@ class _Layer:
         parts: dict[StepKernel, list[tuple[Tensor, PreparedWeight | Tensor, Tensor | None]]] = {}
         for name, buffer in zip(names, made, strict=True):
             linear = self._linear(name)
-            weight = _weight(name, linear)
+            weight = weight_of(name, linear)
             if isinstance(weight, Tensor) and len(weight) > _SMALL_ROWS:
                 if weight.dtype != torch.float32:
                     raise UnsupportedStepError(f"a plain weight of {weight.dtype}")
@@ -804,30 +773,14 @@ class _Layer:
             self._program.products(x, own)
         return outputs
 
-    def _linear(self, name: str) -> _Linear:
+    def _linear(self, name: str) -> Linear:
         linear = self._layer.get_submodule(name)
         if not isinstance(linear, (QuantLinear, DenseLinear, nn.Linear)):
             raise UnsupportedStepError(f"{type(linear).__name__} in '{name}'")
         return linear
 
 
-def _activation(gate: Callable[[Tensor], Tensor]) -> str | ClampedActivation:
-    if isinstance(gate, ClampedGate):
-        return ClampedActivation(alpha=gate.alpha, limit=gate.limit)
-    if isinstance(gate, GatedActivation):
-        return activation_like(gate.act_fn)
-    raise UnsupportedStepError(f"the activation {type(gate).__name__}")
-
-
 def _heads_of(x: Tensor, dim: int) -> Tensor:
     if x.shape[1] % dim:
         raise UnsupportedStepError(f"{x.shape[1]} features in heads of {dim}")
     return x.view(len(x), -1, dim)
-
-
-def _weight(name: str, linear: _Linear) -> PreparedWeight | Tensor:
-    if isinstance(linear, QuantLinear) and linear.order is not None:
-        raise UnsupportedStepError(f"columns out of order in '{name}'")
-    if isinstance(linear, (QuantLinear, DenseLinear)):
-        return linear.prepared
-    return linear.weight.detach()

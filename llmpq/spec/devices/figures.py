@@ -143,6 +143,8 @@ class DeviceSpec:
         reserve_bytes: memory that plans leave free: for the driver, a display, other programs.
         disk_bytes_per_s: at which a host reads weights from the disk of its store; ``None`` where
             it was not measured: all weights stay in memory.
+        gather_bytes_per_s: of a CPU, at which its threads read and multiply the experts of a row,
+            which are scattered over memory; ``None`` where it was not measured.
     """
 
     type: str
@@ -170,6 +172,7 @@ class DeviceSpec:
     decode_deviation: Deviation = UNMEASURED
     reserve_bytes: int = 0
     disk_bytes_per_s: float | None = None
+    gather_bytes_per_s: float | None = None
 
     def deviation(self, phase: Phase, bits: int = 16) -> Deviation:
         """Return by how much at most it is faster and slower than the roofline, 4 times of 5."""
@@ -239,6 +242,7 @@ class DeviceEntry:
     decode_deviation: Deviation | None = None
     reserve_bytes: int | None = None
     disk_bytes_per_s: Rate | None = None
+    gather_bytes_per_s: Rate | None = None
     source: tuple[tuple[str, str], ...] | None = None
 
     def __post_init__(self) -> None:

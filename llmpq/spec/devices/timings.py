@@ -48,6 +48,7 @@ class DeviceTimings:
         layer_overhead_s: a decoder layer with next to no work.
         step_overhead_s: a step with next to no work, without its layers.
         host_bytes_per_s, host_latency_s: of a copy from and to host memory, ``None`` for a CPU.
+        gather_bytes_per_s: of scattered experts, by the threads of a CPU; ``None`` for others.
         cpu_taken: share of the timing thread's time that other programs took, ``None`` if unknown.
     """
 
@@ -62,4 +63,5 @@ class DeviceTimings:
     host_bytes_per_s: float | None = None
     host_latency_s: float | None = None
     compute_capability: tuple[int, int] | None = None
+    gather_bytes_per_s: float | None = None
     cpu_taken: float | None = None

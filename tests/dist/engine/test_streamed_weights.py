@@ -31,6 +31,7 @@ from llmpq.quant.loading.loader import load_stage
 from llmpq.quant.loading.streaming import read_bytes_per_s
 from llmpq.quant.loading.weight_cache import WeightCache
 from llmpq.spec.plan import default_schedule
+from llmpq.spec.precision import LayerExperts, StageExperts
 from llmpq.spec.runtime_constants import STREAM_BUFFERS
 from llmpq.units import MIB
 
@@ -79,6 +80,20 @@ def test_tokens_are_those_of_generate(tiny_model, tmp_path, family, stages):
     for on_disk in (None, {0, 3, 4}):  # written to the store, then read from it
         streamed = with_weights_on_disk(plan, on_disk)
         assert tokens_of(streamed, model_dir, tmp_path / "store") == expected
+
+
+def test_other_layers_have_experts_on_the_host(tiny_model, tmp_path):
+    model_dir = tiny_model("mixtral", seed=1, shape=SHAPE)
+    plan = make_plan(CUTS[2], bits=[8] * LAYERS, prefill=2, decode=2)
+    expected = tokens_of(plan, model_dir, None)
+    streamed = with_weights_on_disk(plan, {0, 3, 4})
+    experts = (LayerExperts(layer=1, resident=(0,)), LayerExperts(layer=2, resident=()))
+    stages = [
+        replace(stage, experts=StageExperts(layers=(own,)))
+        for stage, own in zip(streamed.stages, experts, strict=True)
+    ]
+    both = replace(streamed, stages=tuple(stages))
+    assert tokens_of(both, model_dir, tmp_path / "store") == expected
 
 
 @pytest.mark.parametrize("captures", [True, False])

@@ -65,11 +65,17 @@ void route_row(const RouteRows *o, int64_t m) {
     }
 }
 
-/* Slots by expert, those of an expert by row. */
-void order_slots(Slots *s, const RouteRows *o, int64_t rows) {
+/* Slots by expert, those of an expert by row. An expert of a number that no expert has is none. */
+void order_slots(Slots *s, const RouteRows *o, const uint8_t *here, int64_t rows) {
     int32_t next[MOST_EXPERTS] = {0};
-    s->count = rows * o->count, s->groups = 0;
-    for (int64_t i = 0; i < s->count; i++) next[o->chosen[i]]++;
+    int64_t choices = rows * o->count;
+    s->count = s->groups = 0;
+    for (int64_t i = 0; i < choices; i++) {
+        int32_t expert = o->chosen[i];
+        int is_here = expert >= 0 && expert < o->experts && (!here || here[expert]);
+        s->of_choice[i] = is_here ? 0 : -1;
+        if (is_here) next[expert]++, s->count++;
+    }
     for (int32_t expert = 0, first = 0; expert < o->experts; expert++) {
         int32_t count = next[expert];
         next[expert] = first;
@@ -79,7 +85,8 @@ void order_slots(Slots *s, const RouteRows *o, int64_t rows) {
         first += count, s->groups++;
     }
     s->first[s->groups] = (int32_t)s->count;
-    for (int64_t i = 0; i < s->count; i++) {
+    for (int64_t i = 0; i < choices; i++) {
+        if (s->of_choice[i] < 0) continue;
         int32_t slot = next[o->chosen[i]]++;
         s->of_choice[i] = slot, s->row[slot] = (int32_t)(i / o->count);
     }
@@ -108,8 +115,9 @@ INLINE void combine_typed(const CombineRows *o, const Slots *s, int64_t m, const
     }
     for (int64_t k = 0; k < o->columns; k += LANES) {
         vf sum = {0};
+        if (o->apart) sum = load_lanes(o->apart, m * o->columns + k, type);
         for (int64_t j = 0; j < o->count; j++)
-            sum += weight[j] * load_lanes(o->x, slot[j] * o->columns + k, type);
+            if (slot[j] >= 0) sum += weight[j] * load_lanes(o->x, slot[j] * o->columns + k, type);
         if (o->shared) {
             vf shared = load_lanes(o->shared, m * o->columns + k, type);
             if (o->shared_gate) shared = typed_value(typed_bits(gate * shared, type), type);

@@ -26,7 +26,7 @@ typedef struct {
     int64_t count, groups;
     int32_t expert[MOST_EXPERTS], first[MOST_EXPERTS + 1]; /* of each group */
     int32_t row[MOST_SLOTS], group[MOST_SLOTS];        /* of each slot */
-    int32_t of_choice[MOST_SLOTS];                     /* [rows, count] */
+    int32_t of_choice[MOST_SLOTS];                     /* [rows, count]; -1: not computed here */
 } Slots;
 
 typedef struct {
@@ -40,6 +40,7 @@ typedef struct {
     void *y;       /* [slots, columns]; a single row is the same for all its experts and written once */
     int64_t columns;
     const PrepareRows *prepared; /* of y; may be null */
+    const uint8_t *here;         /* [experts], whether they are computed here; null: all are */
 } GatherRows;
 
 typedef struct {
@@ -64,12 +65,13 @@ typedef struct {
     void *y;                 /* [rows, columns] */
     const void *shared;      /* [rows, columns], added; may be null */
     const void *shared_gate; /* [rows], whose sigmoid multiplies it; may be null */
+    const void *apart;       /* [rows, columns], the sum over experts of other threads; may be null */
     int64_t columns, count;
 } CombineRows;
 
 void route_row(const RouteRows *o, int64_t m);
 void combine_row(const CombineRows *o, const Slots *s, int64_t m, int type);
-void order_slots(Slots *s, const RouteRows *o, int64_t rows);
+void order_slots(Slots *s, const RouteRows *o, const uint8_t *here, int64_t rows);
 PrepareRows of_slots(const PrepareRows *o, int64_t first);
 
 #endif

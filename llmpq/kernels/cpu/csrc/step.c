@@ -6,27 +6,23 @@
  * rows store their keys and values before any row attends. Parts of weights that lie one after the
  * other are taken by one thread.
  * Between them the threads wait for each other: they spin for some microseconds, as long as a part
- * takes, and then sleep, so that other processes get the core. */
+ * takes, and then sleep, so that other processes get the core.
+ *
+ * Experts apart are computed by the threads of a pool (pool.h), by the same operators: a step submits
+ * its rows once they have chosen, goes on, and collects their sum. */
 #include "attention.h"
 #include "experts.h"
 #include "lanes.h"
 #include "mixer.h"
+#include "pool.h"
 
 #ifdef __AVX2__
-#include <limits.h>
 #include <stdlib.h>
-
-#ifdef __linux__
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#else
-#include <sched.h>
-#endif
 
 enum { NORM, ADD, ROTATE, GATE, PREPARE, STORE, ROUTE, COMBINE };
 enum { DELTA_FACTORS = COMBINE + 1, DELTA_GATE, MAMBA_FACTORS, MAMBA_NORM };
 enum { PRODUCTS = MAMBA_NORM + 1, ATTEND, GATHER, ACTIVATE, EXPERTS, CONVOLVE, DELTA, MAMBA };
+enum { SUBMIT = MAMBA + 1, COLLECT };
 enum { DENSE_BF16, PLAIN, PACKED_BF16, PACKED_FLOAT, LLM_INT8, PACKED_INT8 };
 enum { MOST_PRODUCTS = 4, SPINS = 1000 };
 
@@ -71,41 +67,16 @@ extern void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned) __attrib
 extern int omp_get_num_threads(void) __attribute__((weak));
 extern int omp_get_thread_num(void) __attribute__((weak));
 
-static void sleep_until(Run *run, int32_t turn) {
-#ifdef __linux__
-    __atomic_fetch_add(&run->sleepers, 1, __ATOMIC_SEQ_CST);
-    while (__atomic_load_n(&run->turn, __ATOMIC_SEQ_CST) == turn)
-        syscall(SYS_futex, &run->turn, FUTEX_WAIT_PRIVATE, turn, (void *)0, (void *)0, 0);
-    __atomic_fetch_sub(&run->sleepers, 1, __ATOMIC_SEQ_CST);
-#else
-    while (__atomic_load_n(&run->turn, __ATOMIC_ACQUIRE) == turn) sched_yield();
-#endif
-}
-
-static void wake_all(Run *run) {
-#ifdef __linux__
-    if (__atomic_load_n(&run->sleepers, __ATOMIC_SEQ_CST))
-        syscall(SYS_futex, &run->turn, FUTEX_WAKE_PRIVATE, INT_MAX, (void *)0, (void *)0, 0);
-#else
-    (void)run;
-#endif
-}
-
 /* Returns when all threads have called it; parts are then taken from the first again. */
 static void meet(Run *run) {
     int32_t turn = __atomic_load_n(&run->turn, __ATOMIC_ACQUIRE);
     if (__atomic_add_fetch(&run->arrived, 1, __ATOMIC_ACQ_REL) == run->threads) {
         run->next = 0, run->arrived = 0;
         for (int32_t i = 0; i < run->threads; i++) run->shares[i].taken = 0;
-        __atomic_store_n(&run->turn, turn + 1, __ATOMIC_SEQ_CST);
-        wake_all(run);
+        change(&run->turn, &run->sleepers);
         return;
     }
-    for (int i = 0; i < SPINS; i++) {
-        if (__atomic_load_n(&run->turn, __ATOMIC_ACQUIRE) != turn) return;
-        _mm_pause();
-    }
-    sleep_until(run, turn);
+    wait_while(&run->turn, turn, &run->sleepers, SPINS);
 }
 
 INLINE int64_t take(Run *run) {
@@ -255,8 +226,8 @@ static void prepare_slot(const PrepareRows *o, const Slots *s, int64_t slot) {
 
 static void gather(Run *run, const GatherRows *o, Slots *s) {
     int64_t bytes = o->columns * (run->step->type == TYPE_F32 ? 4 : 2);
-    order_slots(s, o->route, run->step->rows);
-    int64_t all = run->step->rows == 1 ? 1 : s->count;
+    order_slots(s, o->route, o->here, run->step->rows);
+    int64_t all = run->step->rows == 1 && s->count ? 1 : s->count;
     for (int64_t slot; (slot = take(run)) < all;) {
         const char *from = (const char *)o->x + s->row[slot] * bytes;
         memcpy((char *)o->y + slot * bytes, from, (size_t)bytes);
@@ -294,6 +265,7 @@ static void multiply_experts(Run *run, int me, const ExpertProducts *o, const Sl
     PrepareRows prepared = {.kernel = o->kernel};
     Product product;
     int64_t all = 0, start = 0, end = 0, group = s->groups;
+    if (!group) return;
     while (group) {
         product = of_group(step, o, s, --group, &prepared);
         all += parts_of(&product, o->kernel);
@@ -342,6 +314,37 @@ static void mamba_all(Run *run, const Mamba *what) {
     for (int64_t item; (item = take(run)) < all;) mamba_part(&m, item);
 }
 
+/* ---- experts apart --------------------------------------------------------------------------- */
+
+/* Experts of a layer that a pool computes, as a step of their own; buffers are those of the pool. */
+typedef struct {
+    const Operator *operators; /* gather, experts, activate, experts, combine */
+    int64_t count;
+    RouteRows *route; /* these get the rows of a job */
+    GatherRows *gather;
+    CombineRows *combine;
+    int64_t most_rows;
+    int32_t type;
+} HostLayer;
+
+/* Rows of a step for the experts of a layer that a pool computes. */
+typedef struct {
+    ExpertPool *pool;
+    const HostLayer *layer;
+    const void *x;         /* [rows, columns] */
+    const int32_t *chosen; /* [rows, count] */
+    const float *weight;   /* [rows, count] */
+    void *y;               /* [rows, columns], the sum over these experts */
+    int32_t ticket;
+} ApartRows;
+
+struct ExpertPool {
+    Pool *threads;
+    Step step;
+    Run run;
+    Share shares[MOST_POOL_THREADS];
+};
+
 static void forget_outliers(const PrepareRows *o) {
     if (o && o->prepared.used) *o->prepared.used = 0;
 }
@@ -370,6 +373,14 @@ static void cut_all(Run *run) {
     if (values) cut_pieces(&run->pieces, &largest, values);
 }
 
+static void submit_rows(ApartRows *o, int64_t rows) {
+    o->ticket = kernels_experts_submit(o->pool, o->layer, o->x, o->chosen, o->weight, o->y, rows);
+}
+
+static void collect_rows(const ApartRows *o) {
+    kernels_experts_wait(o->pool, o->ticket);
+}
+
 static void take_part(Run *run, int me) {
     const Step *step = run->step;
     const Operator *at = step->operators, *end = at + step->count;
@@ -385,6 +396,12 @@ static void take_part(Run *run, int me) {
         case CONVOLVE: convolve_all(run, at->what); break;
         case DELTA: delta_all(run, at->what); break;
         case MAMBA: mamba_all(run, at->what); break;
+        case SUBMIT:
+            if (take(run) == 0) submit_rows((void *)at->what, step->rows);
+            break;
+        case COLLECT:
+            if (take(run) == 0) collect_rows(at->what);
+            break;
         default:
             while (next < end && next->kind < PRODUCTS) next++;
             for (int64_t m; (m = take(run)) < step->rows;)
@@ -412,5 +429,78 @@ void kernels_step(const Step *step) {
     if (threads > 1) GOMP_parallel(take_shared_part, &run, (unsigned)threads, 0);
     else take_part(&run, 0);
     free(run.pieces.first);
+}
+
+/* ---- threads of experts apart ---------------------------------------------------------------- */
+
+/* A thread of the pool prepares a job before all of them compute it. */
+static void begin_job(void *owner, const PoolJob *job) {
+    ExpertPool *own = owner;
+    const HostLayer *layer = job->what;
+    layer->route->chosen = (int32_t *)job->chosen;
+    layer->gather->x = job->x;
+    layer->combine->weight = job->weight;
+    layer->combine->y = job->y;
+    own->step = (Step){
+        .operators = layer->operators,
+        .count = layer->count,
+        .rows = job->rows,
+        .type = layer->type,
+    };
+    memset(own->shares, 0, sizeof own->shares);
+    own->run = (Run){.step = &own->step, .threads = pool_threads(own->threads), .shares = own->shares};
+    forget_all_outliers(&own->step);
+}
+
+static void compute_job(void *owner, int me) {
+    ExpertPool *own = owner;
+    take_part(&own->run, me);
+}
+
+ExpertPool *kernels_experts_open(const int32_t *cores, int32_t threads) {
+    ExpertPool *own = aligned_alloc(64, (sizeof *own + 63) / 64 * 64);
+    if (!own) return 0;
+    memset(own, 0, sizeof *own);
+    own->threads = pool_open(cores, threads, begin_job, compute_job, own);
+    if (own->threads) return own;
+    free(own);
+    return 0;
+}
+
+/* Computes at most the layer's most rows at a time, one part after the other; returns a ticket. */
+int32_t kernels_experts_submit(ExpertPool *own, const void *what, const void *x, const int32_t *chosen,
+                               const float *weight, void *y, int64_t rows) {
+    const HostLayer *layer = what;
+    int64_t bytes = layer->gather->columns * (layer->type == TYPE_F32 ? 4 : 2);
+    int64_t count = layer->route->count;
+    int32_t ticket = 0;
+    for (int64_t first = 0; first < rows; first += layer->most_rows) {
+        int64_t left = rows - first;
+        PoolJob job = {
+            .what = layer,
+            .x = (const char *)x + first * bytes,
+            .chosen = chosen + first * count,
+            .weight = weight + first * count,
+            .y = (char *)y + first * bytes,
+            .rows = left < layer->most_rows ? left : layer->most_rows,
+        };
+        ticket = pool_submit(own->threads, &job);
+    }
+    return ticket;
+}
+
+void kernels_experts_wait(ExpertPool *own, int32_t ticket) {
+    pool_wait(own->threads, ticket);
+}
+
+/* Seconds that the pool has computed, and its jobs so far. */
+void kernels_experts_busy(ExpertPool *own, double *seconds, int64_t *jobs) {
+    pool_busy(own->threads, seconds, jobs);
+}
+
+/* Ends the threads, which first compute what was submitted. */
+void kernels_experts_close(ExpertPool *own) {
+    pool_close(own->threads);
+    free(own);
 }
 #endif
