@@ -69,7 +69,10 @@ FURTHER_STARTS = 2
 """Further answers of requests that start in a step, while there are other requests."""
 SCORED_SHARE = 32
 """One of so many tokens of a step may be of prompts with a score at every position, while there are
-other requests: each of these tokens passes the head and has its log-probabilities sorted."""
+other requests: each of these tokens passes the head and has its log-probabilities sorted.
+
+Both are in one of the steps in flight at most: in a pipeline, the next token of the other requests
+would wait for all of them."""
 REMEMBERED_STEPS = 64
 """Steps after the last other request that keep to both: the next one would wait for all large steps
 in flight."""
@@ -130,10 +133,11 @@ class BlockScheduler:
         self._slots = StateSlots(limits.num_state_slots or limits.max_sequences)
         self._in_flight: dict[int, StepInFlight] = {}
         self._num_scored = 0  # unfinished requests with a score at every position of the prompt
-        self._scored_left = 0  # tokens of their prompts that the next step may still take
+        # Tokens of their prompts that the next step may still take, further answers that may start.
+        self._scored_left = self._further_left = 0
         # The first steps that may be of such prompts alone, and of one request alone.
         self._shared_before = self._mixed_before = 0
-        self._further_left = 0  # further answers that may still start in it
+        self._scored_step = self._further_step = -1  # the last one with either
         self.drafts = limits.new_drafts(propose)
         self._next_step = 0
         self._newly_preempted: list[int] = []  # not yet reported by a step
@@ -283,9 +287,11 @@ class BlockScheduler:
         if len(self._sequences) > self._num_scored:
             self._shared_before = self._next_step + REMEMBERED_STEPS
         has_others = self._next_step < self._shared_before
-        budget = limits.token_budget
-        self._scored_left = max(1, budget // SCORED_SHARE) if has_others else budget
-        self._further_left = FURTHER_STARTS
+        self._scored_left = budget = limits.token_budget
+        if has_others:
+            is_free = self._scored_step not in self._in_flight
+            self._scored_left = max(1, budget // SCORED_SHARE) if is_free else 0
+        self._further_left = FURTHER_STARTS if self._further_step not in self._in_flight else 0
         chunks, left = self._continue()
         if self.num_preemptions == before:
             chunks += self._admit(left, now_s)
@@ -508,7 +514,7 @@ class BlockScheduler:
                 continue  # others may pass it
             if not self._start(sequence, is_further=is_further):
                 break
-            self._further_left = max(0, self._further_left - is_further)
+            self._count_start(is_further=is_further)
             count = self._next_tokens(sequence, left)
             if self._windows is not None:
                 has_room = self._windows.advance(
@@ -523,6 +529,11 @@ class BlockScheduler:
         while self._preempted and self._preempted[0].blocks:
             self._preempted.popleft()
         return chunks
+
+    def _count_start(self, *, is_further: bool) -> None:
+        if is_further:
+            self._further_left = max(0, self._further_left - 1)
+            self._further_step = self._next_step
 
     def _in_order(self, now_s: float) -> Iterator[EngineSequence]:
         """Yield the queue, preempted sequences first."""
@@ -672,6 +683,7 @@ class BlockScheduler:
     def _advance(self, sequence: EngineSequence, count: int) -> ScheduledChunk:
         if sequence.request.scores_prompt and sequence.tokens - sequence.computed > 1:
             self._scored_left -= count
+            self._scored_step = self._next_step
         first, end = sequence.computed, sequence.computed + count
         sequence.computed = end
         sequence.in_step = sequence.last_step = self._next_step

@@ -217,15 +217,22 @@ def _too_large(limits: TransportLimits) -> ApiError:
 
 
 class _Turns:
-    """Lets everything else that is ready run between two pieces of long work."""
+    """Leaves everything else as much time after a piece of long work as the piece took.
+
+    A piece is what runs until the event loop goes on.
+    """
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
 
     async def take(self) -> None:
         """Return when the next piece may begin."""
-        async with self._lock:
-            await asyncio.sleep(0)
+        await self._lock.acquire()
+        loop = asyncio.get_running_loop()
+        loop.call_soon(self._end_piece, loop, loop.time())
+
+    def _end_piece(self, loop: asyncio.AbstractEventLoop, start_s: float) -> None:
+        loop.call_later(loop.time() - start_s, self._lock.release)
 
 
 def _limited(receive: Receive, limits: TransportLimits, turns: _Turns) -> Receive:

@@ -322,6 +322,35 @@ def test_few_further_answers_start_in_a_step_while_there_are_other_requests():
     assert len(starts) == FURTHER_STARTS  # others may come again
 
 
+def test_one_step_in_flight_at_most_has_scored_prompts_or_starts_further_answers():
+    limits = {"token_budget": 8 * SCORED_SHARE, "num_blocks": 4000, "max_sequences": 100}
+    scheduler = _scheduler(**limits, steps_in_flight=4)
+    engine = Engine(scheduler, 4)
+    engine.add(_request(0, 8, 60), 60)  # the other request
+    for number in range(1, 4):
+        engine.add(_request(number, 100, scores_prompt=True), 4)
+    for number in range(4, 40):
+        engine.add(_request(number, 5, group="many"), 1)
+    most_scored = most_further = 0
+    in_flight, seen = [], set()
+    while 0 not in engine.done:
+        while (step := engine.schedule()) is not None:
+            in_flight.append(step)
+        scored = further = 0
+        for step in in_flight:
+            chunks = [chunk for chunk in step.chunks if chunk.request in range(1, 4)]
+            scored += any(chunk.first + chunk.count <= 100 for chunk in chunks)
+            further += any(chunk.request in range(5, 40) for chunk in step.chunks)
+            seen |= {chunk.request for chunk in step.chunks}
+        most_scored, most_further = max(most_scored, scored), max(most_further, further)
+        engine.complete()
+        in_flight.pop(0)
+    assert (most_scored, most_further) == (1, 1)
+    assert seen > set(range(6))
+    engine.run()
+    assert engine.done == set(range(40))
+
+
 def test_aborted_sequence_keeps_its_blocks_until_its_step_is_complete():
     scheduler = _scheduler(token_budget=100)
     engine = Engine(scheduler, 4)

@@ -7,6 +7,8 @@ import time
 
 from llmpq.dist.limited.limited_process import serve_jobs
 
+START_PRIORITY = os.getpriority(os.PRIO_PROCESS, 0)
+
 
 def load(setup):
     def do(job):
@@ -19,6 +21,8 @@ def load(setup):
             return len(bytearray(8 << 30))
         if job == "abort":
             os.abort()
+        if job == "priority":
+            return START_PRIORITY, os.getpriority(os.PRIO_PROCESS, 0)
         if job == "error":
             raise SystemError("a text of the job")
         return [setup, job, os.getpid()]

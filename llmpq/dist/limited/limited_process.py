@@ -167,6 +167,7 @@ class LimitedProcesses:
             env={**os.environ, **_ENVIRONMENT},
             start_new_session=True,  # Ctrl-C is for the server
         )
+        _yield_to_ranks(child.pid)
         if _ask(child, self._setup) is None:
             raise StageError(f"a child process did not start: status {_end(child)}")
         return child
@@ -180,6 +181,14 @@ class LimitedProcesses:
 
     def _memory_limit(self) -> str:
         return f"more than {format_bytes(self.limits.memory_bytes)} of memory"
+
+
+def _yield_to_ranks(pid: int) -> None:
+    """Lower the priority of a child from its start, so that its imports are included."""
+    with contextlib.suppress(OSError):  # it has ended
+        os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
+    with contextlib.suppress(OSError):  # where sessions have equal shares, whatever their processes
+        Path(f"/proc/{pid}/autogroup").write_text(str(NICENESS), encoding="ascii")
 
 
 def _line(value: object) -> bytes:
@@ -219,9 +228,6 @@ def serve_jobs(load: Callable[[Any], Handle]) -> None:
         load: takes the setup and returns the function that does a job; without limits.
     """
     cpu_s, memory_bytes = float(sys.argv[1]), int(sys.argv[2])
-    os.nice(NICENESS)
-    with contextlib.suppress(OSError):  # where sessions have equal shares, whatever their processes
-        Path("/proc/self/autogroup").write_text(str(NICENESS), encoding="ascii")
     source, target = sys.stdin.buffer, sys.stdout.buffer
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     handle = load(json.loads(source.readline()))
