@@ -1,7 +1,9 @@
 """How well does ``llmpq-profile device`` predict layers of a model it has never seen?
 
-Measures this machine as the command does, then times single decoder layers of random models with
-the runtime's own stages, and prints predicted against measured seconds.
+Measures this machine as the command does, then times decoder layers of a random model with the
+runtime's own stages, and prints predicted against measured seconds; both anew for each model,
+because the speed of a shared host changes. A stage has more weights than caches hold, as the
+measured device's decode: where fewer fit, decode is up to twice as fast.
 
     python benchmarks/device_entry.py [--cpu_isa avx2] [--budget 40] [--threads 1] [--output FILE]
 """
@@ -62,13 +64,13 @@ def main() -> int:
     options = parser.parse_args()
     restrict(options.cpu_isa)
     torch.set_num_threads(options.threads)
-    timings = measure_device(DeviceJob(device=torch.device("cpu"), budget_s=options.budget))
-    entry = fit_device(timings, "here", "benchmarks/device_entry.py")
-    formats = [one.dtype for one in timings.layers]
-    dtype = max(formats, key=formats.count)
-    print(f"{dtype}, {entry.flops}, {entry.memory_bytes_per_s:.4g} B/s")
     tables, errors = [], []
     for title, sizes in MODELS.items():
+        timings = measure_device(DeviceJob(device=torch.device("cpu"), budget_s=options.budget))
+        entry = fit_device(timings, "here", "benchmarks/device_entry.py")
+        formats = [one.dtype for one in timings.layers]
+        dtype = max(formats, key=formats.count)
+        print(f"{dtype}, {entry.flops}, {entry.memory_bytes_per_s:.4g} B/s")
         rows = compare(entry, sizes, dtype, options.threads, options.budget)
         errors += [abs(row[-1]) for row in rows]
         tables.append(
@@ -100,10 +102,11 @@ def compare(
     """Time layers of a random model; return their rows, in ``COLUMNS``."""
     device = torch.device("cpu")
     with tempfile.TemporaryDirectory() as folder:
-        save(Path(folder), *sizes, dtype)
+        depth = layers_beyond_caches(*sizes)
+        save(Path(folder), *sizes, dtype, depth)
         job = LayerJob(
             model_dir=Path(folder), bits=BITS, shapes=SHAPES, dtype=FORMATS[dtype],
-            device=device, budget_s=budget_s,
+            device=device, layers=depth, budget_s=budget_s,
         )  # fmt: skip
         found = profile_layer(job)
         model = load_model_dir(Path(folder))
@@ -127,11 +130,18 @@ def compare(
     return rows
 
 
-def save(folder: Path, hidden: int, wide: int, kv_heads: int, dtype: str) -> None:
-    """Write a random model of six layers."""
+def layers_beyond_caches(hidden: int, wide: int, kv_heads: int) -> int:
+    """Return how many layers have the bytes of ``DeviceJob`` at the fewest bits."""
+    weights = hidden * (2 * hidden + 2 * 64 * kv_heads + 3 * wide)
+    job = DeviceJob(device=torch.device("cpu"))
+    return -(-8 * job.distinct_bytes // (weights * min(BITS)))
+
+
+def save(folder: Path, hidden: int, wide: int, kv_heads: int, dtype: str, layers: int) -> None:
+    """Write a random model."""
     config = LlamaConfig(
         hidden_size=hidden, intermediate_size=wide, num_attention_heads=hidden // 64,
-        num_key_value_heads=kv_heads, num_hidden_layers=6, vocab_size=1024,
+        num_key_value_heads=kv_heads, num_hidden_layers=layers, vocab_size=1024,
         max_position_embeddings=2048,
     )  # fmt: skip
     torch.manual_seed(0)
