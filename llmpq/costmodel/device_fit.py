@@ -3,7 +3,8 @@
 Decode steps of the smallest and the largest batch determine the bandwidth of reading weights and
 the arithmetic of few rows; those in between, how much of the smaller of both adds to the larger.
 Prompts determine the arithmetic of many rows and how many tokens fill the device; all of this for
-every bitwidth, as each has kernels of its own. Long prompts and contexts determine attention.
+every bitwidth, as each has kernels of its own; narrow layers, what the values that products make
+cost besides. Long prompts and contexts determine attention.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ from statistics import fmean
 
 from llmpq.errors import SpecError
 from llmpq.spec.devices.figures import SOURCED, DeviceEntry, PrecisionCost
-from llmpq.spec.devices.timings import LAYER_MATRICES, DeviceTimings, LayerTiming
+from llmpq.spec.devices.timings import (
+    HEAD_DIM,
+    DeviceTimings,
+    LayerTiming,
+    kv_heads_of,
+    layer_matrices,
+)
 from llmpq.spec.precision import DTYPE_BYTES, Phase, default_precision, linear_bytes
 
 LEAST, MOST = 0.01, 100.0
@@ -27,6 +34,8 @@ LOSSES = tuple(step / 20 for step in range(1, 21))
 """Candidates for it."""
 MEASURED = (0.15, 0.15)
 """By how much a measured device is faster and slower than forecast, four times of five."""
+MOST_OUTPUT = 0.75
+"""Largest share of output values in the arithmetic of a prompt."""
 USUAL = 0.01
 """Relative error that a share must save for every 1 of its distance to the usual one."""
 
@@ -122,12 +131,14 @@ class _Fit:
 
     def rates(self) -> dict[str, float]:
         """Return the operations per second of 16-bit layers by number format."""
-        found = {self.dtype: self._token_flops / self._token_s(16)}
+        product_s = self._product_s(16)
+        found = {self.dtype: self._token_flops / product_s}
         for timing in self.timings.layers:
             if timing.dtype != self.dtype:
                 one = self._without_attention(timing)
                 read_s = self._stored_bytes(16, one.dtype) / self.stream
                 arithmetic_s = _other(one.seconds, read_s, self.loss(16))
+                arithmetic_s *= product_s / self._token_s(16)
                 tokens = one.rows + self.saturation_tokens(16)
                 found[one.dtype] = self._token_flops * tokens / arithmetic_s
         return found
@@ -135,7 +146,7 @@ class _Fit:
     def cost(self, bits: int) -> PrecisionCost:
         """Return the factors of a bitwidth."""
         read_s, row_s = self._decode_s(bits)
-        token_s = self._token_s(bits)
+        token_s, product_s = self._token_s(bits), self._product_s(bits)
         thin = row_s / token_s
         rows = max(one.rows for one in self._short(bits, Phase.DECODE))
         if rows * row_s < read_s:
@@ -143,16 +154,17 @@ class _Fit:
             thin = max(1.0, thin)
         return PrecisionCost(
             bits=bits,
-            compute=_factor(token_s / self._token_s(16)),
+            compute=_factor(product_s / self._product_s(16)),
             stream=_factor(self._stored_bytes(bits) / self.stream / read_s),
             thin=_factor(thin),
+            value_flops=self._output_s(bits) * self._token_flops / product_s,
             overlap_loss=None if bits == 16 else self.loss(bits),
             saturation_tokens=None if bits == 16 else self.saturation_tokens(bits),
         )
 
     def attention_efficiency(self) -> float:
         """Return the rate of attention relative to that of products."""
-        product_s = 4.0 * self.timings.features / self._token_flops * self._token_s(16)
+        product_s = 4.0 * self.timings.features / self._token_flops * self._product_s(16)
         return _factor(product_s / max(self._pair_s, product_s / MOST))
 
     def attention_memory_efficiency(self) -> float:
@@ -177,7 +189,7 @@ class _Fit:
         (short,) = (one for one in steps if one.batch == long.batch and one is not long)
         pairs = long.batch * (long.tokens - short.tokens)
         seconds = long.seconds - short.seconds - pairs * self._pair_s
-        return max(0.0, seconds) / (2 * self.timings.features * pairs)
+        return max(0.0, seconds) / (self._cached_values * pairs)
 
     @cached_property
     def _own(self) -> list[LayerTiming]:
@@ -192,18 +204,26 @@ class _Fit:
 
     def _without_attention(self, one: LayerTiming) -> LayerTiming:
         """Return a timing less its attention, which is at most half of it."""
-        values = 2 * self.timings.features * one.batch * one.tokens
+        values = self._cached_values * one.batch * one.tokens
         attention_s = one.rows * one.tokens * self._pair_s + values * self._value_s
         return replace(one, seconds=max(one.seconds / 2, one.seconds - attention_s))
 
     @property
     def _token_flops(self) -> float:
-        return 2.0 * LAYER_MATRICES * self.timings.features**2
+        return 2.0 * _weights(self._matrices)
+
+    @property
+    def _matrices(self) -> tuple[tuple[int, int], ...]:
+        return layer_matrices(self.timings.features)
+
+    @property
+    def _cached_values(self) -> int:
+        """Values of keys and values of a token."""
+        return 2 * HEAD_DIM * kv_heads_of(self.timings.features)
 
     def _stored_bytes(self, bits: int, dtype: str | None = None) -> int:
-        features, value_bytes = self.timings.features, DTYPE_BYTES[dtype or self.dtype]
-        size = linear_bytes(features, features, default_precision(bits), value_bytes)
-        return LAYER_MATRICES * size
+        value_bytes, precision = DTYPE_BYTES[dtype or self.dtype], default_precision(bits)
+        return sum(linear_bytes(*shape, precision, value_bytes) for shape in self._matrices)
 
     def _decode_s(self, bits: int) -> tuple[float, float]:
         return _decode_s(self._short(bits, Phase.DECODE), self.loss(bits))
@@ -224,6 +244,35 @@ class _Fit:
             seconds / (rows + saturation) for rows, seconds in self._arithmetic_s(bits)
         )
         return math.sqrt(few_s * many_s)
+
+    def _product_s(self, bits: int) -> float:
+        """Return the seconds of a token of such a prompt without those of output values."""
+        outputs = sum(rows for rows, _ in self._matrices)
+        return self._token_s(bits) - outputs * self._output_s(bits)
+
+    def _output_s(self, bits: int) -> float:
+        """Return the seconds of an output value, besides those of its product.
+
+        Of a token, ``P`` weights and ``W`` output values take ``a P + e W``. Layers of half the
+        features have about twice the output values to a weight.
+        """
+        narrow = next((one for one in self.timings.narrow if one.bits == bits), None)
+        if narrow is None:
+            return 0.0
+        small = layer_matrices(self.timings.features // 2)
+        small_share = _weights(small) / _weights(self._matrices)
+        seconds = narrow.seconds - narrow.rows * narrow.tokens * self._pair_s / 2
+        arithmetic_s = _other(seconds, self._decode_s(bits)[0] * small_share, self.loss(bits))
+        small_s = arithmetic_s / (narrow.rows + self.saturation_tokens(bits)) / _weights(small)
+        large_s = self._token_s(bits) / _weights(self._matrices)
+        ratio = sum(rows for rows, _ in self._matrices) / _weights(self._matrices)
+        small_ratio = sum(rows for rows, _ in small) / _weights(small)
+        found = (small_s - large_s) / (small_ratio - ratio)
+        return min(max(0.0, found), MOST_OUTPUT * large_s / ratio)
+
+
+def _weights(matrices: Sequence[tuple[int, int]]) -> int:
+    return sum(rows * columns for rows, columns in matrices)
 
 
 def _decode_s(steps: Sequence[LayerTiming], loss: float) -> tuple[float, float]:

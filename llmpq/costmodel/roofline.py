@@ -76,7 +76,8 @@ class RooflineLatencyModel:
         is_prefill = phase is Phase.PREFILL
         # A short prompt does not fill the device; it counts with that many more tokens.
         rows = work.rows + (self._saturation_tokens(cost) if is_prefill else 0.0)
-        compute_s = self._arithmetic_s(cost, phase, work.linear_flops * rows)
+        flops = work.linear_flops + cost.value_flops * work.output_values
+        compute_s = self._arithmetic_s(cost, phase, flops * rows)
         seconds = self._overlapped(weights_s, compute_s, cost)
         seconds += work.attention_flops / (self._arithmetic * self.device.attention_efficiency)
         cached = work.kv_values * self.kv_bits / 8
@@ -119,8 +120,8 @@ class RooflineLatencyModel:
         embed_s = 2.0 * rows * self.model.hidden_size * value_bytes / self._stream
         cost = self.device.precision_cost(head_bits)
         share = self.device.decode_efficiency / cost.thin
-        weights = self.model.head_weights
-        compute_s = 2.0 * batch * weights * cost.compute / (self._arithmetic * share)
+        flops = 2.0 * self.model.head_weights + cost.value_flops * self.model.vocab_size
+        compute_s = batch * flops * cost.compute / (self._arithmetic * share)
         shape = self.model.vocab_size, self.model.head_in_features
         stored = linear_bytes(*shape, self.model.head_precision(head_bits), value_bytes)
         # As many rows as in decode: one position a sequence.
@@ -167,7 +168,8 @@ class RooflineLatencyModel:
 class LayerWork:
     """The work of one micro-batch in one decoder layer.
 
-    ``rows`` tokens pass through it (``v s``, or ``v`` in decode), at ``linear_flops`` each;
+    ``rows`` tokens pass through it (``v s``, or ``v`` in decode), at ``linear_flops`` each, which
+    make ``output_values``;
     attention counts the whole square in prefill and reads ``kv_values`` keys and values. With a
     window a token counts those of its window, and of the block of queries that it is in.
     A recurrence reads and writes ``state_values`` in all, at ``state_flops`` for all tokens.
@@ -175,6 +177,7 @@ class LayerWork:
 
     rows: float
     linear_flops: float
+    output_values: float
     attention_flops: float
     kv_values: float
     state_flops: float
@@ -193,6 +196,7 @@ def layer_work(layer: LayerSpec, phase: Phase, batch: int, tokens: float) -> Lay
     return LayerWork(
         rows=rows,
         linear_flops=2.0 * layer.active_weight_parameters,
+        output_values=float(sum(op.active * op.out_features for op in layer.linears)),
         attention_flops=4.0 * rows * seen * width,
         kv_values=float(batch * read * layer.read_values_per_token),
         state_flops=STATE_FLOPS * rows * layer.state_values,

@@ -1,9 +1,9 @@
 """Measure a device in itself: layers by format and bitwidth, copies, launches, the host link.
 
-The layers are Llama's with two equal widths and run as in a rank: with the kernels that loading
-chooses, and decode steps compiled or captured where possible. Decode reads weights from memory, not
-from a cache, as in a run: it passes through so many layers that none stays. Everything is timed in
-interleaved rounds; the median counts.
+The layers are Llama's with groups of queries and run as in a rank: with the kernels that loading
+chooses, and decode steps compiled or captured where possible. Short steps read weights from memory,
+not from a cache, as in a run: they pass through so many layers that none stays. Everything is timed
+in interleaved rounds; the median counts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,14 @@ from llmpq.quant.modules.layer import (
     quantize_layer_,
 )
 from llmpq.quant.quantizers.rtn import quantize
-from llmpq.spec.devices.timings import LAYER_MATRICES, DeviceTimings, LayerTiming
+from llmpq.spec.devices.timings import (
+    HEAD_DIM,
+    MLP_RATIO,
+    DeviceTimings,
+    LayerTiming,
+    kv_heads_of,
+    layer_matrices,
+)
 from llmpq.spec.families import DEFAULT_MODEL_TYPE
 from llmpq.spec.precision import (
     DTYPE_BYTES,
@@ -71,8 +78,8 @@ FEW_TOKENS, MANY_TOKENS = 64, 512
 """Tokens of a step of prompts."""
 SHORT_TOKENS, LONG_TOKENS = 32, 512
 """Tokens of a prompt with next to no attention, and of a prompt or context with much."""
+WIDTHS = (16, 8, 4, 3)
 OVERHEAD_DEPTHS = (2, 6)
-HEAD_DIM = 64
 MAX_ROUNDS = 25
 GATHERED, GATHER_BITS = 8, 4
 """Experts of a row, and their bits, where the rate of scattered reads is measured."""
@@ -83,9 +90,9 @@ SMALL_LINK_BYTES = 16 * 2**10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceJob:
-    """What to measure: the device, features of a square weight, and the seconds to spend.
+    """What to measure: the device, features of a layer, and the seconds to spend.
 
-    ``distinct_bytes`` of weights take turns in decode, more than any cache holds.
+    ``distinct_bytes`` of weights take turns in short steps, more than caches hold.
     """
 
     device: torch.device
@@ -139,12 +146,14 @@ def measure_device(
     probed_s = {name: _probe_s(job, FORMATS[name]) for name in known}
     main = next(name for name in known if probed_s[name] <= MOST_SLOWER * min(probed_s.values()))
     layers = [
-        *(trial for bits in (16, 8, 4, 3) for trial in _main_trials(job, main, bits)),
+        *(trial for bits in WIDTHS for trial in _main_trials(job, main, bits)),
         *(_many_tokens(job, name) for name in known if name != main),
     ]
+    half = replace(job, features=job.features // 2)
+    narrow = [_many_tokens(half, main, bits) for bits in WIDTHS]
     others = _other_trials(job)
     taken = TakenShare()
-    _run([*(one.trial for one in layers), *others.values()], job, progress)
+    _run([*(one.trial for one in (*layers, *narrow)), *others.values()], job, progress)
     share = taken.share()
     warn_if_noisy(0.0, share)
     few, many = (others[f"layers {depth}"].median_s for depth in OVERHEAD_DEPTHS)
@@ -163,6 +172,7 @@ def measure_device(
         copy_bytes_per_s=2.0 * job.distinct_bytes / others["copy"].median_s,
         features=job.features,
         layers=tuple(one.timing(overhead_s) for one in layers),
+        narrow=tuple(one.timing(overhead_s) for one in narrow),
         layer_overhead_s=overhead_s,
         step_overhead_s=stage_s + _master_s(device),
         compute_capability=_capability(device),
@@ -216,23 +226,28 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def _main_trials(job: DeviceJob, dtype: Dtype, bits: int) -> Iterator[_LayerTrial]:
-    """Return prompts through one layer, and decode steps through several."""
-    prompts = [_short_prompts(FEW_TOKENS), _short_prompts(MANY_TOKENS)]
-    steps = [Shape(phase=Phase.DECODE, batch=batch, tokens=1) for batch in DECODE_BATCHES]
+    """Return long steps through one layer, and short ones, which hardly reuse weights, through all.
+
+    Caches hold one layer, but not those of a stage.
+    """
+    prompts = [_short_prompts(MANY_TOKENS)]
+    steps = [_short_prompts(FEW_TOKENS)]
+    steps += [Shape(phase=Phase.DECODE, batch=batch, tokens=1) for batch in DECODE_BATCHES]
     if bits == 16:
         prompts.append(Shape(phase=Phase.PREFILL, batch=1, tokens=LONG_TOKENS))
-        steps.append(Shape(phase=Phase.DECODE, batch=DECODE_BATCHES[1], tokens=LONG_TOKENS))
+        steps.append(Shape(phase=Phase.DECODE, batch=DECODE_BATCHES[-1], tokens=LONG_TOKENS))
     precision, value_bytes = default_precision(bits), DTYPE_BYTES[dtype]
-    size = LAYER_MATRICES * linear_bytes(job.features, job.features, precision, value_bytes)
+    shapes = layer_matrices(job.features)
+    size = sum(linear_bytes(*shape, precision, value_bytes) for shape in shapes)
     layers = _layers(job, dtype, bits, max(1, -(-job.distinct_bytes // size)))
     yield from _trials(job, dtype, bits, layers[:1], prompts)
     yield from _trials(job, dtype, bits, layers, steps)
 
 
-def _many_tokens(job: DeviceJob, dtype: Dtype) -> _LayerTrial:
+def _many_tokens(job: DeviceJob, dtype: Dtype, bits: int = 16) -> _LayerTrial:
     """Return many tokens of prompts through one layer."""
-    layers = _layers(job, dtype, 16, 1)
-    return next(_trials(job, dtype, 16, layers, [_short_prompts(MANY_TOKENS)]))
+    layers = _layers(job, dtype, bits, 1)
+    return next(_trials(job, dtype, bits, layers, [_short_prompts(MANY_TOKENS)]))
 
 
 def _short_prompts(tokens: int) -> Shape:
@@ -330,10 +345,11 @@ def _small_master(device: torch.device) -> Master:
 
 
 def _layers(job: DeviceJob, dtype: Dtype, bits: int, depth: int) -> list[nn.Module]:
-    """Return layers of ``LAYER_MATRICES`` square matrices each, with random weights."""
+    """Return layers with the matrices of ``layer_matrices``, with random weights."""
     config = _config(job.features, depth)
     skeleton = Skeleton.of(config)
-    values = torch.randn(job.features**2, device=job.device).mul_(0.02).to(FORMATS[dtype])
+    most = max(rows * columns for rows, columns in layer_matrices(job.features))
+    values = torch.randn(most, device=job.device).mul_(0.02).to(FORMATS[dtype])
     layers = []
     for index in range(depth):
         layer = skeleton.build_layer(config, index).to(FORMATS[dtype])
@@ -350,8 +366,9 @@ def _layers(job: DeviceJob, dtype: Dtype, bits: int, depth: int) -> list[nn.Modu
 def _config(features: int, depth: int) -> PreTrainedConfig:
     heads = features // HEAD_DIM
     config = AutoConfig.for_model(
-        DEFAULT_MODEL_TYPE, hidden_size=features, intermediate_size=features,
-        num_attention_heads=heads, num_key_value_heads=heads, num_hidden_layers=depth, vocab_size=8,
+        DEFAULT_MODEL_TYPE, hidden_size=features, intermediate_size=MLP_RATIO * features,
+        num_attention_heads=heads, num_key_value_heads=kv_heads_of(features),
+        num_hidden_layers=depth, vocab_size=8,
     )  # fmt: skip
     config._attn_implementation = "sdpa"
     return config

@@ -22,7 +22,7 @@ LAYERS = [
     *((Phase.DECODE, batch, 1) for batch in (1, 4, 16)),
     *((Phase.PREFILL, count // 32, 32) for count in (64, 512)),
 ]
-LONG = [(Phase.PREFILL, 1, 512), (Phase.DECODE, 4, 512)]
+LONG = [(Phase.PREFILL, 1, 512), (Phase.DECODE, 16, 512)]
 OTHERS = [(Phase.PREFILL, 1, 100), (Phase.PREFILL, 4, 128), (Phase.DECODE, 8, 700)]
 
 
@@ -61,7 +61,8 @@ def entry_of(rate=1e12, stream=1e11, factor=1.0, **fields):
 
 def timings_of(entry, **fields):
     """What the roofline of a device says of the layers that are measured."""
-    model, square = llama(FEATURES, FEATURES, FEATURES // 64), []
+    model, half = (llama(size, 2 * size, size // 256) for size in (FEATURES, FEATURES // 2))
+    square = []
     main, other = (dtype for dtype, _ in entry.flops)
     for dtype in (main, other):
         seconds = roofline(entry, model, dtype).layer_s
@@ -74,10 +75,19 @@ def timings_of(entry, **fields):
                 )
                 for phase, batch, tokens in shapes
             ]  # fmt: skip
+    phase, batch, tokens = LAYERS[-1]
+    narrow = tuple(
+        LayerTiming(
+            dtype=main, bits=bits, phase=phase, batch=batch, tokens=tokens,
+            seconds=roofline(entry, half, main).layer_s(phase, bits, batch, tokens, 0)
+            - entry.layer_overhead_s,
+        )
+        for bits in BITS
+    )  # fmt: skip
     values = {
         "kind": entry.kind, "memory_bytes": 10**10, "threads": 1,
         "copy_bytes_per_s": entry.memory_bytes_per_s, "features": FEATURES,
-        "layers": tuple(square), "layer_overhead_s": entry.layer_overhead_s,
+        "layers": tuple(square), "narrow": narrow, "layer_overhead_s": entry.layer_overhead_s,
         "step_overhead_s": entry.step_overhead_s or 0.0,
     }  # fmt: skip
     return DeviceTimings(**values | fields)
@@ -106,6 +116,23 @@ def test_other_layers_of_a_device_that_is_a_roofline_are_predicted(
                 assert predicted(*shape) == pytest.approx(expected(*shape), rel=0.1), shape
     full = dict(found.flops)["float32"]
     assert full == pytest.approx(dict(true.flops)["float32"] * true.compute_efficiency, rel=0.1)
+
+
+@pytest.mark.parametrize("value_flops", [0.0, 300.0, 1000.0])
+def test_layers_of_other_widths_have_other_shares_of_output_values(value_flops):
+    costs = tuple(
+        PrecisionCost(bits=bits, compute=0.8, stream=0.5, value_flops=value_flops) for bits in BITS
+    )
+    true = entry_of(1e11, 1e10, overlap_loss=0.15, precision_costs=costs)
+    found = fit_device(timings_of(true), "own", "test")
+    assert device_of(found).precision_cost(8).value_flops == pytest.approx(
+        value_flops, rel=0.05, abs=5
+    )
+    for model in (llama(512, 2048, 2), llama(4096, 11008, 64)):
+        expected, predicted = (roofline(entry, model).layer_s for entry in (true, found))
+        for phase, batch, tokens in OTHERS:
+            shape = phase, 8, batch, tokens, 0
+            assert predicted(*shape) == pytest.approx(expected(*shape), rel=0.05), shape
 
 
 @pytest.mark.parametrize("loss", [0.15, 1.0])

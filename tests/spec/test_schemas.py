@@ -63,6 +63,7 @@ CLUSTER = {
                     "bits": 8,
                     "compute": 1.0,
                     "stream": 1.0,
+                    "value_flops": 9.0,
                     "overhead": 1.0,
                     "dequantize": 0.0,
                     "overlap_loss": 0.4,

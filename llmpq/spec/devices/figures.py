@@ -69,6 +69,8 @@ class PrecisionCost:
         thin: further factor on arithmetic time in decode, where another kernel multiplies few rows.
         few_rows: most rows of a decode step that this kernel takes; ``None`` for any number.
         stream_beyond: on achieved memory bandwidth in decode with more rows than those.
+        value_flops: operations that every output value of a product costs besides: formats, scales,
+            activation functions. Narrow matrices have more of them to an operation.
         rows_per_pass: rows that a kernel multiplies while it reads the weights once, prompt tokens
             and sequences alike; ``None``: all rows of a micro-batch.
         overlap_loss, saturation_tokens, prefill_deviation, decode_deviation: of this bitwidth,
@@ -83,6 +85,7 @@ class PrecisionCost:
     thin: Annotated[float, Rule(minimum=0.01, optional=True)] = 1.0
     few_rows: Annotated[int | None, Rule(minimum=1)] = None
     stream_beyond: Annotated[float, Rule(minimum=0.01, optional=True)] = 1.0
+    value_flops: Annotated[float, Rule(minimum=0, optional=True)] = 0.0
     rows_per_pass: Annotated[int | None, Rule(minimum=1)] = None
     overlap_loss: Share | None = None
     saturation_tokens: Annotated[float | None, Rule(minimum=0)] = None

@@ -7,8 +7,24 @@ from dataclasses import dataclass
 from llmpq.spec.devices.figures import DeviceKind
 from llmpq.spec.precision import Dtype, Phase
 
-LAYER_MATRICES = 7
-"""Square matrices of a measured layer: those of Llama with two equal widths and no groups."""
+HEAD_DIM = 64
+"""Of a measured layer."""
+HEADS_PER_GROUP = 4
+"""Query heads to a head of keys and values, as most models have."""
+MLP_RATIO = 2
+"""Width of the MLP over the features."""
+
+
+def kv_heads_of(features: int) -> int:
+    """Return the heads of keys and values of a measured layer."""
+    return max(1, features // HEAD_DIM // HEADS_PER_GROUP)
+
+
+def layer_matrices(features: int) -> tuple[tuple[int, int], ...]:
+    """Return the rows and columns of the matrices of a measured layer, those of a Llama."""
+    kv, wide = HEAD_DIM * kv_heads_of(features), MLP_RATIO * features
+    attention = ((features, features), (kv, features), (kv, features), (features, features))
+    return (*attention, (wide, features), (wide, features), (features, wide))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +57,11 @@ class DeviceTimings:
     Attributes:
         threads: of a CPU; 1 for others.
         copy_bytes_per_s: bytes read and written by a copy inside its memory.
-        features: of all matrices of a layer, ``LAYER_MATRICES``.
+        features: of a layer: see ``layer_matrices``.
         layers: in one number format at 16 bits and others, decode steps of three batches and
-            prompts of two sizes, all short; of the middle batch and of the larger size long ones,
+            prompts of two sizes, all short; of the largest batch and of the larger size long ones,
             too, at 16 bits. In every other format, prompts of the larger size at 16 bits.
+        narrow: prompts of the larger size through layers of half the features, at the same bits.
         layer_overhead_s: a decoder layer with next to no work.
         step_overhead_s: a step with next to no work, without its layers.
         host_bytes_per_s, host_latency_s: of a copy from and to host memory, ``None`` for a CPU.
@@ -60,6 +77,7 @@ class DeviceTimings:
     layers: tuple[LayerTiming, ...]
     layer_overhead_s: float
     step_overhead_s: float
+    narrow: tuple[LayerTiming, ...] = ()
     host_bytes_per_s: float | None = None
     host_latency_s: float | None = None
     compute_capability: tuple[int, int] | None = None
