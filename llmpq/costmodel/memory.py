@@ -147,8 +147,8 @@ EXPERT_SHARE = 2.0
 _ATTENTION_PREFIXES = (
     *("self_attn.", "self_attention.", "attention.", "attn.", "norm_attn_norm."),
     *("linear_attn.", "conv.", "mamba."),  # what some layers have in its place
-    # Nemotron-H has one name for all that a layer consists of.
-    *(f"mixer.{name}_proj" for name in ("in", "out", "q", "k", "v", "o")),
+    # Nemotron-H and Mamba have one name for all that a layer consists of.
+    *(f"mixer.{name}_proj" for name in ("in", "x", "dt", "out", "q", "k", "v", "o")),
 )
 
 

@@ -152,11 +152,12 @@ class DecoderStage(nn.Module):
                 self._keepers.setdefault(source, source if source in indices else index)
         self._windows = [layer_window(config, index) for index in indices]
         self._chunks = [layer_chunk(config, index) for index in indices]
-        # BLOOM and GPT-NeoX kept the name from before the cache was an object.
-        names = ("layer_past", "alibi", "shared_kv_states")
+        # BLOOM and GPT-NeoX kept the name from before the cache was an object; Mamba has its own.
+        caches = ("layer_past", "cache_params")
+        names = (*caches, "alibi", "shared_kv_states")
         taken = [{name for name in names if accepts(layer.forward, name)} for layer in layers]
         self._cache_arguments = [
-            "layer_past" if "layer_past" in own else "past_key_values" for own in taken
+            next((name for name in caches if name in own), "past_key_values") for own in taken
         ]
         # Gemma 4 of transformers 5.17 leaves the last keys and values there, read by none.
         self._leaves_shared = ["shared_kv_states" in own for own in taken]

@@ -38,6 +38,8 @@ StateShapes = dict[str, tuple[int, ...]]
 
 _PIECE = "piece_tokens"
 """Attribute of a mixer: tokens of a row that transformers' code computes at once."""
+SELECTIVE = ("conv1d", "in_proj", "x_proj", "dt_proj", "A_log", "D", "out_proj")
+"""Parts of a mixer of Mamba 1."""
 COMPILED = "compiled_rows"
 """Attribute of a mixer that computes rows: a :data:`CompiledRows`, or ``None``."""
 CompiledRows = Callable[[Tensor, PackedBatch, dict[str, Tensor]], Tensor | None]
@@ -377,10 +379,72 @@ def run_alone(
 
 
 def code_of(mixer: nn.Module) -> Callable[..., Tensor]:
-    """Return transformers' own code of a mixer."""
+    """Return transformers' own code of a mixer, or :func:`selective_scan` in its place."""
+    if all(hasattr(mixer, name) for name in SELECTIVE):
+        return selective_scan
     kind: Any = getattr(mixer, _RUNS_ROWS, type(mixer))
     code: Callable[..., Tensor] = kind.forward
     return code
+
+
+def selective_scan(
+    mixer: Any, hidden: Tensor, cache_params: RowStates | None = None, **_: object
+) -> Tensor:
+    """Return ``[R, T, H]`` of a mixer of Mamba 1 (Gu and Dao, 2023, Algorithm 2).
+
+    The code of transformers begins several tokens without a state, and reads weights that may be
+    quantized here. Formulas are the same::
+
+        x = silu(conv(u));  d, B, C = x_proj(x);  d = softplus(dt_proj(d))
+        h = exp(d A) h + d x B;  y = (C h + D x) silu(z)
+
+    Args:
+        mixer: of transformers.
+        hidden: ``[R, T, H]``.
+        cache_params: states of the rows; ``None`` for whole sequences, whose states are not kept.
+    """
+    inputs, gate = mixer.in_proj(hidden).chunk(2, dim=-1)  # [R, T, C]
+    whole = inputs.transpose(1, 2)
+    if cache_params is not None:
+        whole = cache_params.update_conv_state(
+            whole, mixer.layer_idx, conv_kernel_size=mixer.conv_kernel_size
+        )
+    whole = nn.functional.pad(whole, (mixer.conv_kernel_size - 1, 0))
+    weight, bias = mixer.conv1d.weight, mixer.conv1d.bias
+    convolved = nn.functional.conv1d(whole, weight, bias, groups=len(weight))
+    mixed = mixer.act(convolved[..., -inputs.shape[1] :]).transpose(1, 2)
+    steps, entered, read = selected(mixer, mixed)
+    rate, skip = -mixer.A_log.float().exp(), mixer.D.float()
+    state = None if cache_params is None else cache_params.get_recurrent_state(mixer.layer_idx)
+    if state is None:
+        state = rate.new_zeros(len(hidden), *rate.shape)
+    values, scanned = mixed.float(), torch.empty_like(mixed, dtype=torch.float32)
+    for token in range(hidden.shape[1]):
+        step = steps[:, token, :, None]
+        added = (step * values[:, token, :, None]) * entered[:, token, None]
+        state = (step * rate).exp_().mul_(state).add_(added)
+        scanned[:, token] = (state @ read[:, token, :, None])[..., 0]
+    if cache_params is not None:
+        cache_params.update_recurrent_state(state, mixer.layer_idx)
+    made = scanned.add_(values.mul_(skip)).mul_(nn.functional.silu(gate.float()))
+    output: Tensor = mixer.out_proj(made.to(hidden.dtype))
+    return output
+
+
+def selected(mixer: Any, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what Mamba 1 selects by the tokens, in float32: time steps, B and C.
+
+    Args:
+        mixer: of transformers.
+        mixed: convolved channels, ``[..., C]``.
+    """
+    size = mixer.ssm_state_size
+    parts = mixer.x_proj(mixed).split([mixer.time_step_rank, size, size], dim=-1)
+    norms = (getattr(mixer, f"{name}_layernorm", None) for name in ("dt", "b", "c"))
+    step, entered, read = (
+        part if norm is None else norm(part) for part, norm in zip(parts, norms, strict=True)
+    )
+    return nn.functional.softplus(mixer.dt_proj(step).float()), entered.float(), read.float()
 
 
 def _cache_argument(kind: type[nn.Module]) -> str:
@@ -400,8 +464,7 @@ def _in_rows(kind: type[nn.Module]) -> type[nn.Module]:
         states = None if view is None else view.states
         if view is not None and states is None:
             raise SpecError("states: found a cache without those of layers with a recurrent state")
-        run: Callable[..., Tensor] = kind.forward
-        batch = mask.step.batch
+        run, batch = code_of(self), mask.step.batch
         compiled: CompiledRows | None = getattr(self, COMPILED)
         if states is not None and compiled is not None:
             own = states.of_layer(self.layer_idx)

@@ -94,8 +94,13 @@ OWN: dict[str, dict[str, Any]] = {
     "jetmoe": {"kv_channels": 16, "head_dim": ...},
     "minicpm3": {**_LATENT, "logits_scaling": ...},
     "bamba": {"mamba_n_heads": 8, "attn_layer_indices": [1]},
-    "jamba": {"num_hidden_layers": 6, "attn_layer_period": 3, "attn_layer_offset": 1},
-    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
+    "jamba": {
+        "attn_layer_period": 3,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 3,
+        "expert_layer_offset": 0,
+    },
+    "mamba2": {"num_heads": 8, "n_groups": 1},
     "granitemoehybrid": {
         "mamba_n_heads": 4,
         "mamba_d_state": 16,

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 from llmpq.spec.huggingface.attention import AttentionSizes, LatentAttention, SelfAttention
 from llmpq.spec.huggingface.config import HEADS, HIDDEN, Config
-from llmpq.spec.huggingface.feed_forward import has_bias, linear
+from llmpq.spec.huggingface.feed_forward import FeedForward, has_bias, linear
 from llmpq.spec.huggingface.windows import ATTENTION, LINEAR
 from llmpq.spec.model import LinearSpec
 
 Mixer = Callable[[Config], AttentionSizes]
+MAMBA_BYTES = 80
+"""Bytes that Mamba 1 makes for a channel of a token, measured: 80 in decode, 24 in prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +38,26 @@ class Hybrid:
         )
         attention, mixer = self.attention(fields)[0], self.mixer(fields)
         return [attention if is_attention else mixer for is_attention in chosen]
+
+
+@dataclass(frozen=True, slots=True)
+class Everywhere:
+    """A mixer in every layer (Mamba).
+
+    Attributes:
+        mixer: of all layers.
+    """
+
+    mixer: Mixer
+
+    def __call__(self, fields: Config) -> Sequence[AttentionSizes]:
+        """Return the mixer of every layer."""
+        return [self.mixer(fields)] * fields.layers()
+
+
+def no_feed_forward(fields: Config) -> Sequence[FeedForward]:
+    """Return nothing behind the mixer of every layer (Mamba)."""
+    return [FeedForward(linears=())] * fields.layers()
 
 
 def by_interval(fields: Config) -> Sequence[bool]:
@@ -64,6 +86,11 @@ def by_indices(fields: Config) -> Sequence[bool]:
     """Return attention in the layers of ``attn_layer_indices``, by default none (Bamba)."""
     chosen = fields.indices("attn_layer_indices") if fields.has("attn_layer_indices") else ()
     return [index in chosen for index in range(fields.layers())]
+
+
+def by_period(fields: Config) -> Sequence[bool]:
+    """Return attention once in ``attn_layer_period`` layers, from ``attn_layer_offset`` on."""
+    return fields.periodic("attn_layer_period", "attn_layer_offset")
 
 
 def nowhere(fields: Config) -> Sequence[bool]:
@@ -110,6 +137,51 @@ class Mamba2:
             ),
             others=convolved * (kernel + has_bias(fields, self.conv_bias)) + 3 * heads + width,
             state_values=convolved * kernel + width * state_dim,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba1:
+    """A selective state space with a state of each channel (Gu and Dao, "Mamba", 2023).
+
+    Attributes:
+        prefix: path of the mixer.
+        expand, state_dim, kernel, rank: fields of its sizes. A rank that is ``"auto"`` or absent is
+            a sixteenth of the hidden size, rounded up.
+        width: field of the inner features, by default ``expand`` times the hidden size.
+        bias, conv_bias: fields of the biases of its projections and of its convolution.
+        norms: whether time steps, B and C are normed with weights (Jamba).
+    """
+
+    prefix: str = "mamba"
+    expand: str = "mamba_expand"
+    width: str | None = None
+    state_dim: str = "mamba_d_state"
+    kernel: str = "mamba_d_conv"
+    rank: str = "mamba_dt_rank"
+    bias: str = "mamba_proj_bias"
+    conv_bias: str = "mamba_conv_bias"
+    norms: bool = False
+
+    def __call__(self, fields: Config) -> AttentionSizes:
+        """Return the mixer of one layer."""
+        hidden = fields.size(*HIDDEN)
+        stated = None if self.width is None else fields.optional_size(self.width)
+        width = fields.size(self.expand) * hidden if stated is None else stated
+        has_rank = fields.has(self.rank) and fields.take(self.rank) != "auto"
+        rank = fields.size(self.rank) if has_rank else -(-hidden // 16)
+        state_dim, kernel = fields.size(self.state_dim), fields.size(self.kernel)
+        selected, bias = rank + 2 * state_dim, has_bias(fields, self.bias)
+        others = width * (kernel + has_bias(fields, self.conv_bias) + state_dim + 1)
+        return _mixer(
+            (
+                linear(f"{self.prefix}.in_proj", 2 * width, hidden, bias),
+                linear(f"{self.prefix}.x_proj", selected, width),
+                linear(f"{self.prefix}.dt_proj", width, rank, bias=True),
+                linear(f"{self.prefix}.out_proj", hidden, width, bias),
+            ),
+            others=others + (selected if self.norms else 0),
+            state_values=width * (kernel + state_dim),
         )
 
 
