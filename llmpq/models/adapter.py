@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +52,7 @@ from llmpq.spec.families import (
     family_of,
     known_families,
 )
-from llmpq.spec.huggingface.windows import CHUNKED, FEED_FORWARD, FULL, LINEAR, SLIDING
+from llmpq.spec.huggingface.windows import BOTH, CHUNKED, FEED_FORWARD, FULL, LINEAR, SLIDING
 from llmpq.spec.model_files.config import CONFIG_FILE, language_fields, model_fields
 
 _logger = get_logger(__name__)
@@ -483,8 +483,21 @@ class RoutedExperts(nn.Module):
         return output.view(hidden_states.shape)
 
 
+def with_input_factors(config: PreTrainedConfig, mixer: Any) -> nn.Module:
+    """Give a mixer of Falcon-H1 the factors of its inputs, which its model computes for all."""
+    if hasattr(mixer, "mup_vector"):  # of a whole model
+        return cast("nn.Module", mixer)
+    states = mixer.n_groups * mixer.ssm_state_size
+    widths = (mixer.intermediate_size, mixer.intermediate_size, states, states, mixer.num_heads)
+    parts = zip(widths, config.ssm_multipliers, strict=True)
+    factors = torch.cat([torch.full((width,), float(factor)) for width, factor in parts])
+    mixer.register_buffer("mup_vector", factors[None, None], persistent=False)
+    return cast("nn.Module", mixer)
+
+
 _OWN: dict[OwnModule, Callable[[PreTrainedConfig, Any], nn.Module]] = {
     "biased_experts": BiasedExperts,
+    "input_factors": with_input_factors,
     "routed_experts": RoutedExperts,
     "scaled_experts": ScaledExperts,
 }
@@ -675,6 +688,8 @@ def layer_window(config: PreTrainedConfig, index: int) -> int | None:
         return window
     if kind in (FULL, CHUNKED, *LINEAR, *FEED_FORWARD):
         return None
+    if kind == BOTH and family_of(config.model_type).sizes is not None:
+        return None
     known = ", ".join((FULL, SLIDING, CHUNKED, *LINEAR, *FEED_FORWARD))
     raise bad_field(
         CONFIG_FILE,
@@ -685,15 +700,15 @@ def layer_window(config: PreTrainedConfig, index: int) -> int | None:
 
 
 def keeps_state(config: PreTrainedConfig, index: int) -> bool:
-    """Return whether a layer has a recurrent state in place of keys and values."""
+    """Return whether a layer has a recurrent state, in place of keys and values or beside them."""
     kinds: Sequence[str] = getattr(config, "layer_types", None) or ()
-    return bool(kinds) and kinds[index] in LINEAR
+    return bool(kinds) and kinds[index] in (*LINEAR, BOTH)
 
 
-def keeps_nothing(config: PreTrainedConfig, index: int) -> bool:
-    """Return whether a layer has neither keys and values nor a state (Nemotron-H)."""
+def keeps_keys(config: PreTrainedConfig, index: int) -> bool:
+    """Return whether a layer has keys and values."""
     kinds: Sequence[str] = getattr(config, "layer_types", None) or ()
-    return bool(kinds) and kinds[index] in FEED_FORWARD
+    return not kinds or kinds[index] not in (*LINEAR, *FEED_FORWARD)
 
 
 def has_states(config: PreTrainedConfig) -> bool:
@@ -743,7 +758,7 @@ def kv_shapes(config: PreTrainedConfig, first_layer: int, end_layer: int) -> tup
 
 def layer_kv_shape(config: PreTrainedConfig, index: int) -> KVShape:
     """Return the shape of the keys and values that a layer makes."""
-    if keeps_state(config, index) or keeps_nothing(config, index):
+    if not keeps_keys(config, index):
         return KVShape(heads=0, head_dim=0)
     layers: Sequence[PreTrainedConfig] | None = getattr(config, "per_layer_config", None)
     shape = _kv_shape(config if layers is None else layers[index])  # layers of Gemma 4 differ

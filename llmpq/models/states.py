@@ -303,10 +303,13 @@ def use_row_states(layer: nn.Module, piece: int | None = None) -> None:
     Raises:
         SpecError: as :func:`mixer_of`.
     """
-    mixer = mixer_of(layer)
+    mixer: Any = mixer_of(layer)
     kind: Any = type(mixer)
     mixer.__class__ = _in_rows(kind)  # as torch's parametrizations do
     setattr(mixer, _PIECE, piece)
+    if piece is not None and hasattr(mixer, "chunk_size"):
+        # Fewer tokens are filled up to it. Any size computes the same.
+        mixer.chunk_size = min(piece, mixer.chunk_size)
 
 
 def mixer_of(layer: nn.Module) -> nn.Module:

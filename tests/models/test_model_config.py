@@ -183,7 +183,6 @@ def test_master_holds_weights_on_meta_and_constants_for_real(tiny_model):
 @pytest.mark.parametrize(
     ("model_type", "field", "value"),
     [
-        ("falcon_h1", r"layer_types\[0\]", "hybrid"),
         ("inkling_text", r"layer_types\[0\]", "hybrid_sliding"),
         ("minimax", r"layer_types\[1\]", "linear_attention"),
         ("recurrent_gemma", "model_type", "recurrent_gemma"),

@@ -42,6 +42,7 @@ MORE = {
     ),
     "falcon groups": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon heads": ("falcon", {"multi_query": False, "parallel_attn": False, "bias": True}),
+    "falcon_h1 normed": ("falcon_h1", {"mamba_rms_norm": True, "mamba_n_groups": 2}),
     "gemma4 experts": ("gemma4_text", {**GEMMA4_EXPERTS, "head_dim": 16, "global_head_dim": 32}),
     "gpt_bigcode heads": ("gpt_bigcode", {"multi_query": False}),
     "jamba experts": ("jamba", {"expert_layer_period": 1}),
@@ -50,7 +51,7 @@ MORE = {
     "qwen2_moe dense": ("qwen2_moe", {"mlp_only_layers": [1]}),
 }  # fmt: skip
 DIFFERENT = (
-    "bloom", "dbrx", "deepseek_v3", "falcon groups", "gemma4 experts", "gpt_oss",
+    "bloom", "dbrx", "deepseek_v3", "falcon_h1", "falcon groups", "gemma4 experts", "gpt_oss",
     "granitemoehybrid", "jamba", "jetmoe", "llama", "llama4_text", "mpt", "nemotron_h", "opt",
     "phi3", "qwen3_next",
 )  # fmt: skip

@@ -58,6 +58,11 @@ CASES = {
             "use_conv_bias": False,
         },
     ),
+    "falcon_h1 normed": (
+        "falcon_h1",
+        {"mamba_rms_norm": True, "projectors_bias": True, "attention_bias": True, "mlp_bias": True},
+    ),
+    "falcon_h1 expanded": ("falcon_h1", {"mamba_d_ssm": None, "mamba_n_groups": 2}),
     "jamba dense": ("jamba", {"num_experts": 1, "mamba_conv_bias": False, "mamba_proj_bias": True}),
     "jamba rank": ("jamba", {"mamba_dt_rank": 5, "expert_layer_period": 1}),
     "mamba wide": ("mamba", {"intermediate_size": 96, "use_bias": True, "use_conv_bias": False}),

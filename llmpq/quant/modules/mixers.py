@@ -160,7 +160,7 @@ def _kinds_for(weight: Tensor) -> _Kinds:
 def _form_of(mixer: Any, dtype: torch.dtype) -> MixerForm | None:
     if _has(mixer, _DELTA):
         return _gated_delta(mixer, dtype)
-    if _has(mixer, _MAMBA2):
+    if _has(mixer, _MAMBA2) and not hasattr(mixer, "mup_vector"):  # inputs without factors
         return _mamba2(mixer, dtype)
     return _convolution(mixer, dtype) if _has(mixer, _CONVOLUTION) else None
 

@@ -77,7 +77,7 @@ class Alibi:
 
 OwnModule = Literal[
     "alibi", "position_bias", "fused_rotary", "complex_rotary", "split_scores",
-    "biased_experts", "routed_experts", "scaled_experts",
+    "biased_experts", "routed_experts", "scaled_experts", "input_factors",
 ]  # fmt: skip
 """Modules of ``llmpq.models`` that take the place of those of transformers."""
 DEFAULT_MODEL_TYPE = "llama"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llmpq.spec.huggingface.attention import AttentionSizes, LatentAttention, SelfAttention
 from llmpq.spec.huggingface.config import HEADS, HIDDEN, Config
@@ -12,8 +12,8 @@ from llmpq.spec.huggingface.windows import ATTENTION, LINEAR
 from llmpq.spec.model import LinearSpec
 
 Mixer = Callable[[Config], AttentionSizes]
-MAMBA_BYTES = 80
-"""Bytes that Mamba 1 makes for a channel of a token, measured: 80 in decode, 24 in prompts."""
+MAMBA_BYTES = 32
+"""Bytes that Mamba 1 makes for a channel of a token (measured: 24)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +38,30 @@ class Hybrid:
         )
         attention, mixer = self.attention(fields)[0], self.mixer(fields)
         return [attention if is_attention else mixer for is_attention in chosen]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Both:
+    """Attention and another mixer side by side in every layer (Falcon-H1).
+
+    Attributes:
+        attention: reads what the mixer reads.
+        mixer: of all layers; its output is added to that of attention.
+    """
+
+    attention: SelfAttention
+    mixer: Mixer
+
+    def __call__(self, fields: Config) -> Sequence[AttentionSizes]:
+        """Return both as the attention of every layer."""
+        attention, mixer = self.attention.one(fields), self.mixer(fields)
+        both = replace(
+            attention,
+            linears=attention.linears + mixer.linears,
+            others=attention.others + mixer.others,
+            state_values=mixer.state_values,
+        )
+        return [both] * fields.layers()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +130,10 @@ class Mamba2:
         prefix: path of the mixer.
         heads, head_dim, groups, state_dim, kernel: fields of its sizes. A head that is ``"auto"``
             or absent is an equal share of ``mamba_expand`` times the hidden size.
+        width: field of the inner features in place of that product, where it is set.
         bias, conv_bias: fields of the biases of its projections and of its convolution.
+        out_bias: that of the last projection; ``None`` for the same.
+        norm_if: field that must be set for the gated norm; ``None`` for no such field.
     """
 
     prefix: str = "mamba"
@@ -117,25 +144,32 @@ class Mamba2:
     kernel: str = "mamba_d_conv"
     bias: str = "mamba_proj_bias"
     conv_bias: str = "mamba_conv_bias"
+    width: str | None = None
+    out_bias: str | None = None
+    norm_if: str | None = None
 
     def __call__(self, fields: Config) -> AttentionSizes:
         """Return the mixer of one layer."""
         hidden, heads = fields.size(*HIDDEN), fields.size(self.heads)
+        stated = None if self.width is None else fields.optional_size(self.width)
         if fields.has(self.head_dim) and fields.take(self.head_dim) != "auto":
             width = heads * fields.size(self.head_dim)
         else:
-            width = fields.size("mamba_expand") * hidden
+            width = fields.size("mamba_expand") * hidden if stated is None else stated
             if width % heads:
                 raise fields.error(self.heads, heads, f"a divisor of {width} inner features")
         state_dim, kernel = fields.size(self.state_dim), fields.size(self.kernel)
         convolved = width + 2 * fields.size(self.groups) * state_dim
         bias = has_bias(fields, self.bias)
+        out_bias = bias if self.out_bias is None else has_bias(fields, self.out_bias)
+        is_normed = self.norm_if is None or fields.flag_or(self.norm_if, default=False)
+        norm = width if is_normed else 0
         return _mixer(
             (
                 linear(f"{self.prefix}.in_proj", width + convolved + heads, hidden, bias),
-                linear(f"{self.prefix}.out_proj", hidden, width, bias),
+                linear(f"{self.prefix}.out_proj", hidden, width, out_bias),
             ),
-            others=convolved * (kernel + has_bias(fields, self.conv_bias)) + 3 * heads + width,
+            others=convolved * (kernel + has_bias(fields, self.conv_bias)) + 3 * heads + norm,
             state_values=convolved * kernel + width * state_dim,
         )
 
