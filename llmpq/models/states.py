@@ -415,7 +415,7 @@ def selective_scan(
     whole = nn.functional.pad(whole, (mixer.conv_kernel_size - 1, 0))
     weight, bias = mixer.conv1d.weight, mixer.conv1d.bias
     convolved = nn.functional.conv1d(whole, weight, bias, groups=len(weight))
-    mixed = mixer.act(convolved[..., -inputs.shape[1] :]).transpose(1, 2)
+    mixed = mixer.act(convolved[..., -inputs.shape[1] :]).transpose(1, 2).contiguous()
     steps, entered, read = selected(mixer, mixed)
     rate, skip = -mixer.A_log.float().exp(), mixer.D.float()
     state = None if cache_params is None else cache_params.get_recurrent_state(mixer.layer_idx)

@@ -2,11 +2,11 @@
 
 transformers computes them with some thirty operators of torch for each layer and step, and copies
 the states of all rows. Here a few loops read and change the states of the rows in their slots:
-``csrc/convolution.c``, ``csrc/delta.c``, ``csrc/mamba.c``.
+``csrc/convolution.c``, ``csrc/delta.c``, ``csrc/mamba.c``, ``csrc/scan.c``.
 
 Shapes: N tokens, R rows, C channels of the convolution, K its width, S slots; g key heads of d
 features and h value heads of e features (Gated DeltaNet); G groups, h heads of p features, states
-of n features (Mamba 2).
+of n features (Mamba 2; of each channel in Mamba 1).
 """
 
 from __future__ import annotations
@@ -66,6 +66,17 @@ class _Mamba(Structure):
         *((name, c_int64) for name in ("tokens", "groups", "heads", "head_dim", "state_dim")),
         ("normed", c_int64),
         *((name, c_float) for name in ("epsilon", "least", "most")),
+        *((name, c_int32) for name in ("type", "threads")),
+    )
+
+
+class _Scan(Structure):
+    """``Scan`` (``csrc/scan.c``)."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("values", "gate", "steps", "in", "read", "rate", "skip")),
+        *((name, c_void_p) for name in ("states", "out", "rows")),
+        *((name, c_int64) for name in ("count", "channels", "state_dim", "stride")),
         *((name, c_int32) for name in ("type", "threads")),
     )
 
@@ -462,3 +473,79 @@ class Mamba2:
             TYPES[joined.dtype],
             torch.get_num_threads(),
         )
+
+
+class SelectiveScan:
+    """The parameters of Mamba 1 behind its convolution, in float32.
+
+    Args:
+        convolution: of the inputs.
+        log_rate: ``A_log``, ``[C, n]``.
+        skip: ``D``, ``[C]``.
+    """
+
+    def __init__(self, convolution: ShortConvolution, log_rate: Tensor, skip: Tensor) -> None:
+        self._convolution = convolution
+        self._rate = -log_rate.detach().float().exp().contiguous()
+        self._skip = skip.detach().float().contiguous()
+
+    def fits(self, dtype: torch.dtype) -> bool:
+        """Return whether the kernels compute this layer, for hidden states of a dtype."""
+        return self._convolution.fits(dtype) and self._rate.shape[1] % MULTIPLE == 0
+
+    def convolve(self, joined: Tensor, rows: Tensor, conv_states: Tensor) -> Tensor:
+        """Return the convolved inputs ``[N, C]``; the states of the rows change.
+
+        Args:
+            joined: inputs and gates of the tokens side by side, ``[N, 2 C]``.
+            rows: as :attr:`llmpq.models.PackedBatch.sequence_rows`.
+            conv_states: float32 ``[S, C, K]``.
+        """
+        kernels = library()
+        assert kernels is not None  # fits
+        values = joined[:, : self._convolution.channels]
+        out = torch.empty(values.shape, dtype=joined.dtype)
+        kernels.kernels_convolution(byref(self._convolution.call(values, rows, conv_states, out)))
+        return out
+
+    def __call__(
+        self,
+        joined: Tensor,
+        convolved: Tensor,
+        selected: tuple[Tensor, Tensor, Tensor],
+        rows: Tensor,
+        states: Tensor,
+    ) -> Tensor:
+        """Return ``[N, C]``, what the last projection gets; the states of the rows change.
+
+        Args:
+            joined: as in :meth:`convolve`.
+            convolved: its result.
+            selected: float32 time steps ``[N, C]``, B and C ``[N, n]``.
+            rows: as there.
+            states: float32 ``[S, C, n]``.
+        """
+        kernels = library()
+        assert kernels is not None  # fits
+        channels, state_dim = self._rate.shape
+        steps, entered, read = (one.contiguous() for one in selected)
+        out = torch.empty_like(convolved)
+        assert convolved.is_contiguous()
+        assert joined.stride(1) == 1
+        assert rows.is_contiguous()
+        assert states.is_contiguous()
+        tensors = (
+            convolved, joined[:, channels:], steps, entered, read, self._rate, self._skip, states,
+            out, rows,
+        )  # fmt: skip
+        call = _Scan(
+            *(one.data_ptr() for one in tensors),
+            len(rows),
+            channels,
+            state_dim,
+            joined.stride(0),
+            TYPES[joined.dtype],
+            torch.get_num_threads(),
+        )
+        kernels.kernels_scan(byref(call))
+        return out

@@ -262,7 +262,8 @@ def load(name: str) -> ctypes.CDLL:
     loaded.kernels_order.argtypes = (POINTER(Weight), c_void_p, c_int32)
     loaded.kernels_float.argtypes = (POINTER(Product), c_int32)
     loaded.kernels_round.argtypes = (POINTER(Rounding),)
-    for mixer in (loaded.kernels_convolution, loaded.kernels_delta, loaded.kernels_mamba):
+    for name_of_mixer in ("convolution", "delta", "mamba", "scan"):
+        mixer = getattr(loaded, f"kernels_{name_of_mixer}")
         mixer.restype = None
         mixer.argtypes = (c_void_p,)
     loaded.kernels_norm.restype = None

@@ -13,7 +13,6 @@ FAMILY = Family(
     parts=ModelParts(final_norm="final_layernorm"),
     form=LayerForm(norms=("input_layernorm", None, "pre_ff_layernorm", None), rotation=None),
     has_layer_classes=True,
-    recurrence_bytes=mixers.MAMBA_BYTES,
     sizes=Sizes(
         attention=mixers.Hybrid(
             attention=SelfAttention(bias=False),

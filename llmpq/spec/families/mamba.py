@@ -25,6 +25,4 @@ SIZES = Sizes(
     norms=1,
 )
 
-FAMILY = Family(
-    name="mamba", parts=PARTS, form=FORM, sizes=SIZES, recurrence_bytes=mixers.MAMBA_BYTES
-)
+FAMILY = Family(name="mamba", parts=PARTS, form=FORM, sizes=SIZES)

@@ -12,8 +12,6 @@ from llmpq.spec.huggingface.windows import ATTENTION, LINEAR
 from llmpq.spec.model import LinearSpec
 
 Mixer = Callable[[Config], AttentionSizes]
-MAMBA_BYTES = 32
-"""Bytes that Mamba 1 makes for a channel of a token (measured: 24)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,7 +43,7 @@ FAMILIES = (
     "qwen3_next", "granitemoehybrid wide", "qwen3_5_text wide",
 )  # fmt: skip
 _WIDE = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
-WITHOUT_KERNELS = ("falcon_h1", "falcon_mamba", "jamba", "kimi_linear", "mamba", "olmo_hybrid")
+WITHOUT_KERNELS = ("falcon_h1", "kimi_linear", "olmo_hybrid")
 """Whose recurrences transformers' own code computes."""
 WIDE = {
     "granitemoehybrid wide": {
