@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ from transformers.pytorch_utils import Conv1D
 from llmpq.errors import SpecError, bad_field
 from llmpq.logging import get_logger
 from llmpq.models.attention import KVShape
-from llmpq.models.states import is_mixer
+from llmpq.models.states import DECAYS, is_mixer
 from llmpq.spec.families import (
     DEFAULT_MODEL_TYPE,
     Family,
@@ -128,6 +128,9 @@ class Skeleton:
             layer = kind(config, index, **named)
         _use_linear(layer)
         use_stacked_experts(layer, config)
+        for name, what in self.family.own_modules:
+            if what in _SETTERS:
+                _SETTERS[what](config, layer.get_submodule(name))
         stored = layer.state_dict().keys()
         for module_name, module in layer.named_modules():
             start = f"{module_name}." if module_name else ""
@@ -483,21 +486,36 @@ class RoutedExperts(nn.Module):
         return output.view(hidden_states.shape)
 
 
-def with_input_factors(config: PreTrainedConfig, mixer: Any) -> nn.Module:
+def set_input_factors(config: PreTrainedConfig, mixer: Any) -> None:
     """Give a mixer of Falcon-H1 the factors of its inputs, which its model computes for all."""
-    if hasattr(mixer, "mup_vector"):  # of a whole model
-        return cast("nn.Module", mixer)
     states = mixer.n_groups * mixer.ssm_state_size
     widths = (mixer.intermediate_size, mixer.intermediate_size, states, states, mixer.num_heads)
     parts = zip(widths, config.ssm_multipliers, strict=True)
     factors = torch.cat([torch.full((width,), float(factor)) for width, factor in parts])
     mixer.register_buffer("mup_vector", factors[None, None], persistent=False)
-    return cast("nn.Module", mixer)
+
+
+def set_decays(config: PreTrainedConfig, attention: Any) -> None:
+    """Keep of the constants of lightning attention (MiniMax) the decay of each head alone.
+
+    transformers keeps tables of them, of megabytes a layer; attention of other layers has none.
+    """
+    del config
+    if hasattr(attention, "slope_rate"):
+        with torch.device("cpu"):
+            setattr(attention, DECAYS, tuple(attention.get_slope_rate().flatten().tolist()))
+        for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay"):
+            delattr(attention, name)
+
+
+_SETTERS: dict[OwnModule, Callable[[PreTrainedConfig, Any], None]] = {
+    "decays": set_decays,
+    "input_factors": set_input_factors,
+}
 
 
 _OWN: dict[OwnModule, Callable[[PreTrainedConfig, Any], nn.Module]] = {
     "biased_experts": BiasedExperts,
-    "input_factors": with_input_factors,
     "routed_experts": RoutedExperts,
     "scaled_experts": ScaledExperts,
 }

@@ -36,10 +36,14 @@ StateShapes = dict[str, tuple[int, ...]]
 """Shape of the states of one sequence in a layer by kind: ``conv`` ``[C, K]``, ``recurrent``
 ``[heads, ...]``; empty for a layer without."""
 
+_KEEPERS = ("update_conv_state", "update_recurrent_state", "set_linear_cache")
+"""Methods of caches by which mixers keep states; the last is of lightning attention alone."""
 _PIECE = "piece_tokens"
 """Attribute of a mixer: tokens of a row that transformers' code computes at once."""
 SELECTIVE = ("conv1d", "in_proj", "x_proj", "dt_proj", "A_log", "D", "out_proj")
 """Parts of a mixer of Mamba 1."""
+DECAYS = "decays"
+"""Attribute of a mixer of lightning attention: the decay of each head."""
 COMPILED = "compiled_rows"
 """Attribute of a mixer that computes rows: a :data:`CompiledRows`, or ``None``."""
 CompiledRows = Callable[[Tensor, PackedBatch, dict[str, Tensor]], Tensor | None]
@@ -337,7 +341,7 @@ def is_mixer(kind: type[nn.Module]) -> bool:
     if not any(name in inspect.signature(forward).parameters for name in _CACHES):
         return False
     code = inspect.unwrap(forward).__code__
-    return "update_conv_state" in code.co_names or "update_recurrent_state" in code.co_names
+    return any(name in code.co_names for name in _KEEPERS)
 
 
 def mixer_kind(mixer: nn.Module) -> Hashable:
@@ -382,9 +386,11 @@ def run_alone(
 
 
 def code_of(mixer: nn.Module) -> Callable[..., Tensor]:
-    """Return transformers' own code of a mixer, or :func:`selective_scan` in its place."""
+    """Return transformers' own code of a mixer, or what is here in its place."""
     if all(hasattr(mixer, name) for name in SELECTIVE):
         return selective_scan
+    if hasattr(mixer, DECAYS):
+        return lightning_attention
     kind: Any = getattr(mixer, _RUNS_ROWS, type(mixer))
     code: Callable[..., Tensor] = kind.forward
     return code
@@ -434,6 +440,48 @@ def selective_scan(
     return output
 
 
+def lightning_attention(
+    mixer: Any, hidden: Tensor, past_key_values: RowStates | None = None, **_: object
+) -> Tensor:
+    """Return ``[R, T, H]`` of linear attention with a decay of each head.
+
+    Source: Qin et al., "Lightning Attention-2", 2024; MiniMax-01, 2025, Sec. 2.2. The code of
+    transformers computes tokens one by one where a row goes on, and has a cache of its own.
+
+    Args:
+        mixer: of transformers.
+        hidden: ``[R, T, H]``.
+        past_key_values: states of the rows, ``[R, h, d, d]``; ``None`` for whole sequences.
+    """
+    rows, tokens, _width = hidden.shape
+    heads = mixer.num_attention_heads
+    joined = mixer.act_fn(mixer.qkv_proj(hidden)).float()
+    query, key, value = joined.view(rows, tokens, heads, -1).transpose(1, 2).chunk(3, dim=-1)
+    state = None
+    if past_key_values is not None:
+        state = past_key_values.get_recurrent_state(mixer.layer_idx)
+    if state is None:
+        state = query.new_zeros(rows, heads, query.shape[-1], value.shape[-1])
+    decay = query.new_tensor(getattr(mixer, DECAYS))[:, None, None]  # [h, 1, 1]
+    made = []
+    for begin in range(0, tokens, mixer.block_size):
+        q, k, v = (one[:, :, begin : begin + mixer.block_size] for one in (query, key, value))
+        place = torch.arange(1, q.shape[2] + 1, device=q.device)[:, None]  # [B, 1]
+        distance = place - place.t()
+        weights = (decay * distance.clamp(min=0)).neg_().exp_().mul_(distance >= 0)
+        found = (q @ k.transpose(-1, -2)).mul_(weights) @ v
+        made.append(found.add_((q * (-decay * place).exp()) @ state))
+        left = len(place) - place
+        state = state * (-decay * len(place)).exp()
+        state = state + (k * (-decay * left).exp()).transpose(-1, -2) @ v
+    if past_key_values is not None:
+        past_key_values.update_recurrent_state(state, mixer.layer_idx)
+    attended = torch.cat(made, dim=2).transpose(1, 2).reshape(rows, tokens, -1)
+    normed = mixer.norm(attended.to(hidden.dtype))
+    output: Tensor = mixer.out_proj(torch.sigmoid(mixer.output_gate(hidden)) * normed)
+    return output
+
+
 def selected(mixer: Any, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return what Mamba 1 selects by the tokens, in float32: time steps, B and C.
 
@@ -461,7 +509,11 @@ def _in_rows(kind: type[nn.Module]) -> type[nn.Module]:
         return kind
     name = _cache_argument(kind)
 
-    def forward(self: nn.Module, hidden_states: Tensor, *_: object, **given: Any) -> Tensor:
+    def forward(self: nn.Module, hidden_states: Tensor, *_: object, **given: Any) -> Any:
+        made = mixed(self, hidden_states, given)
+        return (made, None) if hasattr(self, DECAYS) else made  # as their layers expect
+
+    def mixed(self: nn.Module, hidden_states: Tensor, given: dict[str, Any]) -> Tensor:
         view, mask = given.get(name), given.get("attention_mask")
         assert mask is not None, "the rows of the step"
         states = None if view is None else view.states

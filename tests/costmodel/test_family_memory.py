@@ -73,7 +73,7 @@ def test_tensors_of_every_family_are_within_the_bound(tmp_path, model_type, dtyp
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 20), (1, 64), (2, 300)])
-@pytest.mark.parametrize("model_type", ["falcon_h1", "kimi_linear", "olmo_hybrid"])
+@pytest.mark.parametrize("model_type", ["falcon_h1", "kimi_linear", "minimax", "olmo_hybrid"])
 def test_recurrences_without_kernels_are_within_the_bound(
     tmp_path, model_type, rows, tokens, dtype
 ):
@@ -87,6 +87,7 @@ def test_recurrences_without_kernels_are_within_the_bound(
     [
         ("falcon_h1", {"mamba_d_state": 256}),
         ("kimi_linear", {"linear_head_dim": 128}),
+        ("minimax", {"head_dim": 128}),
         ("olmo_hybrid", {"linear_key_head_dim": 128, "linear_value_head_dim": 128}),
     ],
 )

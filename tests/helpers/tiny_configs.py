@@ -100,6 +100,14 @@ OWN: dict[str, dict[str, Any]] = {
         "expert_layer_period": 3,
         "expert_layer_offset": 0,
     },
+    "minimax": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "block_size": 4,
+        "full_attn_alpha_factor": 1.2,
+        "linear_attn_alpha_factor": 0.9,
+        "linear_attn_beta_factor": 1.1,
+        "mlp_alpha_factor": 0.8,
+    },
     "mamba2": {"num_heads": 8, "n_groups": 1},
     "falcon_h1": {
         "mamba_d_ssm": 64,

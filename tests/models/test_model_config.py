@@ -184,7 +184,6 @@ def test_master_holds_weights_on_meta_and_constants_for_real(tiny_model):
     ("model_type", "field", "value"),
     [
         ("inkling_text", r"layer_types\[0\]", "hybrid_sliding"),
-        ("minimax", r"layer_types\[1\]", "linear_attention"),
         ("recurrent_gemma", "model_type", "recurrent_gemma"),
         ("rwkv", "model_type", "rwkv"),
         ("zamba", r"layer_types\[2\]", "hybrid"),

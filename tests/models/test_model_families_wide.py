@@ -52,8 +52,8 @@ MORE = {
 }  # fmt: skip
 DIFFERENT = (
     "bloom", "dbrx", "deepseek_v3", "falcon_h1", "falcon groups", "gemma4 experts", "gpt_oss",
-    "granitemoehybrid", "jamba", "jetmoe", "llama", "llama4_text", "mpt", "nemotron_h", "opt",
-    "phi3", "qwen3_next",
+    "granitemoehybrid", "jamba", "jetmoe", "minimax", "llama", "llama4_text", "mpt", "nemotron_h",
+    "opt", "phi3", "qwen3_next",
 )  # fmt: skip
 """Whose matrices differ: in rows or columns, merged, of experts, of layers with a state."""
 CASES = {**{name: (name, {}) for name in sorted(TESTED)}, **MORE}

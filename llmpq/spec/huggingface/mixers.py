@@ -115,6 +115,11 @@ def by_period(fields: Config) -> Sequence[bool]:
     return fields.periodic("attn_layer_period", "attn_layer_offset")
 
 
+def every_other(fields: Config) -> Sequence[bool]:
+    """Return attention in every other layer, from the first on (MiniMax)."""
+    return [index % 2 == 0 for index in range(fields.layers())]
+
+
 def nowhere(fields: Config) -> Sequence[bool]:
     """Return no attention at all (Granite 4)."""
     return [False] * fields.layers()
@@ -311,6 +316,21 @@ def short_convolution(fields: Config) -> AttentionSizes:
         ),
         others=hidden * kernel + (hidden if bias else 0),
         state_values=hidden * kernel,
+    )
+
+
+def lightning_attention(fields: Config) -> AttentionSizes:
+    """Return linear attention with a decay of each head (MiniMax-01, 2025)."""
+    hidden, heads, head_dim = fields.size(*HIDDEN), fields.size(*HEADS), fields.head_dim()
+    width = heads * head_dim
+    return _mixer(
+        (
+            linear("self_attn.qkv_proj", 3 * width, hidden),
+            linear("self_attn.output_gate", width, hidden),
+            linear("self_attn.out_proj", hidden, width),
+        ),
+        others=width,
+        state_values=width * head_dim,
     )
 
 
