@@ -9,7 +9,7 @@ from llmpq.spec.huggingface.sizes import Sizes
 
 FAMILY = Family(
     name="minimax",
-    recurrence_bytes=100,
+    recurrence_bytes=32,
     own_modules=(("self_attn", "decays"),),
     sizes=Sizes(
         attention=mixers.Hybrid(
