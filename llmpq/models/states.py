@@ -531,6 +531,8 @@ def _in_rows(kind: type[nn.Module]) -> type[nn.Module]:
             batch,
             states,
             getattr(self, _PIECE),
+            # transformers 5.17 confuses rows of one token where the norm comes before the gate.
+            joins_rows=not getattr(getattr(self, "norm", None), "norm_before_gate", False),
         )
 
     members = {
@@ -549,6 +551,8 @@ def run_rows(
     batch: PackedBatch,
     states: SequenceStates | None,
     piece: int | None = None,
+    *,
+    joins_rows: bool = True,
 ) -> Tensor:
     """Return ``[1, N, H]`` of a mixer for the rows of a step.
 
@@ -558,6 +562,7 @@ def run_rows(
         batch: rows of the step; several of one sequence follow each other in order.
         states: of all sequences; ``None`` for whole sequences, whose states are not kept.
         piece: tokens of a row that one call computes; ``None`` for all.
+        joins_rows: whether one call computes all rows of one token that follow others.
     """
     output = torch.empty_like(hidden)
     spans = [
@@ -570,7 +575,7 @@ def run_rows(
         return output
     together: list[int] = []
     has_drafts = max(batch.parents) >= 0
-    if len(set(batch.slots)) == batch.rows and not has_drafts:
+    if joins_rows and len(set(batch.slots)) == batch.rows and not has_drafts:
         together = [
             row for row in range(batch.rows) if batch.counts[row] == 1 and batch.starts[row]
         ]
