@@ -58,7 +58,7 @@ from llmpq.spec.model_files.config import CONFIG_FILE, language_fields, model_fi
 _logger = get_logger(__name__)
 
 MAX_LAYERS = 10_000
-_PLANNED = "others are planned from a description (llmpq-profile describe), not run"
+_PLANNED = "others do not run; llmpq-profile describe plans some of them"
 # Configuration fields that scale embeddings or logits in some family.
 SCALES = (
     "embedding_multiplier",

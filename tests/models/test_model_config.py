@@ -194,4 +194,6 @@ def test_states_that_are_not_run_are_refused_in_one_sentence(model_type, field, 
         SpecError, match=rf"^config\.json: field '{field}': found '{value}', ex"
     ) as (caught):
         prepare_config(tiny_config(model_type))
-    assert "planned from a description (llmpq-profile describe), not run" in str(caught.value)
+    assert str(caught.value).endswith(
+        "; others do not run; llmpq-profile describe plans some of them"
+    )
