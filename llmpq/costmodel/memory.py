@@ -147,8 +147,8 @@ EXPERT_SHARE = 2.0
 _ATTENTION_PREFIXES = (
     *("self_attn.", "self_attention.", "attention.", "attn.", "norm_attn_norm."),
     *("linear_attn.", "conv.", "mamba."),  # what some layers have in its place
-    # Nemotron-H has one name for all that a layer consists of.
-    *(f"mixer.{name}_proj" for name in ("in", "out", "q", "k", "v", "o")),
+    # Nemotron-H and Mamba have one name for all that a layer consists of.
+    *(f"mixer.{name}_proj" for name in ("in", "x", "dt", "out", "q", "k", "v", "o")),
 )
 
 
@@ -260,6 +260,8 @@ RECURRENCE_BYTES, CONVOLUTION_BYTES = 160, 9
 """What transformers' mixer of a layer with a recurrent state makes of a token, by channel: with a
 recurrence (Mamba 2: chunks of 256 tokens), and with a convolution alone, which keeps the format of
 the run."""
+DECODE_STATES = 6
+"""States of a row that transformers' recurrences make for one token, with those read."""
 SCORE_BYTES = 4
 """Bytes of a score that is written out, in float32."""
 INDEX_BYTES = 48
@@ -463,10 +465,9 @@ def _layer_bytes(
     has_parts = not on_cpu and reads_blocks and step.tokens == 1
     has_bias = in_place and family_of(step.model.family).alibi is not None
     bias = 4 * layer.num_heads * step.context if has_bias else 0
-    if layer.state_values:
-        mixed = _recurrence(step, layer, on_cpu=on_cpu)
-    else:
-        mixed = _attention(step, layer, in_place=in_place or has_parts)
+    mixed = _recurrence(step, layer, on_cpu=on_cpu) if layer.state_values else 0
+    if layer.num_heads:  # both in layers of Falcon-H1
+        mixed += _attention(step, layer, in_place=in_place or has_parts)
         mixed += decode_parts_bytes(step, layer) if has_parts else 0
     worst = max(
         step.of(2 * step.model.hidden_size, 4),  # a norm in float32
@@ -521,14 +522,15 @@ def _recurrence(step: ForwardShape, layer: LayerSpec, *, on_cpu: bool) -> int:
     with copies of the states. Where no kernel is, it does so on CPUs too, for a piece of a prompt.
     """
     value_bytes = DTYPE_BYTES[step.dtype]
-    mixed = [op for op in layer.linears if is_attention(op)]
+    mixed = _mixer(layer)
     inputs = sum(op.out_features for op in mixed[:-1])
     width = mixed[-1].in_features
     has_recurrence = layer.state_values > MAX_KERNEL * width
     own_bytes = family_of(step.model.family).recurrence_bytes
     if own_bytes is not None:
         calls, sequences = (PIECE_TOKENS, 1) if step.tokens > 1 else (step.batch, step.batch)
-        states = 3 * sequences * layer.state_values * DTYPE_BYTES["float32"]
+        copies = 3 if step.tokens > 1 else DECODE_STATES
+        states = copies * sequences * layer.state_values * DTYPE_BYTES["float32"]
         return calls * (inputs * value_bytes + width * own_bytes) + states + 2 * step.hidden
     if on_cpu:
         floats = max(op.out_features for op in mixed[:-1]) + width if has_recurrence else 0
@@ -538,6 +540,13 @@ def _recurrence(step: ForwardShape, layer: LayerSpec, *, on_cpu: bool) -> int:
     sequences = 1 if step.tokens > 1 else step.batch
     states = 3 * sequences * layer.state_values * DTYPE_BYTES["float32"]  # read, made, of a kernel
     return calls * (inputs * value_bytes + width * channel_bytes) + states + step.hidden
+
+
+def _mixer(layer: LayerSpec) -> list[LinearSpec]:
+    """Return the operators of what keeps a state, its output last."""
+    mixed = [op for op in layer.linears if is_attention(op)]
+    path = mixed[-1].name.rpartition(".")[0]
+    return [op for op in mixed if op.name.startswith(f"{path}.")]
 
 
 def _latents(step: ForwardShape, layer: LayerSpec, value_dim: int) -> int:
@@ -596,7 +605,7 @@ def _buffer_bytes(step: ForwardShape, layer: LayerSpec) -> int:
     choices = sum(4 * (op.count + 2 * op.active) for op in experts[:1])
     if layer.state_values:
         # What is convolved and what comes out, in float32, and the latter once more.
-        mixed = [op for op in layer.linears if is_attention(op)]
+        mixed = _mixer(layer)
         channels, values = max(op.out_features for op in mixed[:-1]), mixed[-1].in_features
         width += values
         choices += DTYPE_BYTES["float32"] * (channels + values)

@@ -43,6 +43,7 @@ from transformers.pytorch_utils import Conv1D
 from llmpq.errors import SpecError, bad_field
 from llmpq.logging import get_logger
 from llmpq.models.attention import KVShape
+from llmpq.models.states import DECAYS, is_mixer
 from llmpq.spec.families import (
     DEFAULT_MODEL_TYPE,
     Family,
@@ -51,12 +52,13 @@ from llmpq.spec.families import (
     family_of,
     known_families,
 )
-from llmpq.spec.huggingface.windows import CHUNKED, FEED_FORWARD, FULL, LINEAR, SLIDING
+from llmpq.spec.huggingface.windows import BOTH, CHUNKED, FEED_FORWARD, FULL, LINEAR, SLIDING
 from llmpq.spec.model_files.config import CONFIG_FILE, language_fields, model_fields
 
 _logger = get_logger(__name__)
 
 MAX_LAYERS = 10_000
+_PLANNED = "others do not run; llmpq-profile describe plans some of them"
 # Configuration fields that scale embeddings or logits in some family.
 SCALES = (
     "embedding_multiplier",
@@ -114,7 +116,8 @@ class Skeleton:
         assert isinstance(layers, nn.ModuleList)
         if not self.family.has_layer_classes:
             return type(layers[0])
-        return type(layers[_kinds(config).index(config.layer_types[index])])
+        built: list[str] = list(self.model.config.layer_types)
+        return type(layers[built.index(config.layer_types[index])])
 
     def build_layer(self, config: PreTrainedConfig, index: int) -> nn.Module:
         """Build decoder layer ``index`` of transformers on the meta device, constants for real."""
@@ -125,6 +128,9 @@ class Skeleton:
             layer = kind(config, index, **named)
         _use_linear(layer)
         use_stacked_experts(layer, config)
+        for name, what in self.family.own_modules:
+            if what in _SETTERS:
+                _SETTERS[what](config, layer.get_submodule(name))
         stored = layer.state_dict().keys()
         for module_name, module in layer.named_modules():
             start = f"{module_name}." if module_name else ""
@@ -162,18 +168,24 @@ class Skeleton:
         """Raise an error for weights outside the known parts: they would be ignored silently."""
         absent = [name for name in self.known_parts if not hasattr(self.decoder, name)]
         if absent:
-            raise SpecError(
-                f"model family {model_type}: found no '{absent[0]}' in "
-                f"{type(self.decoder).__name__}, expected the parts of a plain decoder"
+            raise bad_field(
+                CONFIG_FILE,
+                "model_type",
+                model_type,
+                f"a family that runs: found no '{absent[0]}' in {type(self.decoder).__name__}, "
+                f"which has other parts than a plain decoder; {_PLANNED}",
             )
         prefix = f"{self.decoder_path}." if self.decoder_path else ""
         places = {prefix + name for name in (*self.known_parts, self.layers_name)}
         places.add(self.head_path)
         for name, _ in self.model.named_parameters():
             if not any(name.startswith(f"{place}.") for place in places):
-                raise SpecError(
-                    f"model family {model_type}: weight '{name}' is outside the layers, the "
-                    "embedding, the final norm and the head, so it cannot run as a pipeline"
+                raise bad_field(
+                    CONFIG_FILE,
+                    "model_type",
+                    model_type,
+                    f"a family that runs: weight '{name}' is outside the layers, the embedding, "
+                    f"the final norm and the head; {_PLANNED}",
                 )
 
     def _reject_unknown_scales(self, config: PreTrainedConfig) -> None:
@@ -214,11 +226,6 @@ class _QuickConstruction(TorchFunctionMode):
         return func(*args, **given)
 
 
-def _kinds(config: PreTrainedConfig) -> list[str]:
-    """Return the kinds of layers, in order."""
-    return list(dict.fromkeys(config.layer_types))
-
-
 def _small_model(config: PreTrainedConfig) -> PreTrainedModel:
     model_type = config.model_type
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -229,13 +236,16 @@ def _small_model(config: PreTrainedConfig) -> PreTrainedModel:
         # The tables of Gemma 3n and 4 have a part for every layer.
         has_own_embeddings = bool(getattr(small, "hidden_size_per_layer_input", None))
         if not has_own_embeddings:
-            kinds = list(getattr(small, "layer_types", None) or ())[:1]
+            every = list(getattr(small, "layer_types", None) or ())
+            kinds = every[:1]
             if family_of(model_type).has_layer_classes:
-                kinds = _kinds(small)
+                kinds = list(dict.fromkeys(every))
             small.num_hidden_layers = max(1, len(kinds))
             if kinds:
-                with contextlib.suppress(AttributeError):  # computed from their number
+                try:
                     small.layer_types = kinds
+                except AttributeError:  # computed from their number: up to the first of the last
+                    small.num_hidden_layers = max(map(every.index, kinds)) + 1
             if getattr(small, "num_kv_shared_layers", None):
                 small.num_kv_shared_layers = 0
         quick = contextlib.nullcontext() if has_own_embeddings else _QuickConstruction()
@@ -476,6 +486,34 @@ class RoutedExperts(nn.Module):
         return output.view(hidden_states.shape)
 
 
+def set_input_factors(config: PreTrainedConfig, mixer: Any) -> None:
+    """Give a mixer of Falcon-H1 the factors of its inputs, which its model computes for all."""
+    states = mixer.n_groups * mixer.ssm_state_size
+    widths = (mixer.intermediate_size, mixer.intermediate_size, states, states, mixer.num_heads)
+    parts = zip(widths, config.ssm_multipliers, strict=True)
+    factors = torch.cat([torch.full((width,), float(factor)) for width, factor in parts])
+    mixer.register_buffer("mup_vector", factors[None, None], persistent=False)
+
+
+def set_decays(config: PreTrainedConfig, attention: Any) -> None:
+    """Keep of the constants of lightning attention (MiniMax) the decay of each head alone.
+
+    transformers keeps tables of them, of megabytes a layer; attention of other layers has none.
+    """
+    del config
+    if hasattr(attention, "slope_rate"):
+        with torch.device("cpu"):
+            setattr(attention, DECAYS, tuple(attention.get_slope_rate().flatten().tolist()))
+        for name in ("slope_rate", "query_decay", "key_decay", "diagonal_decay"):
+            delattr(attention, name)
+
+
+_SETTERS: dict[OwnModule, Callable[[PreTrainedConfig, Any], None]] = {
+    "decays": set_decays,
+    "input_factors": set_input_factors,
+}
+
+
 _OWN: dict[OwnModule, Callable[[PreTrainedConfig, Any], nn.Module]] = {
     "biased_experts": BiasedExperts,
     "routed_experts": RoutedExperts,
@@ -568,12 +606,33 @@ def prepare_config(config: PreTrainedConfig) -> tuple[PreTrainedConfig, Skeleton
         raise SpecError(f"model family {family.name}: not supported: {family.unsupported}")
     if not family.is_tested:
         _logger.warning("family %s was not tested against transformers", family.name)
+    # Residuals have the format of the run everywhere, as between stages.
+    if getattr(prepared, "residual_in_fp32", False):
+        prepared.residual_in_fp32 = False
     skeleton = Skeleton.of(prepared)
     chosen = skeleton.model.config
     prepared._attn_implementation = chosen._attn_implementation
     if hasattr(chosen, "_experts_implementation"):
         prepared._experts_implementation = chosen._experts_implementation
+    if family.sizes is None and has_states(prepared):
+        _check_states(prepared, skeleton)
     return prepared, skeleton
+
+
+def _check_states(config: PreTrainedConfig, skeleton: Skeleton) -> None:
+    """Raise an error for a layer whose state is not where the caches of transformers have it."""
+    kinds: Sequence[str] = config.layer_types
+    for index in sorted({kinds.index(kind) for kind in LINEAR if kind in kinds}):
+        layer = skeleton.build_layer(config, index)
+        parts: list[Any] = [type(part) for part in layer.modules()]
+        if sum(map(is_mixer, parts)) != 1:
+            raise bad_field(
+                CONFIG_FILE,
+                f"layer_types[{index}]",
+                kinds[index],
+                f"a layer with one module that keeps a state of transformers' caches, which "
+                f"{type(layer).__name__} has not; {_PLANNED}",
+            )
 
 
 def _check_layers(config: PreTrainedConfig) -> None:
@@ -647,23 +706,27 @@ def layer_window(config: PreTrainedConfig, index: int) -> int | None:
         return window
     if kind in (FULL, CHUNKED, *LINEAR, *FEED_FORWARD):
         return None
+    if kind == BOTH and family_of(config.model_type).sizes is not None:
+        return None
     known = ", ".join((FULL, SLIDING, CHUNKED, *LINEAR, *FEED_FORWARD))
-    raise SpecError(
-        f"model family {config.model_type}: layer {index} is '{kind}', expected one of {known}; "
-        "layers of another pattern are planned, not run"
+    raise bad_field(
+        CONFIG_FILE,
+        f"layer_types[{index}]",
+        kind,
+        f"one of {known} in a model of type {config.model_type}; {_PLANNED}",
     )
 
 
 def keeps_state(config: PreTrainedConfig, index: int) -> bool:
-    """Return whether a layer has a recurrent state in place of keys and values."""
+    """Return whether a layer has a recurrent state, in place of keys and values or beside them."""
     kinds: Sequence[str] = getattr(config, "layer_types", None) or ()
-    return bool(kinds) and kinds[index] in LINEAR
+    return bool(kinds) and kinds[index] in (*LINEAR, BOTH)
 
 
-def keeps_nothing(config: PreTrainedConfig, index: int) -> bool:
-    """Return whether a layer has neither keys and values nor a state (Nemotron-H)."""
+def keeps_keys(config: PreTrainedConfig, index: int) -> bool:
+    """Return whether a layer has keys and values."""
     kinds: Sequence[str] = getattr(config, "layer_types", None) or ()
-    return bool(kinds) and kinds[index] in FEED_FORWARD
+    return not kinds or kinds[index] not in (*LINEAR, *FEED_FORWARD)
 
 
 def has_states(config: PreTrainedConfig) -> bool:
@@ -713,10 +776,10 @@ def kv_shapes(config: PreTrainedConfig, first_layer: int, end_layer: int) -> tup
 
 def layer_kv_shape(config: PreTrainedConfig, index: int) -> KVShape:
     """Return the shape of the keys and values that a layer makes."""
+    if not keeps_keys(config, index):
+        return KVShape(heads=0, head_dim=0)
     layers: Sequence[PreTrainedConfig] | None = getattr(config, "per_layer_config", None)
     shape = _kv_shape(config if layers is None else layers[index])  # layers of Gemma 4 differ
-    if keeps_state(config, index) or keeps_nothing(config, index):
-        return replace(shape, heads=0)
     return replace(shape, window=layer_window(config, index), chunk=layer_chunk(config, index))
 
 

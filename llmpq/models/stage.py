@@ -29,7 +29,7 @@ from llmpq.models.adapter import (
     Skeleton,
     accepts,
     has_latent_attention,
-    keeps_nothing,
+    keeps_keys,
     keeps_state,
     kv_sources,
     layer_chunk,
@@ -152,14 +152,16 @@ class DecoderStage(nn.Module):
                 self._keepers.setdefault(source, source if source in indices else index)
         self._windows = [layer_window(config, index) for index in indices]
         self._chunks = [layer_chunk(config, index) for index in indices]
-        # BLOOM and GPT-NeoX kept the name from before the cache was an object.
-        names = ("layer_past", "alibi", "shared_kv_states")
+        # BLOOM and GPT-NeoX kept the name from before the cache was an object; Mamba has its own.
+        caches = ("layer_past", "cache_params")
+        names = (*caches, "alibi", "shared_kv_states", "mamba_attention_mask")
         taken = [{name for name in names if accepts(layer.forward, name)} for layer in layers]
         self._cache_arguments = [
-            "layer_past" if "layer_past" in own else "past_key_values" for own in taken
+            next((name for name in caches if name in own), "past_key_values") for own in taken
         ]
         # Gemma 4 of transformers 5.17 leaves the last keys and values there, read by none.
         self._leaves_shared = ["shared_kv_states" in own for own in taken]
+        self._has_two_masks = ["mamba_attention_mask" in own for own in taken]
         self._ignores_alibi = [self._alibi is None and "alibi" in own for own in taken]
         self.eval()
 
@@ -361,6 +363,8 @@ class DecoderStage(nn.Module):
                 chunk=self._chunks[index],
                 positions=positions,
             )
+            if self._has_two_masks[index]:
+                own["mamba_attention_mask"] = own["attention_mask"]
             if tables is not None:
                 own["position_embeddings"] = tables[self.first_layer + index]
             found.append(own)
@@ -376,7 +380,7 @@ def _install(layer: nn.Module, family: Family, config: PreTrainedConfig, index: 
     use_row_blocks(layer)
     if keeps_state(config, index):
         use_row_states(layer, None if family.recurrence_bytes is None else PIECE_TOKENS)
-    elif not keeps_nothing(config, index) and not use_own_attention(layer, family):
+    if keeps_keys(config, index) and not use_own_attention(layer, family):
         use_packed_attention(layer)
 
 

@@ -36,8 +36,14 @@ StateShapes = dict[str, tuple[int, ...]]
 """Shape of the states of one sequence in a layer by kind: ``conv`` ``[C, K]``, ``recurrent``
 ``[heads, ...]``; empty for a layer without."""
 
+_KEEPERS = ("update_conv_state", "update_recurrent_state", "set_linear_cache")
+"""Methods of caches by which mixers keep states; the last is of lightning attention alone."""
 _PIECE = "piece_tokens"
 """Attribute of a mixer: tokens of a row that transformers' code computes at once."""
+SELECTIVE = ("conv1d", "in_proj", "x_proj", "dt_proj", "A_log", "D", "out_proj")
+"""Parts of a mixer of Mamba 1."""
+DECAYS = "decays"
+"""Attribute of a mixer of lightning attention: the decay of each head."""
 COMPILED = "compiled_rows"
 """Attribute of a mixer that computes rows: a :data:`CompiledRows`, or ``None``."""
 CompiledRows = Callable[[Tensor, PackedBatch, dict[str, Tensor]], Tensor | None]
@@ -301,10 +307,13 @@ def use_row_states(layer: nn.Module, piece: int | None = None) -> None:
     Raises:
         SpecError: as :func:`mixer_of`.
     """
-    mixer = mixer_of(layer)
+    mixer: Any = mixer_of(layer)
     kind: Any = type(mixer)
     mixer.__class__ = _in_rows(kind)  # as torch's parametrizations do
     setattr(mixer, _PIECE, piece)
+    if piece is not None and hasattr(mixer, "chunk_size"):
+        # Fewer tokens are filled up to it. Any size computes the same.
+        mixer.chunk_size = min(piece, mixer.chunk_size)
 
 
 def mixer_of(layer: nn.Module) -> nn.Module:
@@ -332,7 +341,7 @@ def is_mixer(kind: type[nn.Module]) -> bool:
     if not any(name in inspect.signature(forward).parameters for name in _CACHES):
         return False
     code = inspect.unwrap(forward).__code__
-    return "update_conv_state" in code.co_names or "update_recurrent_state" in code.co_names
+    return any(name in code.co_names for name in _KEEPERS)
 
 
 def mixer_kind(mixer: nn.Module) -> Hashable:
@@ -377,10 +386,116 @@ def run_alone(
 
 
 def code_of(mixer: nn.Module) -> Callable[..., Tensor]:
-    """Return transformers' own code of a mixer."""
+    """Return transformers' own code of a mixer, or what is here in its place."""
+    if all(hasattr(mixer, name) for name in SELECTIVE):
+        return selective_scan
+    if hasattr(mixer, DECAYS):
+        return lightning_attention
     kind: Any = getattr(mixer, _RUNS_ROWS, type(mixer))
     code: Callable[..., Tensor] = kind.forward
     return code
+
+
+def selective_scan(
+    mixer: Any, hidden: Tensor, cache_params: RowStates | None = None, **_: object
+) -> Tensor:
+    """Return ``[R, T, H]`` of a mixer of Mamba 1 (Gu and Dao, 2023, Algorithm 2).
+
+    The code of transformers begins several tokens without a state, and reads weights that may be
+    quantized here. Formulas are the same::
+
+        x = silu(conv(u));  d, B, C = x_proj(x);  d = softplus(dt_proj(d))
+        h = exp(d A) h + d x B;  y = (C h + D x) silu(z)
+
+    Args:
+        mixer: of transformers.
+        hidden: ``[R, T, H]``.
+        cache_params: states of the rows; ``None`` for whole sequences, whose states are not kept.
+    """
+    inputs, gate = mixer.in_proj(hidden).chunk(2, dim=-1)  # [R, T, C]
+    whole = inputs.transpose(1, 2)
+    if cache_params is not None:
+        whole = cache_params.update_conv_state(
+            whole, mixer.layer_idx, conv_kernel_size=mixer.conv_kernel_size
+        )
+    whole = nn.functional.pad(whole, (mixer.conv_kernel_size - 1, 0))
+    weight, bias = mixer.conv1d.weight, mixer.conv1d.bias
+    convolved = nn.functional.conv1d(whole, weight, bias, groups=len(weight))
+    mixed = mixer.act(convolved[..., -inputs.shape[1] :]).transpose(1, 2).contiguous()
+    steps, entered, read = selected(mixer, mixed)
+    rate, skip = -mixer.A_log.float().exp(), mixer.D.float()
+    state = None if cache_params is None else cache_params.get_recurrent_state(mixer.layer_idx)
+    if state is None:
+        state = rate.new_zeros(len(hidden), *rate.shape)
+    values, scanned = mixed.float(), torch.empty_like(mixed, dtype=torch.float32)
+    for token in range(hidden.shape[1]):
+        step = steps[:, token, :, None]
+        added = (step * values[:, token, :, None]) * entered[:, token, None]
+        state = (step * rate).exp_().mul_(state).add_(added)
+        scanned[:, token] = (state @ read[:, token, :, None])[..., 0]
+    if cache_params is not None:
+        cache_params.update_recurrent_state(state, mixer.layer_idx)
+    made = scanned.add_(values.mul_(skip)).mul_(nn.functional.silu(gate.float()))
+    output: Tensor = mixer.out_proj(made.to(hidden.dtype))
+    return output
+
+
+def lightning_attention(
+    mixer: Any, hidden: Tensor, past_key_values: RowStates | None = None, **_: object
+) -> Tensor:
+    """Return ``[R, T, H]`` of linear attention with a decay of each head.
+
+    Source: Qin et al., "Lightning Attention-2", 2024; MiniMax-01, 2025, Sec. 2.2. The code of
+    transformers computes tokens one by one where a row goes on, and has a cache of its own.
+
+    Args:
+        mixer: of transformers.
+        hidden: ``[R, T, H]``.
+        past_key_values: states of the rows, ``[R, h, d, d]``; ``None`` for whole sequences.
+    """
+    rows, tokens, _width = hidden.shape
+    heads = mixer.num_attention_heads
+    joined = mixer.act_fn(mixer.qkv_proj(hidden)).float()
+    query, key, value = joined.view(rows, tokens, heads, -1).transpose(1, 2).chunk(3, dim=-1)
+    state = None
+    if past_key_values is not None:
+        state = past_key_values.get_recurrent_state(mixer.layer_idx)
+    if state is None:
+        state = query.new_zeros(rows, heads, query.shape[-1], value.shape[-1])
+    decay = query.new_tensor(getattr(mixer, DECAYS))[:, None, None]  # [h, 1, 1]
+    made = []
+    for begin in range(0, tokens, mixer.block_size):
+        q, k, v = (one[:, :, begin : begin + mixer.block_size] for one in (query, key, value))
+        place = torch.arange(1, q.shape[2] + 1, device=q.device)[:, None]  # [B, 1]
+        distance = place - place.t()
+        weights = (decay * distance.clamp(min=0)).neg_().exp_().mul_(distance >= 0)
+        found = (q @ k.transpose(-1, -2)).mul_(weights) @ v
+        made.append(found.add_((q * (-decay * place).exp()) @ state))
+        left = len(place) - place
+        state = state * (-decay * len(place)).exp()
+        state = state + (k * (-decay * left).exp()).transpose(-1, -2) @ v
+    if past_key_values is not None:
+        past_key_values.update_recurrent_state(state, mixer.layer_idx)
+    attended = torch.cat(made, dim=2).transpose(1, 2).reshape(rows, tokens, -1)
+    normed = mixer.norm(attended.to(hidden.dtype))
+    output: Tensor = mixer.out_proj(torch.sigmoid(mixer.output_gate(hidden)) * normed)
+    return output
+
+
+def selected(mixer: Any, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what Mamba 1 selects by the tokens, in float32: time steps, B and C.
+
+    Args:
+        mixer: of transformers.
+        mixed: convolved channels, ``[..., C]``.
+    """
+    size = mixer.ssm_state_size
+    parts = mixer.x_proj(mixed).split([mixer.time_step_rank, size, size], dim=-1)
+    norms = (getattr(mixer, f"{name}_layernorm", None) for name in ("dt", "b", "c"))
+    step, entered, read = (
+        part if norm is None else norm(part) for part, norm in zip(parts, norms, strict=True)
+    )
+    return nn.functional.softplus(mixer.dt_proj(step).float()), entered.float(), read.float()
 
 
 def _cache_argument(kind: type[nn.Module]) -> str:
@@ -394,14 +509,17 @@ def _in_rows(kind: type[nn.Module]) -> type[nn.Module]:
         return kind
     name = _cache_argument(kind)
 
-    def forward(self: nn.Module, hidden_states: Tensor, *_: object, **given: Any) -> Tensor:
+    def forward(self: nn.Module, hidden_states: Tensor, *_: object, **given: Any) -> Any:
+        made = mixed(self, hidden_states, given)
+        return (made, None) if hasattr(self, DECAYS) else made  # as their layers expect
+
+    def mixed(self: nn.Module, hidden_states: Tensor, given: dict[str, Any]) -> Tensor:
         view, mask = given.get(name), given.get("attention_mask")
         assert mask is not None, "the rows of the step"
         states = None if view is None else view.states
         if view is not None and states is None:
             raise SpecError("states: found a cache without those of layers with a recurrent state")
-        run: Callable[..., Tensor] = kind.forward
-        batch = mask.step.batch
+        run, batch = code_of(self), mask.step.batch
         compiled: CompiledRows | None = getattr(self, COMPILED)
         if states is not None and compiled is not None:
             own = states.of_layer(self.layer_idx)
@@ -413,6 +531,8 @@ def _in_rows(kind: type[nn.Module]) -> type[nn.Module]:
             batch,
             states,
             getattr(self, _PIECE),
+            # transformers 5.17 confuses rows of one token where the norm comes before the gate.
+            joins_rows=not getattr(getattr(self, "norm", None), "norm_before_gate", False),
         )
 
     members = {
@@ -431,6 +551,8 @@ def run_rows(
     batch: PackedBatch,
     states: SequenceStates | None,
     piece: int | None = None,
+    *,
+    joins_rows: bool = True,
 ) -> Tensor:
     """Return ``[1, N, H]`` of a mixer for the rows of a step.
 
@@ -440,6 +562,7 @@ def run_rows(
         batch: rows of the step; several of one sequence follow each other in order.
         states: of all sequences; ``None`` for whole sequences, whose states are not kept.
         piece: tokens of a row that one call computes; ``None`` for all.
+        joins_rows: whether one call computes all rows of one token that follow others.
     """
     output = torch.empty_like(hidden)
     spans = [
@@ -452,7 +575,7 @@ def run_rows(
         return output
     together: list[int] = []
     has_drafts = max(batch.parents) >= 0
-    if len(set(batch.slots)) == batch.rows and not has_drafts:
+    if joins_rows and len(set(batch.slots)) == batch.rows and not has_drafts:
         together = [
             row for row in range(batch.rows) if batch.counts[row] == 1 and batch.starts[row]
         ]

@@ -338,7 +338,10 @@ def _block(
 _logger = get_logger(__name__)
 
 # Constants that older versions of transformers stored with the weights.
-_CONSTANTS = ("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias", "attn.bias")
+_CONSTANTS = (
+    *("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias", "attn.bias"),
+    *("attn.slope_rate", "attn.query_decay", "attn.key_decay", "attn.diagonal_decay"),
+)
 # Weights of keys and values that Gemma 3n and 4 store also for layers that read those of others.
 _UNUSED = tuple(f"self_attn.{name}.weight" for name in ("k_proj", "v_proj", "k_norm", "v_norm"))
 

@@ -156,12 +156,14 @@ def _cached(model: Any, config: PreTrainedConfig) -> list[_Cached]:
     shared = getattr(config, "num_kv_shared_layers", None) or 0
     if len(layers) == config.num_hidden_layers - shared:  # transformers 5.17 leaves them out
         layers = [*layers, *[None] * shared]
+    apart = getattr(cache, "linear_cache", ())  # MiniMax keeps its states apart
+    if len(apart) == config.num_hidden_layers:  # layers behind the last attention are not there
+        layers = [*layers, *[None] * (len(apart) - len(layers))]
     if len(layers) != config.num_hidden_layers:
         raise SpecError(
             f"model family {config.model_type}: found a cache of {len(layers)} layers, expected "
             f"{config.num_hidden_layers}"
         )
-    apart = getattr(cache, "linear_cache", ())  # MiniMax keeps its states apart
     states = [*apart, *[None] * (len(layers) - len(apart))]
     return [_of_cache(layer, state) for layer, state in zip(layers, states, strict=True)]
 

@@ -73,7 +73,7 @@ def test_tensors_of_every_family_are_within_the_bound(tmp_path, model_type, dtyp
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 20), (1, 64), (2, 300)])
-@pytest.mark.parametrize("model_type", ["kimi_linear", "olmo_hybrid"])
+@pytest.mark.parametrize("model_type", ["falcon_h1", "kimi_linear", "minimax", "olmo_hybrid"])
 def test_recurrences_without_kernels_are_within_the_bound(
     tmp_path, model_type, rows, tokens, dtype
 ):
@@ -81,8 +81,24 @@ def test_recurrences_without_kernels_are_within_the_bound(
     _check_tensors(tmp_path, model_type, dtype, rows, tokens)
 
 
-def _check_tensors(tmp_path, model_type, dtype, rows, count):
-    fields = stored_fields(tiny_config(model_type, SIZES_OF_A_PROMPT))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("model_type", "sizes"),
+    [
+        ("falcon_h1", {"mamba_d_state": 256}),
+        ("kimi_linear", {"linear_head_dim": 128}),
+        ("minimax", {"head_dim": 128}),
+        ("olmo_hybrid", {"linear_key_head_dim": 128, "linear_value_head_dim": 128}),
+    ],
+)
+def test_decode_of_large_states_without_kernels_is_within_the_bound(
+    tmp_path, model_type, sizes, dtype
+):
+    _check_tensors(tmp_path, model_type, dtype, 24, 1, start=20, **sizes)
+
+
+def _check_tensors(tmp_path, model_type, dtype, rows, count, start=0, **sizes):
+    fields = stored_fields(tiny_config(model_type, SIZES_OF_A_PROMPT, **sizes))
     (tmp_path / "config.json").write_text(json.dumps(fields))
     model, config = model_from_config(fields, "tiny", "config.json"), load_config(tmp_path)
     layer = build_layer(config, 0).to_empty(device="cpu")
@@ -92,12 +108,13 @@ def _check_tensors(tmp_path, model_type, dtype, rows, count):
     fuse_norms_(layer)
     stage = DecoderStage(config, [layer], 0)
     compile_mixers_(stage, dtype)
-    blocks = rows * -(-count // 16)
+    context = start + count
+    blocks = rows * -(-context // 16)
     states = stage.new_states(rows)
     cache = KVCache(kv_shapes(config, 0, 1), 0, num_blocks=blocks, dtype=dtype, states=states)
-    tables = [slot_blocks(row, count, count) for row in range(rows)]
+    tables = [slot_blocks(row, context, context) for row in range(rows)]
     batch = PackedBatch(
-        block_tables=tables, starts=[0] * rows, counts=[count] * rows, slots=range(rows)
+        block_tables=tables, starts=[start] * rows, counts=[count] * rows, slots=range(rows)
     )
     hidden = torch.randn(1, batch.tokens, model.hidden_size).to(dtype)
     cache.view(batch)
@@ -105,7 +122,7 @@ def _check_tensors(tmp_path, model_type, dtype, rows, count):
         stage(hidden, batch, cache)
     step = ForwardShape(
         model=model, dtype=str(dtype).removeprefix("torch."), kv_bits=8 * dtype.itemsize,
-        batch=rows, tokens=count, context=count,
+        batch=rows, tokens=count, context=context,
     )  # fmt: skip
     assert live.peak + hidden.nbytes <= 1.01 * live_bytes(step)
 

@@ -10,7 +10,13 @@ from torch.nn import functional
 from transformers.models.granitemoehybrid import modeling_granitemoehybrid as mamba2
 from transformers.models.qwen3_5 import modeling_qwen3_5 as reference
 
-from llmpq.kernels.cpu.mixers import DeltaInputs, GatedDelta, Mamba2, ShortConvolution
+from llmpq.kernels.cpu.mixers import (
+    DeltaInputs,
+    GatedDelta,
+    Mamba2,
+    SelectiveScan,
+    ShortConvolution,
+)
 from llmpq.kernels.cpu.native import library
 
 pytestmark = pytest.mark.skipif(library() is None, reason="needs the compiled kernels")
@@ -335,6 +341,67 @@ def test_the_text_of_the_selective_state_space_is_that_of_transformers():
 def test_state_spaces_of_any_rows_are_those_of_transformers(seed, **sizes):
     case = MambaCase(seed, **sizes)
     check(case, case.state_dim)
+
+
+class ScanCase:
+    """Mamba 1 behind its convolution with random parameters, states and tokens."""
+
+    def __init__(self, seed, *, channels, state_dim, counts, dtype):
+        torch.manual_seed(seed)
+        self.channels, self.dtype, tokens = channels, dtype, sum(counts)
+        self.log_rate = torch.rand(channels, state_dim).mul(16).log()
+        self.skip = torch.randn(channels)
+        self.joined = torch.randn(tokens, 2 * channels).to(dtype)
+        self.convolved = torch.randn(tokens, channels).to(dtype)
+        self.selected = (
+            torch.rand(tokens, channels), torch.randn(tokens, state_dim),
+            torch.randn(tokens, state_dim),
+        )  # fmt: skip
+        self.states = torch.randn(SLOTS, channels, state_dim)
+        self.conv_states = torch.zeros(1)
+        self.rows = random_rows(counts)
+        self.summands = 0.0
+
+    def run(self):
+        """The output, and the states after it."""
+        scan = SelectiveScan(
+            ShortConvolution(torch.ones(self.channels, 1, WIDTH), None, is_activated=True),
+            self.log_rate,
+            self.skip,
+        )
+        assert scan.fits(self.dtype)
+        states = self.states.clone()
+        out = scan(self.joined, self.convolved, self.selected, self.rows, states)
+        return out, self.conv_states, states
+
+    def expected(self):
+        """The same, token by token in float64."""
+        outputs, states = [], self.states.double()
+        rate = -self.log_rate.double().exp()
+        for row, _ in parts_of(self.rows):
+            state = states[row[SLOT]] * (not row[IS_NEW])
+            for t in range(row[FIRST], row[FIRST] + row[TOKENS]):
+                step, b, c = (one[t].double() for one in self.selected)
+                x, gate = self.convolved[t].double(), self.joined[t, self.channels :].double()
+                state = (step[:, None] * rate).exp() * state + (step * x)[:, None] * b
+                outputs.append((state @ c + self.skip.double() * x) * functional.silu(gate))
+                sizes = state.abs() @ c.abs() + (self.skip.double() * x).abs()
+                after = sizes * functional.silu(gate).abs()
+                self.summands = max(self.summands, float(after.max()))
+            states[row[DRAFT_SLOT]] = state
+        return torch.stack(outputs), self.conv_states.double(), states
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    channels=st.sampled_from([16, 48, 256]),
+    state_dim=st.sampled_from([16, 48, 128]),
+    counts=st.lists(st.sampled_from([1, 1, 2, 3, 17, 70]), min_size=1, max_size=ROWS),
+    dtype=st.sampled_from(list(UNIT)),
+)
+def test_selective_scans_of_any_rows_are_those_of_the_formula(seed, **sizes):
+    check(ScanCase(seed, **sizes), sizes["state_dim"])
 
 
 @settings(max_examples=40, deadline=None)

@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+from helpers.tiny_configs import tiny_config
 from transformers import (
     AriaTextConfig,
     BertConfig,
@@ -101,7 +102,10 @@ def _of_unknown_layers():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (_of_unknown_layers(), "layer 1 is 'another', expected one of full_attention"),
+        (
+            _of_unknown_layers(),
+            r"layer_types\[1\]': found 'another', expected one of full_attention",
+        ),
         (T5Config(), "expected a decoder-only language model"),
         (BertConfig(), "plain decoder"),
         (OpenAIGPTConfig(), "found no 'embed_tokens' in OpenAIGPTModel"),
@@ -174,3 +178,22 @@ def test_master_holds_weights_on_meta_and_constants_for_real(tiny_model):
     master = Master(load_config(tiny_model("gemma")))
     assert all(p.is_meta for p in master.parameters())
     assert torch.equal(master.embed_tokens.embed_scale, torch.tensor(32**0.5))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "field", "value"),
+    [
+        ("inkling_text", r"layer_types\[0\]", "hybrid_sliding"),
+        ("recurrent_gemma", "model_type", "recurrent_gemma"),
+        ("rwkv", "model_type", "rwkv"),
+        ("zamba", r"layer_types\[2\]", "hybrid"),
+    ],
+)
+def test_states_that_are_not_run_are_refused_in_one_sentence(model_type, field, value):
+    with pytest.raises(
+        SpecError, match=rf"^config\.json: field '{field}': found '{value}', ex"
+    ) as (caught):
+        prepare_config(tiny_config(model_type))
+    assert str(caught.value).endswith(
+        "; others do not run; llmpq-profile describe plans some of them"
+    )

@@ -42,16 +42,18 @@ MORE = {
     ),
     "falcon groups": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "falcon heads": ("falcon", {"multi_query": False, "parallel_attn": False, "bias": True}),
+    "falcon_h1 normed": ("falcon_h1", {"mamba_rms_norm": True, "mamba_n_groups": 2}),
     "gemma4 experts": ("gemma4_text", {**GEMMA4_EXPERTS, "head_dim": 16, "global_head_dim": 32}),
     "gpt_bigcode heads": ("gpt_bigcode", {"multi_query": False}),
+    "jamba experts": ("jamba", {"expert_layer_period": 1}),
     "llama4 dense": ("llama4_text", {"interleave_moe_layer_step": 2, "num_experts_per_tok": 1}),
     "mpt three heads": ("mpt", {"n_heads": 3, "d_model": 24}),
     "qwen2_moe dense": ("qwen2_moe", {"mlp_only_layers": [1]}),
 }  # fmt: skip
 DIFFERENT = (
-    "bloom", "dbrx", "deepseek_v3", "falcon groups", "gemma4 experts", "gpt_oss",
-    "granitemoehybrid", "jetmoe", "llama", "llama4_text", "mpt", "nemotron_h", "opt", "phi3",
-    "qwen3_next",
+    "bloom", "dbrx", "deepseek_v3", "falcon_h1", "falcon groups", "gemma4 experts", "gpt_oss",
+    "granitemoehybrid", "jamba", "jetmoe", "minimax", "llama", "llama4_text", "mpt", "nemotron_h",
+    "opt", "phi3", "qwen3_next",
 )  # fmt: skip
 """Whose matrices differ: in rows or columns, merged, of experts, of layers with a state."""
 CASES = {**{name: (name, {}) for name in sorted(TESTED)}, **MORE}

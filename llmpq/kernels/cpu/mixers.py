@@ -2,17 +2,18 @@
 
 transformers computes them with some thirty operators of torch for each layer and step, and copies
 the states of all rows. Here a few loops read and change the states of the rows in their slots:
-``csrc/convolution.c``, ``csrc/delta.c``, ``csrc/mamba.c``.
+``csrc/convolution.c``, ``csrc/delta.c``, ``csrc/mamba.c``, ``csrc/scan.c``.
 
 Shapes: N tokens, R rows, C channels of the convolution, K its width, S slots; g key heads of d
 features and h value heads of e features (Gated DeltaNet); G groups, h heads of p features, states
-of n features (Mamba 2).
+of n features (Mamba 2; of each channel in Mamba 1).
 """
 
 from __future__ import annotations
 
 from ctypes import Structure, byref, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,10 +27,12 @@ MAX_WIDTH = 8
 """Longest convolution, ``MAX_KERNEL`` in ``csrc/mixer.h``."""
 MAX_KEY_DIM = 256
 """Most features of a key head, as in ``csrc/delta.c``."""
-_DELTA_FACTORS, _MAMBA_FACTORS = 3, 2
-"""Of a head and token, as there."""
 HEAD_MULTIPLE = 4
 """Of the features of a head of Mamba 2, ``ROWS`` in ``csrc/mamba.c``."""
+
+
+Found = TypeVar("Found", Tensor, "DeltaInputs")
+"""What the projections of a mixer make of the tokens."""
 
 
 class _Convolution(Structure):
@@ -66,6 +69,17 @@ class _Mamba(Structure):
         *((name, c_int64) for name in ("tokens", "groups", "heads", "head_dim", "state_dim")),
         ("normed", c_int64),
         *((name, c_float) for name in ("epsilon", "least", "most")),
+        *((name, c_int32) for name in ("type", "threads")),
+    )
+
+
+class _Scan(Structure):
+    """``Scan`` (``csrc/scan.c``)."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("values", "gate", "steps", "in", "read", "rate", "skip")),
+        *((name, c_void_p) for name in ("states", "out", "rows")),
+        *((name, c_int64) for name in ("count", "channels", "state_dim", "stride")),
         *((name, c_int32) for name in ("type", "threads")),
     )
 
@@ -215,9 +229,109 @@ class DeltaInputs:
     beta: Tensor
     decay: Tensor
 
+    def __len__(self) -> int:
+        return len(self.mixed)
 
-class GatedDelta:
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of all."""
+        return self.mixed.dtype
+
+    def contiguous(self) -> DeltaInputs:
+        """Return the same without gaps."""
+        parts = (self.mixed, self.gate, self.beta, self.decay)
+        mixed, gate, beta, decay = (one.contiguous() for one in parts)
+        return DeltaInputs(mixed=mixed, gate=gate, beta=beta, decay=decay)
+
+
+class _Recurrence(Generic[Found]):
+    """What Gated DeltaNet and Mamba 2 have in common: convolution, recurrence and gated norm.
+
+    Args:
+        convolution: of what the recurrence reads.
+        log_rate: ``A_log``, ``[h]``.
+        dt_bias: ``[h]``.
+        norm: weights of the gated norm.
+        epsilon: of the norm.
+        values: features of the output.
+    """
+
+    _kernel: str
+    _kinds: tuple[Kind, ...]
+    _factors: int
+
+    def __init__(
+        self,
+        convolution: ShortConvolution,
+        log_rate: Tensor,
+        dt_bias: Tensor,
+        norm: Tensor,
+        epsilon: float,
+        values: int,
+    ) -> None:
+        self._convolution, self._values = convolution, values
+        self._rate = -log_rate.detach().float().exp()
+        self._bias = dt_bias.detach().float().contiguous()
+        self._norm = norm.detach().float().contiguous()
+        self._epsilon = epsilon
+
+    def __call__(self, found: Found, rows: Tensor, conv_states: Tensor, states: Tensor) -> Tensor:
+        """Return what the last projection gets, ``[N, values]``; the states of the rows change.
+
+        Args:
+            found: what the projections make of the tokens.
+            rows: as :attr:`llmpq.models.PackedBatch.sequence_rows`.
+            conv_states: float32 ``[S, C, K]``.
+            states: float32 ``[S, h, ...]``.
+        """
+        kernels = library()
+        assert kernels is not None  # fits
+        found, count = found.contiguous(), len(found)
+        scratch = _Scratch(
+            convolved=torch.empty(count, self._convolution.channels),
+            factors=torch.empty(count, len(self._rate) * self._factors),
+            raw=torch.empty(count, self._values),
+            out=torch.empty(count, self._values, dtype=found.dtype),
+        )
+        call = self._call(found, rows, conv_states, states, scratch)
+        getattr(kernels, self._kernel)(byref(call))
+        return scratch.out
+
+    def append(
+        self, program: StepProgram, found: Found, conv_states: Tensor, states: Tensor
+    ) -> Tensor:
+        """Append the layer to a step; return the buffer of its output ``[R, values]``.
+
+        Args:
+            program: the step, whose rows have their states in slots.
+            found: buffers, as in :meth:`__call__`.
+            conv_states: as there; they live as long as the program.
+            states: likewise.
+        """
+        factors = len(self._rate) * self._factors
+        scratch = _Scratch.of(program, self._convolution.channels, factors, self._values)
+        call = self._call(found, None, conv_states, states, scratch)
+        program.append(Kind.CONVOLVE, call.convolution)
+        for kind in self._kinds:
+            program.append(kind, call)
+        program.hold(self, conv_states, states)
+        return scratch.out
+
+    def _call(
+        self,
+        found: Found,
+        rows: Tensor | None,
+        conv_states: Tensor,
+        states: Tensor,
+        scratch: _Scratch,
+    ) -> _Delta | _Mamba:
+        raise NotImplementedError
+
+
+class GatedDelta(_Recurrence[DeltaInputs]):
     """The parameters of Gated DeltaNet that are no projections, in float32.
+
+    Its states are ``[S, h, d, e]``, its output ``[N, h e]``.
 
     Args:
         convolution: of queries, keys and values.
@@ -228,6 +342,10 @@ class GatedDelta:
         key_heads: g.
         key_dim: d.
     """
+
+    _kernel = "kernels_delta"
+    _kinds = (Kind.DELTA_FACTORS, Kind.DELTA, Kind.DELTA_GATE)
+    _factors = 3
 
     def __init__(
         self,
@@ -240,11 +358,7 @@ class GatedDelta:
         key_heads: int,
         key_dim: int,
     ) -> None:
-        self._convolution = convolution
-        self._rate = -log_rate.detach().float().exp()
-        self._bias = dt_bias.detach().float().contiguous()
-        self._norm = norm.detach().float().contiguous()
-        self._epsilon = epsilon
+        super().__init__(convolution, log_rate, dt_bias, norm, epsilon, len(log_rate) * len(norm))
         self._key_heads, self._key_dim = key_heads, key_dim
 
     def fits(self, dtype: torch.dtype) -> bool:
@@ -259,55 +373,6 @@ class GatedDelta:
             and channels == self._convolution.channels
             and heads % self._key_heads == 0
         )
-
-    def __call__(
-        self, found: DeltaInputs, rows: Tensor, conv_states: Tensor, states: Tensor
-    ) -> Tensor:
-        """Return ``[N, h e]``, what the last projection gets; the states of the rows change.
-
-        Args:
-            found: of the tokens.
-            rows: as :attr:`llmpq.models.PackedBatch.sequence_rows`.
-            conv_states: float32 ``[S, C, K]``.
-            states: float32 ``[S, h, d, e]``.
-        """
-        kernels = library()
-        assert kernels is not None  # fits
-        count, channels = found.mixed.shape
-        values = len(self._rate) * len(self._norm)
-        scratch = _Scratch(
-            convolved=torch.empty(count, channels),
-            factors=torch.empty(count, len(self._rate) * _DELTA_FACTORS),
-            raw=torch.empty(count, values),
-            out=torch.empty(count, values, dtype=found.mixed.dtype),
-        )
-        parts = (found.mixed, found.gate, found.beta, found.decay)
-        mixed, gate, beta, decay = (one.contiguous() for one in parts)
-        whole = DeltaInputs(mixed=mixed, gate=gate, beta=beta, decay=decay)
-        call = self._call(whole, rows, conv_states, states, scratch)
-        kernels.kernels_delta(byref(call))
-        return scratch.out
-
-    def append(
-        self, program: StepProgram, found: DeltaInputs, conv_states: Tensor, states: Tensor
-    ) -> Tensor:
-        """Append the layer to a step; return the buffer of its output ``[R, h e]``.
-
-        Args:
-            program: the step, whose rows have their states in slots.
-            found: buffers, as in :meth:`__call__`.
-            conv_states: as there; they live as long as the program.
-            states: likewise.
-        """
-        heads, values = len(self._rate), len(self._rate) * len(self._norm)
-        scratch = _Scratch.of(program, found.mixed.shape[1], heads * _DELTA_FACTORS, values)
-        call = self._call(found, None, conv_states, states, scratch)
-        program.append(Kind.CONVOLVE, call.convolution)
-        program.append(Kind.DELTA_FACTORS, call)
-        program.append(Kind.DELTA, call)
-        program.append(Kind.DELTA_GATE, call)
-        program.hold(self, conv_states, states)
-        return scratch.out
 
     def _call(
         self,
@@ -336,8 +401,11 @@ class GatedDelta:
         )
 
 
-class Mamba2:
+class Mamba2(_Recurrence[Tensor]):
     """The parameters of Mamba 2 that are no projections, in float32.
+
+    It reads gate, convolved channels and time steps of the tokens side by side,
+    ``[N, h p + C + h]``. Its states are ``[S, h, p, n]``, its output ``[N, h p]``.
 
     Args:
         convolution: of inputs, B and C.
@@ -351,6 +419,10 @@ class Mamba2:
         state_dim: n.
         limits: of the time step.
     """
+
+    _kernel = "kernels_mamba"
+    _kinds = (Kind.MAMBA_FACTORS, Kind.MAMBA, Kind.MAMBA_NORM)
+    _factors = 2
 
     def __init__(
         self,
@@ -366,12 +438,9 @@ class Mamba2:
         state_dim: int,
         limits: tuple[float, float],
     ) -> None:
-        self._convolution = convolution
-        self._rate = -log_rate.detach().float().exp()
-        self._bias = dt_bias.detach().float().contiguous()
+        super().__init__(convolution, log_rate, dt_bias, norm, epsilon, len(norm))
         self._skip = skip.detach().float().contiguous()
-        self._norm = norm.detach().float().contiguous()
-        self._epsilon, self._limits = epsilon, limits
+        self._limits = limits
         self._normed, self._groups, self._state_dim = normed, groups, state_dim
 
     def fits(self, dtype: torch.dtype) -> bool:
@@ -387,54 +456,9 @@ class Mamba2:
             and self._convolution.channels == width + 2 * self._groups * self._state_dim
         )
 
-    def __call__(self, joined: Tensor, rows: Tensor, conv_states: Tensor, states: Tensor) -> Tensor:
-        """Return ``[N, h p]``, what the last projection gets; the states of the rows change.
-
-        Args:
-            joined: gate, convolved channels and time steps of the tokens side by side,
-                ``[N, h p + C + h]``.
-            rows: as :attr:`llmpq.models.PackedBatch.sequence_rows`.
-            conv_states: float32 ``[S, C, K]``.
-            states: float32 ``[S, h, p, n]``.
-        """
-        kernels = library()
-        assert kernels is not None  # fits
-        count, heads, width = len(joined), len(self._rate), len(self._norm)
-        scratch = _Scratch(
-            convolved=torch.empty(count, self._convolution.channels),
-            factors=torch.empty(count, heads * _MAMBA_FACTORS),
-            raw=torch.empty(count, width),
-            out=torch.empty(count, width, dtype=joined.dtype),
-        )
-        joined = joined.contiguous()
-        call = self._call(joined, rows, conv_states, states, scratch)
-        kernels.kernels_mamba(byref(call))
-        return scratch.out
-
-    def append(
-        self, program: StepProgram, joined: Tensor, conv_states: Tensor, states: Tensor
-    ) -> Tensor:
-        """Append the layer to a step; return the buffer of its output ``[R, h p]``.
-
-        Args:
-            program: the step, whose rows have their states in slots.
-            joined: buffer, as in :meth:`__call__`.
-            conv_states: as there; they live as long as the program.
-            states: likewise.
-        """
-        factors = len(self._rate) * _MAMBA_FACTORS
-        scratch = _Scratch.of(program, self._convolution.channels, factors, len(self._norm))
-        call = self._call(joined, None, conv_states, states, scratch)
-        program.append(Kind.CONVOLVE, call.convolution)
-        program.append(Kind.MAMBA_FACTORS, call)
-        program.append(Kind.MAMBA, call)
-        program.append(Kind.MAMBA_NORM, call)
-        program.hold(self, conv_states, states)
-        return scratch.out
-
     def _call(
         self,
-        joined: Tensor,
+        found: Tensor,
         rows: Tensor | None,
         conv_states: Tensor,
         states: Tensor,
@@ -442,7 +466,7 @@ class Mamba2:
     ) -> _Mamba:
         heads, width = len(self._rate), len(self._norm)
         channels = self._convolution.channels
-        gate, mixed, dt = torch.split(joined, [width, channels, heads], dim=-1)
+        gate, mixed, dt = torch.split(found, [width, channels, heads], dim=-1)
         own = (
             self._rate, self._bias, self._skip, self._norm, states, scratch.factors, scratch.raw,
             scratch.out,
@@ -451,7 +475,7 @@ class Mamba2:
         return _Mamba(
             self._convolution.call(mixed, rows, conv_states, scratch.convolved),
             *(one.data_ptr() for one in (gate, dt, *own)),
-            len(joined),
+            len(found),
             self._groups,
             heads,
             width // heads,
@@ -459,6 +483,82 @@ class Mamba2:
             self._normed,
             self._epsilon,
             *self._limits,
+            TYPES[found.dtype],
+            torch.get_num_threads(),
+        )
+
+
+class SelectiveScan:
+    """The parameters of Mamba 1 behind its convolution, in float32.
+
+    Args:
+        convolution: of the inputs.
+        log_rate: ``A_log``, ``[C, n]``.
+        skip: ``D``, ``[C]``.
+    """
+
+    def __init__(self, convolution: ShortConvolution, log_rate: Tensor, skip: Tensor) -> None:
+        self._convolution = convolution
+        self._rate = -log_rate.detach().float().exp().contiguous()
+        self._skip = skip.detach().float().contiguous()
+
+    def fits(self, dtype: torch.dtype) -> bool:
+        """Return whether the kernels compute this layer, for hidden states of a dtype."""
+        return self._convolution.fits(dtype) and self._rate.shape[1] % MULTIPLE == 0
+
+    def convolve(self, joined: Tensor, rows: Tensor, conv_states: Tensor) -> Tensor:
+        """Return the convolved inputs ``[N, C]``; the states of the rows change.
+
+        Args:
+            joined: inputs and gates of the tokens side by side, ``[N, 2 C]``.
+            rows: as :attr:`llmpq.models.PackedBatch.sequence_rows`.
+            conv_states: float32 ``[S, C, K]``.
+        """
+        kernels = library()
+        assert kernels is not None  # fits
+        values = joined[:, : self._convolution.channels]
+        out = torch.empty(values.shape, dtype=joined.dtype)
+        kernels.kernels_convolution(byref(self._convolution.call(values, rows, conv_states, out)))
+        return out
+
+    def __call__(
+        self,
+        joined: Tensor,
+        convolved: Tensor,
+        selected: tuple[Tensor, Tensor, Tensor],
+        rows: Tensor,
+        states: Tensor,
+    ) -> Tensor:
+        """Return ``[N, C]``, what the last projection gets; the states of the rows change.
+
+        Args:
+            joined: as in :meth:`convolve`.
+            convolved: its result.
+            selected: float32 time steps ``[N, C]``, B and C ``[N, n]``.
+            rows: as there.
+            states: float32 ``[S, C, n]``.
+        """
+        kernels = library()
+        assert kernels is not None  # fits
+        channels, state_dim = self._rate.shape
+        steps, entered, read = (one.contiguous() for one in selected)
+        out = torch.empty_like(convolved)
+        assert convolved.is_contiguous()
+        assert joined.stride(1) == 1
+        assert rows.is_contiguous()
+        assert states.is_contiguous()
+        tensors = (
+            convolved, joined[:, channels:], steps, entered, read, self._rate, self._skip, states,
+            out, rows,
+        )  # fmt: skip
+        call = _Scan(
+            *(one.data_ptr() for one in tensors),
+            len(rows),
+            channels,
+            state_dim,
+            joined.stride(0),
             TYPES[joined.dtype],
             torch.get_num_threads(),
         )
+        kernels.kernels_scan(byref(call))
+        return out

@@ -51,7 +51,7 @@ from llmpq.kernels.base import PackedWeight, PreparedWeight
 from llmpq.native_build import NotCompiledError, library_path
 from llmpq.spec.precision import Precision
 
-ABI = 23
+ABI = 24
 DONE = 0
 
 _COMMON = ("-std=gnu11", "-O3", "-Wno-psabi", "-fPIC", "-shared")
@@ -262,7 +262,8 @@ def load(name: str) -> ctypes.CDLL:
     loaded.kernels_order.argtypes = (POINTER(Weight), c_void_p, c_int32)
     loaded.kernels_float.argtypes = (POINTER(Product), c_int32)
     loaded.kernels_round.argtypes = (POINTER(Rounding),)
-    for mixer in (loaded.kernels_convolution, loaded.kernels_delta, loaded.kernels_mamba):
+    for name_of_mixer in ("convolution", "delta", "mamba", "scan"):
+        mixer = getattr(loaded, f"kernels_{name_of_mixer}")
         mixer.restype = None
         mixer.argtypes = (c_void_p,)
     loaded.kernels_norm.restype = None

@@ -17,7 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from llmpq.kernels.cpu.mixers import DeltaInputs, GatedDelta, Mamba2, ShortConvolution
+from llmpq.kernels.cpu.mixers import (
+    DeltaInputs,
+    GatedDelta,
+    Mamba2,
+    SelectiveScan,
+    ShortConvolution,
+)
 from llmpq.kernels.cpu.step import StepProgram
 from llmpq.kernels.gpu.triton_mixers import TritonConvolution, TritonGatedDelta, TritonMamba2
 from llmpq.logging import get_logger
@@ -26,8 +32,10 @@ from llmpq.models.states import (
     COMPILED,
     CONVOLUTION,
     RECURRENCE,
+    SELECTIVE,
     mixer_kind,
     run_alone,
+    selected,
     state_shapes,
 )
 
@@ -160,8 +168,10 @@ def _kinds_for(weight: Tensor) -> _Kinds:
 def _form_of(mixer: Any, dtype: torch.dtype) -> MixerForm | None:
     if _has(mixer, _DELTA):
         return _gated_delta(mixer, dtype)
-    if _has(mixer, _MAMBA2):
+    if _has(mixer, _MAMBA2) and not hasattr(mixer, "mup_vector"):  # inputs without factors
         return _mamba2(mixer, dtype)
+    if _has(mixer, SELECTIVE):
+        return _mamba1(mixer, dtype)
     return _convolution(mixer, dtype) if _has(mixer, _CONVOLUTION) else None
 
 
@@ -184,6 +194,23 @@ def _convolution(mixer: Any, dtype: torch.dtype) -> MixerForm | None:
             program, made[0], states[CONVOLUTION]
         ),
     )
+
+
+def _mamba1(mixer: Any, dtype: torch.dtype) -> MixerForm | None:
+    """Of Jamba, Mamba and Falcon Mamba; not in steps, as two projections are within."""
+    if mixer.activation != "silu":
+        return None
+    weight, bias = mixer.conv1d.weight, mixer.conv1d.bias
+    scan = SelectiveScan(ShortConvolution(weight, bias, is_activated=True), mixer.A_log, mixer.D)
+    if not scan.fits(dtype):
+        return None
+
+    def run(hidden: Tensor, rows: Tensor, states: States) -> Tensor:
+        joined = mixer.in_proj(hidden)
+        convolved = scan.convolve(joined, rows, states[CONVOLUTION])
+        return scan(joined, convolved, selected(mixer, convolved), rows, states[RECURRENCE])
+
+    return MixerForm(run=run, projections=("in_proj",), append=None)
 
 
 def _mamba2(mixer: Any, dtype: torch.dtype) -> MixerForm | None:

@@ -77,7 +77,7 @@ class Alibi:
 
 OwnModule = Literal[
     "alibi", "position_bias", "fused_rotary", "complex_rotary", "split_scores",
-    "biased_experts", "routed_experts", "scaled_experts",
+    "biased_experts", "routed_experts", "scaled_experts", "input_factors", "decays",
 ]  # fmt: skip
 """Modules of ``llmpq.models`` that take the place of those of transformers."""
 DEFAULT_MODEL_TYPE = "llama"
@@ -152,7 +152,8 @@ class Family:
             no kernel computes it: ``PIECE_TOKENS`` of a prompt at a time; ``None`` elsewhere.
         alibi: bias of the scores, if any.
         writes_scores: whether attention writes out its scores, as they are capped or have sinks.
-        own_modules: paths in a layer whose modules of transformers are replaced, and by what.
+        own_modules: paths in a layer whose modules of transformers are replaced, and by what, or
+            get constants.
         has_formula: whether the activation of a layer is a formula of tensor operations, which is
             computed blockwise.
         attends_to_cache: whether a layer attends to its cached keys and values unchanged, query

@@ -162,6 +162,13 @@ class Config(Fields):
             raise self.error(field, value, "an array of layer numbers")
         return frozenset(value)
 
+    def periodic(self, period: str, offset: str) -> list[bool]:
+        """Return for every layer whether it is layer ``offset`` of a group of ``period`` layers."""
+        every, place = self.size(period), self.size(offset, minimum=0)
+        if place >= every:
+            raise self.error(offset, place, f"less than {period} = {every}")
+        return [index % every == place for index in range(self.layers())]
+
     def dtype(self) -> Dtype:
         """Return the checkpoint's number format; bfloat16, today's usual one, if not stated."""
         name = next((name for name in ("dtype", "torch_dtype") if self.has(name)), None)

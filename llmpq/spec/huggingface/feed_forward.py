@@ -256,6 +256,12 @@ def by_interval(fields: Config) -> Sequence[bool]:
     return [first <= index < end and (index + 1) % every == 0 for index in range(count)]
 
 
+def by_period(fields: Config) -> Sequence[bool]:
+    """Return the mixtures of Jamba: one in ``expert_layer_period`` layers, if there are several."""
+    chosen = fields.periodic("expert_layer_period", "expert_layer_offset")
+    return [one and fields.size(*EXPERTS) > 1 for one in chosen]
+
+
 def by_list(fields: Config) -> Sequence[bool]:
     """Return the mixtures of Llama 4: ``moe_layers``, else every n-th layer."""
     count = fields.layers()

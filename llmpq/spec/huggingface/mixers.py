@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llmpq.spec.huggingface.attention import AttentionSizes, LatentAttention, SelfAttention
 from llmpq.spec.huggingface.config import HEADS, HIDDEN, Config
-from llmpq.spec.huggingface.feed_forward import has_bias, linear
+from llmpq.spec.huggingface.feed_forward import FeedForward, has_bias, linear
 from llmpq.spec.huggingface.windows import ATTENTION, LINEAR
 from llmpq.spec.model import LinearSpec
 
@@ -38,6 +38,50 @@ class Hybrid:
         return [attention if is_attention else mixer for is_attention in chosen]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Both:
+    """Attention and another mixer side by side in every layer (Falcon-H1).
+
+    Attributes:
+        attention: reads what the mixer reads.
+        mixer: of all layers; its output is added to that of attention.
+    """
+
+    attention: SelfAttention
+    mixer: Mixer
+
+    def __call__(self, fields: Config) -> Sequence[AttentionSizes]:
+        """Return both as the attention of every layer."""
+        attention, mixer = self.attention.one(fields), self.mixer(fields)
+        both = replace(
+            attention,
+            linears=attention.linears + mixer.linears,
+            others=attention.others + mixer.others,
+            state_values=mixer.state_values,
+        )
+        return [both] * fields.layers()
+
+
+@dataclass(frozen=True, slots=True)
+class Everywhere:
+    """A mixer in every layer (Mamba).
+
+    Attributes:
+        mixer: of all layers.
+    """
+
+    mixer: Mixer
+
+    def __call__(self, fields: Config) -> Sequence[AttentionSizes]:
+        """Return the mixer of every layer."""
+        return [self.mixer(fields)] * fields.layers()
+
+
+def no_feed_forward(fields: Config) -> Sequence[FeedForward]:
+    """Return nothing behind the mixer of every layer (Mamba)."""
+    return [FeedForward(linears=())] * fields.layers()
+
+
 def by_interval(fields: Config) -> Sequence[bool]:
     """Return attention in every ``full_attention_interval``-th layer (Qwen3-Next)."""
     every = fields.size("full_attention_interval", default=4)
@@ -66,6 +110,16 @@ def by_indices(fields: Config) -> Sequence[bool]:
     return [index in chosen for index in range(fields.layers())]
 
 
+def by_period(fields: Config) -> Sequence[bool]:
+    """Return attention once in ``attn_layer_period`` layers, from ``attn_layer_offset`` on."""
+    return fields.periodic("attn_layer_period", "attn_layer_offset")
+
+
+def every_other(fields: Config) -> Sequence[bool]:
+    """Return attention in every other layer, from the first on (MiniMax)."""
+    return [index % 2 == 0 for index in range(fields.layers())]
+
+
 def nowhere(fields: Config) -> Sequence[bool]:
     """Return no attention at all (Granite 4)."""
     return [False] * fields.layers()
@@ -79,7 +133,10 @@ class Mamba2:
         prefix: path of the mixer.
         heads, head_dim, groups, state_dim, kernel: fields of its sizes. A head that is ``"auto"``
             or absent is an equal share of ``mamba_expand`` times the hidden size.
+        width: field of the inner features in place of that product, where it is set.
         bias, conv_bias: fields of the biases of its projections and of its convolution.
+        out_bias: that of the last projection; ``None`` for the same.
+        norm_if: field that must be set for the gated norm; ``None`` for no such field.
     """
 
     prefix: str = "mamba"
@@ -90,26 +147,78 @@ class Mamba2:
     kernel: str = "mamba_d_conv"
     bias: str = "mamba_proj_bias"
     conv_bias: str = "mamba_conv_bias"
+    width: str | None = None
+    out_bias: str | None = None
+    norm_if: str | None = None
 
     def __call__(self, fields: Config) -> AttentionSizes:
         """Return the mixer of one layer."""
         hidden, heads = fields.size(*HIDDEN), fields.size(self.heads)
+        stated = None if self.width is None else fields.optional_size(self.width)
         if fields.has(self.head_dim) and fields.take(self.head_dim) != "auto":
             width = heads * fields.size(self.head_dim)
         else:
-            width = fields.size("mamba_expand") * hidden
+            width = fields.size("mamba_expand") * hidden if stated is None else stated
             if width % heads:
                 raise fields.error(self.heads, heads, f"a divisor of {width} inner features")
         state_dim, kernel = fields.size(self.state_dim), fields.size(self.kernel)
         convolved = width + 2 * fields.size(self.groups) * state_dim
         bias = has_bias(fields, self.bias)
+        out_bias = bias if self.out_bias is None else has_bias(fields, self.out_bias)
+        is_normed = self.norm_if is None or fields.flag_or(self.norm_if, default=False)
+        norm = width if is_normed else 0
         return _mixer(
             (
                 linear(f"{self.prefix}.in_proj", width + convolved + heads, hidden, bias),
+                linear(f"{self.prefix}.out_proj", hidden, width, out_bias),
+            ),
+            others=convolved * (kernel + has_bias(fields, self.conv_bias)) + 3 * heads + norm,
+            state_values=convolved * kernel + width * state_dim,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba1:
+    """A selective state space with a state of each channel (Gu and Dao, "Mamba", 2023).
+
+    Attributes:
+        prefix: path of the mixer.
+        expand, state_dim, kernel, rank: fields of its sizes. A rank that is ``"auto"`` or absent is
+            a sixteenth of the hidden size, rounded up.
+        width: field of the inner features, by default ``expand`` times the hidden size.
+        bias, conv_bias: fields of the biases of its projections and of its convolution.
+        norms: whether time steps, B and C are normed with weights (Jamba).
+    """
+
+    prefix: str = "mamba"
+    expand: str = "mamba_expand"
+    width: str | None = None
+    state_dim: str = "mamba_d_state"
+    kernel: str = "mamba_d_conv"
+    rank: str = "mamba_dt_rank"
+    bias: str = "mamba_proj_bias"
+    conv_bias: str = "mamba_conv_bias"
+    norms: bool = False
+
+    def __call__(self, fields: Config) -> AttentionSizes:
+        """Return the mixer of one layer."""
+        hidden = fields.size(*HIDDEN)
+        stated = None if self.width is None else fields.optional_size(self.width)
+        width = fields.size(self.expand) * hidden if stated is None else stated
+        has_rank = fields.has(self.rank) and fields.take(self.rank) != "auto"
+        rank = fields.size(self.rank) if has_rank else -(-hidden // 16)
+        state_dim, kernel = fields.size(self.state_dim), fields.size(self.kernel)
+        selected, bias = rank + 2 * state_dim, has_bias(fields, self.bias)
+        others = width * (kernel + has_bias(fields, self.conv_bias) + state_dim + 1)
+        return _mixer(
+            (
+                linear(f"{self.prefix}.in_proj", 2 * width, hidden, bias),
+                linear(f"{self.prefix}.x_proj", selected, width),
+                linear(f"{self.prefix}.dt_proj", width, rank, bias=True),
                 linear(f"{self.prefix}.out_proj", hidden, width, bias),
             ),
-            others=convolved * (kernel + has_bias(fields, self.conv_bias)) + 3 * heads + width,
-            state_values=convolved * kernel + width * state_dim,
+            others=others + (selected if self.norms else 0),
+            state_values=width * (kernel + state_dim),
         )
 
 
@@ -207,6 +316,21 @@ def short_convolution(fields: Config) -> AttentionSizes:
         ),
         others=hidden * kernel + (hidden if bias else 0),
         state_values=hidden * kernel,
+    )
+
+
+def lightning_attention(fields: Config) -> AttentionSizes:
+    """Return linear attention with a decay of each head (MiniMax-01, 2025)."""
+    hidden, heads, head_dim = fields.size(*HIDDEN), fields.size(*HEADS), fields.head_dim()
+    width = heads * head_dim
+    return _mixer(
+        (
+            linear("self_attn.qkv_proj", 3 * width, hidden),
+            linear("self_attn.output_gate", width, hidden),
+            linear("self_attn.out_proj", hidden, width),
+        ),
+        others=width,
+        state_values=width * head_dim,
     )
 
 

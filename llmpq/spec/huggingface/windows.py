@@ -14,6 +14,8 @@ ATTENTION = (FULL, "attention")
 """Names of layers that attend to all tokens: today's, and that of older files."""
 LINEAR = ("linear_attention", "mamba", "conv")
 """Names of layers that have a state in place of keys and values."""
+BOTH = "hybrid"
+"""Name of layers that have keys and values and a state side by side (Falcon-H1)."""
 FEED_FORWARD = ("mlp", "moe")
 """Names of layers that have neither (Nemotron-H)."""
 _WINDOW_KINDS = (*ATTENTION, SLIDING, CHUNKED, *LINEAR)

@@ -270,7 +270,8 @@ def _layers(spec: ModelSpec) -> str:
     for kind in spec.layer_kinds:
         layer = spec.layer_types[kind]
         if layer.state_values:
-            kinds["with a recurrent state"] += 1
+            beside = " and full attention" if layer.num_heads else ""
+            kinds[f"with a recurrent state{beside}"] += 1
         elif layer.sliding_window is not None:
             kinds[f"with a window of {layer.sliding_window:,} tokens"] += 1
         else:

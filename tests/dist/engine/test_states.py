@@ -38,11 +38,12 @@ from llmpq.spec.huggingface.families import load_model_dir
 torch.set_num_threads(1)
 
 FAMILIES = (
-    "bamba", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "nemotron_h", "olmo_hybrid",
-    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "granitemoehybrid wide", "qwen3_5_text wide",
+    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2",
+    "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text",
+    "qwen3_5_text", "qwen3_next", "granitemoehybrid wide", "qwen3_5_text wide",
 )  # fmt: skip
 _WIDE = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
-WITHOUT_KERNELS = ("kimi_linear", "olmo_hybrid")
+WITHOUT_KERNELS = ("falcon_h1", "kimi_linear", "minimax", "olmo_hybrid")
 """Whose recurrences transformers' own code computes."""
 WIDE = {
     "granitemoehybrid wide": {

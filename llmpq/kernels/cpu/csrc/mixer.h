@@ -81,6 +81,20 @@ typedef struct {
     int32_t type, threads;
 } Mamba;
 
+typedef struct {
+    const void *values;      /* [tokens, channels], convolved */
+    const void *gate;        /* [tokens, stride], its first channels */
+    const float *steps;      /* [tokens, channels] */
+    const float *in, *read;  /* [tokens, state_dim]: B, C */
+    const float *rate;       /* [channels, state_dim]: A */
+    const float *skip;       /* [channels]: D */
+    float *states;           /* [slots, channels, state_dim] */
+    void *out;               /* [tokens, channels] */
+    const MixerRow *rows;    /* [count] */
+    int64_t count, channels, state_dim, stride;
+    int32_t type, threads;   /* of values, gate and out */
+} Scan;
+
 /* Parts of either: of some channels of a row, of a token, of a head of a row, of a token. */
 int64_t convolution_items(const Convolution *c);
 void convolve_part(void *convolution, int64_t item);
