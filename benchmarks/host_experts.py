@@ -45,7 +45,7 @@ from llmpq.quant.modules.layer import QuantExperts, stored_bytes
 from llmpq.spec.precision import LayerExperts, StageExperts
 
 TOPIC = "host-experts"
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 2048, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 12,
     "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64,
     "moe_intermediate_size": 512, "num_experts": 64, "num_experts_per_tok": 8,

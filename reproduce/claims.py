@@ -943,6 +943,7 @@ NOT_CHECKED: Mapping[str, str] = {
     "forecasts": MODELS,
     "gpu-kernels": "is checked by scripts/gpu_checks",
     "head": MODELS,
+    "host-experts": MODELS,
     "indicators": MEASURED,
     "kv-bits": MODELS,
     "kernels": "has ratios without their samples",
