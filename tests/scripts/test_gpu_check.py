@@ -30,7 +30,9 @@ from scripts.gpu_checks.report import report
 pytestmark = pytest.mark.nightly
 
 STARTS_PROCESSES = ("mixed_pipeline", "two_stages", "profile_layer")
-NEEDS_A_GPU = {"compile", "growth", "stage_memory", "nccl", "attention", "kv8", "decode_graphs"}
+NEEDS_A_GPU = {
+    "compile", "growth", "stage_memory", "nccl", "attention", "kv8", "decode_graphs", "recurrences",
+}  # fmt: skip
 TOOL_S = 600.0  # after which a borrowed machine ends a command
 
 

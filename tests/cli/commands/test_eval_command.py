@@ -109,7 +109,8 @@ def test_the_pipeline_says_what_one_process_says(model, capsys, tmp_path):
     write_plan(strategy, plan)
     alone = _json(capsys, _arguments(model, "--strategy", str(strategy)))
     piped = _json(capsys, _arguments(model, "--strategy", str(strategy), "--pipeline"))
-    assert alone == piped
+    # Ranks compute rows in other numbers at a time, which adds float32 in another order.
+    assert piped == pytest.approx(alone, rel=2**-20)
 
 
 def test_a_person_reads_three_lines(model, capsys):
