@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from llmpq.dist.launch.process_environment import cpu_environment
+from scripts.docs_site.evidence import lines_of
 from scripts.processor import described, older
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -367,7 +368,7 @@ def write(file: Path, row: Mapping[str, Any]) -> None:
         },
         "tables": made,
     }
-    file.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    file.write_text(lines_of(report) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
