@@ -875,20 +875,20 @@ def simulated_orders() -> str:
 
 
 def decode_without_bf16() -> str:
-    processors = {"avx2": "Intel", "avx512": "AMD"}
-
-    def ratios(cpu_isa: str, *, sequences: tuple[int, ...], bits: tuple[int, ...]) -> str:
+    def ratios(
+        cpu_isa: str, processor: str, *, sequences: tuple[int, ...], bits: tuple[int, ...]
+    ) -> str:
         return between(
             row["llmpq / llama.cpp"]
-            for row in rows_of("decode", cpu_isa, "Decode", processors[cpu_isa])
+            for row in rows_of("decode", cpu_isa, "Decode", processor)
             if row["sequences"] in sequences and row["bits"] in bits
         )
 
-    found = ratios("avx2", sequences=(1, 8), bits=(16, 8, 4, 3))
-    one = ratios("avx512", sequences=(1,), bits=(16,))
-    few_bits = ratios("avx512", sequences=(1,), bits=(8, 4, 3))
-    eight = ratios("avx512", sequences=(8,), bits=(16, 8, 4, 3))
-    return f"5 {found} 4 {one} 16 {few_bits} {eight}"
+    found = ratios("avx2", "Intel", sequences=(1, 8), bits=(16, 8, 4, 3))
+    one, xeon = (ratios("avx512", name, sequences=(1,), bits=(16,)) for name in ("AMD", "Intel"))
+    few_bits = ratios("avx512", "AMD", sequences=(1,), bits=(8, 4, 3))
+    eight = ratios("avx512", "AMD", sequences=(8,), bits=(16, 8, 4, 3))
+    return f"5 {found} 4 {one} 16 {xeon} {few_bits} {eight}"
 
 
 def step_between_machines() -> str:
