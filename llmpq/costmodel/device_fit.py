@@ -23,6 +23,7 @@ from llmpq.spec.devices.timings import (
     LayerTiming,
     kv_heads_of,
     layer_matrices,
+    narrow_features,
 )
 from llmpq.spec.precision import DTYPE_BYTES, Phase, default_precision, linear_bytes
 
@@ -259,9 +260,11 @@ class _Fit:
         narrow = next((one for one in self.timings.narrow if one.bits == bits), None)
         if narrow is None:
             return 0.0
-        small = layer_matrices(self.timings.features // 2)
+        features = narrow_features(self.timings.features)
+        small = layer_matrices(features)
         small_share = _weights(small) / _weights(self._matrices)
-        seconds = narrow.seconds - narrow.rows * narrow.tokens * self._pair_s / 2
+        pair_s = self._pair_s * features / self.timings.features
+        seconds = narrow.seconds - narrow.rows * narrow.tokens * pair_s
         arithmetic_s = _other(seconds, self._decode_s(bits)[0] * small_share, self.loss(bits))
         small_s = arithmetic_s / (narrow.rows + self.saturation_tokens(bits)) / _weights(small)
         large_s = self._token_s(bits) / _weights(self._matrices)

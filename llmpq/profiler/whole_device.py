@@ -54,6 +54,7 @@ from llmpq.spec.devices.timings import (
     LayerTiming,
     kv_heads_of,
     layer_matrices,
+    narrow_features,
 )
 from llmpq.spec.families import DEFAULT_MODEL_TYPE
 from llmpq.spec.precision import (
@@ -149,8 +150,8 @@ def measure_device(
         *(trial for bits in WIDTHS for trial in _main_trials(job, main, bits)),
         *(_many_tokens(job, name) for name in known if name != main),
     ]
-    half = replace(job, features=job.features // 2)
-    narrow = [_many_tokens(half, main, bits) for bits in WIDTHS]
+    half = replace(job, features=narrow_features(job.features))
+    narrow = [_many_tokens(half, main, bits) for bits in WIDTHS if half.features]
     others = _other_trials(job)
     taken = TakenShare()
     _run([*(one.trial for one in (*layers, *narrow)), *others.values()], job, progress)

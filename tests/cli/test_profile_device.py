@@ -10,7 +10,7 @@ from llmpq.spec import catalog
 
 def test_the_file_is_one_that_a_plan_takes(tmp_path, capsys):
     path = tmp_path / "here.json"
-    argv = ["device", "--features", "128", "--budget", "0.01", "--name", "here"]
+    argv = ["device", "--features", "64", "--budget", "0.01", "--name", "here"]
     assert profile.main([*argv, "--output", str(path), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert 0 <= printed.pop("cpu_taken") <= 1
@@ -32,7 +32,7 @@ def test_the_file_is_one_that_a_plan_takes(tmp_path, capsys):
     [
         (["--device", "warp:9"], "--device: found 'warp:9', expected a device here"),
         (["--budget", "0"], "--budget, --threads, --features"),
-        (["--features", "100"], "a multiple of 128"),
+        (["--features", "100"], "a multiple of 64"),
     ],
 )
 def test_bad_input_is_status_2(argv, message, tmp_path, capsys):

@@ -13,7 +13,13 @@ from llmpq.errors import SpecError
 from llmpq.spec import catalog
 from llmpq.spec.cluster import cluster_of_types
 from llmpq.spec.devices.figures import DeviceEntry, PrecisionCost
-from llmpq.spec.devices.timings import DeviceTimings, LayerTiming
+from llmpq.spec.devices.timings import (
+    HEAD_DIM,
+    DeviceTimings,
+    LayerTiming,
+    kv_heads_of,
+    narrow_features,
+)
 from llmpq.spec.huggingface.families import model_from_config
 from llmpq.spec.precision import BITS, Phase
 
@@ -203,3 +209,12 @@ def test_threads_of_a_processor_are_its_cores():
 def test_nothing_measured_is_an_error():
     with pytest.raises(SpecError, match="found no layer"):
         fit_device(timings_of(entry_of(), layers=()), "own", "test")
+
+
+@given(heads=st.integers(1, 200))
+def test_measured_layers_have_whole_heads(heads):
+    features = heads * HEAD_DIM
+    assert heads % kv_heads_of(features) == 0
+    assert narrow_features(features) % HEAD_DIM == 0
+    assert narrow_features(features) in (features // 2, (features - HEAD_DIM) // 2)
+    assert kv_heads_of(2048) == 8

@@ -87,7 +87,7 @@ def test_the_profiler_runs(tiny_model, tmp_path, verb):
         words += ["--batches", "1", "--prompt_tokens", "4", "--context_tokens", "8"]
         words += ["--layers", "1", "--budget", "0.1", "--output", str(tmp_path / "table.csv")]
     else:
-        words = ["device", "--name", "mine", "--features", "128", "--budget", "0.1"]
+        words = ["device", "--name", "mine", "--features", "64", "--budget", "0.1"]
         words += ["--output", str(tmp_path / "device.json"), "--json"]
     code = f"from llmpq.cli.commands.profile import main; sys.exit(main({words!r}))"
     done = run_without(missing_modules(), code)

@@ -39,9 +39,9 @@ def run(options: argparse.Namespace) -> int:
     from llmpq.profiler.whole_device import DeviceJob, measure_device
     from llmpq.quant.loading.streaming import read_bytes_per_s
 
-    if options.budget <= 0 or options.threads < 1 or (options.features or 128) % 128:
+    if options.budget <= 0 or options.threads < 1 or (options.features or 64) % 64:
         raise SpecError(
-            "--budget, --threads, --features: expected more than 0, at least 1, a multiple of 128"
+            "--budget, --threads, --features: expected more than 0, at least 1, a multiple of 64"
         )
     try:
         device = torch.device(options.device)

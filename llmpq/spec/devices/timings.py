@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 
 from llmpq.spec.devices.figures import DeviceKind
 from llmpq.spec.precision import Dtype, Phase
@@ -16,8 +17,14 @@ MLP_RATIO = 2
 
 
 def kv_heads_of(features: int) -> int:
-    """Return the heads of keys and values of a measured layer."""
-    return max(1, features // HEAD_DIM // HEADS_PER_GROUP)
+    """Return the heads of keys and values of a measured layer: whole groups of query heads."""
+    heads = features // HEAD_DIM
+    return heads // gcd(heads, HEADS_PER_GROUP)
+
+
+def narrow_features(features: int) -> int:
+    """Return the features of the narrow layers: half, of whole heads; 0 where none are measured."""
+    return features // 2 // HEAD_DIM * HEAD_DIM
 
 
 def layer_matrices(features: int) -> tuple[tuple[int, int], ...]:
