@@ -172,4 +172,22 @@ def _text(request: PlanRequest, answers: Sequence[FitAnswer], requests: int | No
         f"{request.model.name} on {request.cluster.name}: {work.batch} x {work.prompt_tokens} "
         f"prompt tokens, {work.new_tokens} new tokens each, {request.dtype}; predicted"
     )
-    return "\n".join([title, "", *aligned(rows), "", *reasons])
+    return "\n".join([title, "", *aligned(rows), "", *reasons, *_slower_lines(answers)])
+
+
+def _slower_lines(answers: Sequence[FitAnswer]) -> list[str]:
+    """Return a line for each bitwidth at which neither batch nor decode step is faster.
+
+    It names the fewest of the more bits at which both take as little time or less.
+    """
+    lines: list[str] = []
+    wider: list[tuple[int, float, float]] = []
+    for bits, plan in ((one.bits, one.plan) for one in answers if one.plan is not None):
+        own_s = plan.estimate.latency_s, plan.decode_round_s
+        as_fast = [
+            width for width, batch_s, step_s in wider if batch_s <= own_s[0] and step_s <= own_s[1]
+        ]
+        if as_fast:
+            lines.append(f"{f'{bits} bits':<9}no faster than {as_fast[-1]} bits; saves memory")
+        wider.append((bits, *own_s))
+    return lines

@@ -98,9 +98,34 @@ def test_what_does_not_fit_has_a_short_line(capsys) -> None:
 
 
 @pytest.mark.parametrize(
+    ("model", "device", "prompt", "named"),
+    [
+        ("Qwen/Qwen3-8B", "RTX3090", "256", [("3", "4")]),
+        ("Qwen/Qwen3-8B", "H100", "256", [("8", "16"), ("3", "4")]),
+        ("Qwen/Qwen3-8B", "T4-16G", "256", []),
+        # The prompt takes less time at 8 bits than at 4, and an answer more.
+        ("google/gemma-3-27b-it", "L40S", "131000", [("3", "4")]),
+    ],
+)
+def test_fewer_bits_that_are_no_faster_are_named(capsys, model, device, prompt, named) -> None:
+    argv = ["--model", model, "--device_names", device, "--s", prompt, "--n", "32"]
+    assert main(argv) == 0
+    text = capsys.readouterr().out
+    found = re.findall(r"^(\d+) bits +no faster than (\d+) bits; saves memory$", text, re.MULTILINE)
+    assert found == named
+    assert main([*argv, "--json"]) == 0
+    answers = {one["bits"]: one for one in json.loads(capsys.readouterr().out)["answers"]}
+    for bits, wider in named:
+        few, many = answers[int(bits)], answers[int(wider)]
+        assert many["latency_s"] <= few["latency_s"]
+        assert many["answer_tokens_per_s"] >= few["answer_tokens_per_s"]
+
+
+@pytest.mark.parametrize(
     ("model", "device", "prompt", "bits"),
     [
         ("meta-llama/Llama-3.1-8B", "L40S", 131_000, 16),
+        ("google/gemma-3-27b-it", "L40S", 131_000, 8),
         ("openai/gpt-oss-20b", "RTX5070Ti", 16_384, 4),
         ("openai/gpt-oss-20b", "RTX4060Ti-16G", 16_384, 4),
         ("openai/gpt-oss-120b", "H100", 100_000, 4),

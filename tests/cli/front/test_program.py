@@ -1,6 +1,8 @@
 """``llmpq VERB``: each verb is a command."""
 
 import importlib
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -46,3 +48,12 @@ def test_other_words_are_one_line_of_error(words, message, capsys):
     shown = capsys.readouterr().err
     assert message in shown
     assert shown.count("\n") == 1
+
+
+def test_the_package_is_the_program(capfd):
+    """``python -m llmpq`` is what a user types where scripts are not in PATH."""
+    command = [sys.executable, "-m", "llmpq"]
+    assert subprocess.run([*command, "check", "--nothing"], check=False).returncode == 2
+    assert capfd.readouterr().err.startswith("llmpq-check: error: unrecognized arguments")
+    assert subprocess.run(command, check=False).returncode == 2
+    assert capfd.readouterr().err.startswith("llmpq: error: found no verb")
