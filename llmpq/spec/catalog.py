@@ -39,6 +39,8 @@ REFERENCE = {"cpu": "cpu", "cuda": "RTX3090", "mps": "M1", "xpu": "Arc-A770"}
 
 OFFERS = 8
 """Most names that a message offers."""
+EXAMPLES = 3
+"""Names that it shows where none is like the one that was found."""
 GPUS = ("cuda", "xpu")
 """Kinds of devices with a memory of their own, of which the driver takes a part."""
 
@@ -270,7 +272,8 @@ def _unknown(
 ) -> SpecError:
     """Return an error that offers ``candidates``, or the ``known`` names like ``name``.
 
-    Those that begin with it come first, then the nearest, as ``spelling`` writes them.
+    Those that begin with it come first, then the nearest, as ``spelling`` writes them. Where none
+    is near, a few are examples.
     """
     whole = {spelling(known_name): known_name for known_name in known}
     short = {_short(key): key for key in whole}
@@ -278,10 +281,11 @@ def _unknown(
     near = [key for key in whole if key.startswith(wanted) or _short(key).startswith(wanted)]
     near += difflib.get_close_matches(wanted, whole, n=3, cutoff=0.5)
     near += [short[key] for key in difflib.get_close_matches(wanted, short, n=3, cutoff=0.5)]
-    offers = candidates or [whole[key] for key in dict.fromkeys(near)] or list(whole.values())
+    offers = candidates or [whole[key] for key in dict.fromkeys(near)]
+    meant = f"; did you mean {', '.join(offers[:OFFERS])}?"
+    such = f", such as {', '.join(list(whole.values())[:EXAMPLES])}"
     return SpecError(
-        f"{what}: found '{name}', expected a name of the catalogue; did you mean "
-        f"{', '.join(offers[:OFFERS])}?"
+        f"{what}: found '{name}', expected a name of the catalogue{meant if offers else such}"
     )
 
 

@@ -112,9 +112,11 @@ def test_an_unknown_device_offers_the_nearest():
         catalog.device("V100")
 
 
-def test_a_name_like_nothing_offers_something():
-    with pytest.raises(SpecError, match="did you mean"):
+def test_a_name_like_nothing_shows_some_names_and_offers_none():
+    with pytest.raises(SpecError, match=r"catalogue, such as P100-12G, T4-16G, V100-32G$"):
         catalog.device("zzzzzz")
+    with pytest.raises(SpecError, match=r"catalogue, such as facebook/opt-125m, [^?]*$"):
+        catalog.model("my-model")
 
 
 def test_a_directory_wins_over_the_catalogue(tmp_path):
@@ -131,7 +133,7 @@ def test_a_directory_wins_over_the_catalogue(tmp_path):
 
 def test_neither_directory_nor_name_says_both(tmp_path):
     with pytest.raises(
-        SpecError, match=r"expected a name of the catalogue; did you mean.*directory of that name"
+        SpecError, match=r"expected a name of the catalogue, such as.*directory of that name"
     ):
         catalog.resolve_model(tmp_path / "none")
 
