@@ -182,6 +182,10 @@ def test_layers_with_windows_keep_their_window_and_a_chunk(tokens, of_windows):
     """Reported: 10.4 GiB for Gemma 3 27B at 131,072 tokens, not 62 (unsloth#4757)."""
     model = model_from_config(GEMMA3_27B, "gemma-3-27b", "config.json")
     sizes = [layer_kv_bytes(model, kind, 1, tokens, 16) for kind in model.layer_kinds]
+    published = catalog.model("google/gemma-3-27b-it")
+    assert sizes == [
+        layer_kv_bytes(published, kind, 1, tokens, 16) for kind in published.layer_kinds
+    ]
     sliding = sum(layer.sliding_window is not None for layer in model.layers)
     assert sliding == 52
     token_bytes = 2 * 16 * 128 * 2
