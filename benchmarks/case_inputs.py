@@ -32,6 +32,13 @@ CHAT = (
     "{% if tools is not none %}tools{% endif %}"
     "{% for m in messages %}{{ m.role + ':' + m.content }}{% endfor %}"
 )
+CALLS = (
+    "{% if tools %}{{ tools[0].function.name }}\n{% endif %}{% for m in messages %}<{{ m.role }}>"
+    "{{ m.content or '' }}{% for c in m.tool_calls or [] %}<tool_call>\n"
+    "{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}\n</tool_call>"
+    "{% endfor %}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""A template of chat with the calls of Hermes."""
 ANSWERED = "answered"
 LIMIT_S = 600.0
 

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from case_inputs import (
     ANSWERED,
+    CALLS,
     CHAT,
     CPU,
     SMALL,
@@ -208,11 +209,24 @@ def _tekken_only(folder: Path) -> str:
 
 
 @probe("14-gguf-architectures")
-def _another_architecture(folder: Path) -> str:
-    from helpers.gguf_headers import gguf_bytes  # noqa: PLC0415
+def _other_architectures(folder: Path) -> str:
+    from helpers.gguf_families import CONVERSIONS  # noqa: PLC0415  needs the extra gguf
+    from helpers.gguf_writer import write_gguf  # noqa: PLC0415
+    from helpers.tiny_configs import tiny_config  # noqa: PLC0415
+    from helpers.tiny_models import make_tiny_model_script  # noqa: PLC0415
 
-    (folder / "m.gguf").write_bytes(gguf_bytes(architecture="gpt-oss"))
-    return outcome(plan(folder, "--model", folder / "m.gguf"), folder, "planned")
+    script, shown = make_tiny_model_script(), {}
+    for family in ("gpt_oss", "glm4_moe", "qwen3_next", "deepseek_v2"):
+        own = folder / family
+        own.mkdir()
+        fields = CONVERSIONS[family].config | {"max_position_embeddings": 256}
+        config = tiny_config(family, **fields)
+        made = script.save_model(script.make_model(config, seed=1), own, dtype=torch.float32)
+        prompt = [(7 * number) % 90 + 3 for number in range(19)]
+        done = plan(own, "--model", write_gguf(made, own / "m.gguf"))
+        found = answers(own, [prompt], 8) if done.returncode == 0 else outcome(done, own)
+        shown.setdefault(equal(found, [reference(made, prompt, 8)]), []).append(family)
+    return "; ".join(f"{', '.join(names)}: {result}" for result, names in shown.items())
 
 
 @probe("17-weights-behind-links")
@@ -251,30 +265,52 @@ def _developer(folder: Path) -> str:
 
 @probe("34-responses")
 def _responses(folder: Path) -> str:
-    demo(folder)
+    piece_model(folder)
     with server(folder) as client:
-        found = client.post("/v1/responses", json={"input": "hi", "max_output_tokens": 4})
-        return f"{found.status_code} {found.json().get('error', {}).get('message', ANSWERED)}"
+        body = {"input": "hi", "instructions": "the cat", "max_output_tokens": 4}
+        found = client.post("/v1/responses", json=body).json()
+        missing = client.post("/v1/nothing", json={})
+    return f"{found['object']}, {found['status']}; {missing.json()['error']['message']}"
 
 
 @probe("35-tool-calls")
 def _required_tool(folder: Path) -> str:
-    piece_model(folder)
-    function = {"name": "f", "parameters": {"type": "object", "properties": {}}}
-    body = {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
-    messages = [{"role": "user", "content": "the"}]
+    edit(demo(folder) / "tokenizer_config.json", chat_template=CALLS)
+    schema = {
+        "type": "object", "properties": {"x": {"type": "integer", "maximum": 9}},
+        "required": ["x"], "additionalProperties": False,
+    }  # fmt: skip
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1'}}
+    error = {"role": "tool", "tool_call_id": "a", "content": "the arguments are not JSON"}
+    replayed = [*messages, {"role": "assistant", "content": None, "tool_calls": [call]}, error]
     with server(folder) as client:
-        found = ask(client, "chat/completions", messages=messages, max_tokens=8, **body)
-    return found if isinstance(found, str) else ANSWERED
+        body = {"messages": messages, "tools": tools, "tool_choice": "required",
+                "parallel_tool_calls": False}  # fmt: skip
+        found = ask(client, "chat/completions", max_tokens=80, **body)
+        again = ask(client, "chat/completions", max_tokens=2, messages=replayed)
+    if isinstance(found, str):
+        return found
+    (made,) = found["message"]["tool_calls"]
+    fields = ", ".join(json.loads(made["function"]["arguments"]))
+    shown = f"{found['finish_reason']}: {made['function']['name']}({fields})"
+    return f"{shown}; replayed: {again if isinstance(again, str) else ANSWERED}"
 
 
 @probe("32-cors")
 def _cross_origin(folder: Path) -> str:
     demo(folder)
-    with server(folder) as client:
-        headers = {"Origin": "http://localhost:3000", "Access-Control-Request-Method": "POST"}
-        found = client.options("/v1/chat/completions", headers=headers)
-        return f"{found.status_code}, {found.headers.get('access-control-allow-origin')}"
+    page = "http://localhost:3000"
+    asked = {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type",
+    }
+    with server(folder, "--allowed_origins", page) as client:
+        found = client.options("/v1/chat/completions", headers=asked | {"Origin": page})
+        answer = client.get("/v1/models", headers={"Origin": page})
+    name = "access-control-allow-origin"
+    return f"{found.status_code}, {found.headers.get(name)}; {answer.headers.get(name)}"
 
 
 @probe("31-text-offset")

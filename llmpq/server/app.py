@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -328,8 +329,11 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def on_http_error(request: Request, error: HTTPException) -> Response:
         cause = error.__cause__  # of ours if it was raised while the body was read
         found = cause if isinstance(cause, ApiError) else None
-        found = found or ApiError(error.status_code, str(error.detail))
-        return error_response(found, request.url.path)
+        text = str(error.detail)
+        if error.status_code == HTTPStatus.NOT_FOUND:
+            asked = f"{request.method} {request.url.path:.200}"
+            text = f"There is no endpoint {asked}; GET /openapi.json lists them."
+        return error_response(found or ApiError(error.status_code, text), request.url.path)
 
     @app.exception_handler(Exception)
     async def on_other_error(request: Request, error: Exception) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from functools import cache
 
@@ -109,6 +110,20 @@ def exists(dotted):
 def test_tests_exist(page):
     named = {code for code in code_of(page) if re.fullmatch(r"test_\w+", code)}
     assert named <= names_of_tests()
+
+
+def test_tests_of_public_reports_exist():
+    """A test that was moved must not leave a report behind that nothing holds."""
+    cases = json.loads((ROOT / "benchmarks" / "cases.json").read_text(encoding="utf-8"))
+    named = {test for case in cases for test in case["tests"]}
+    missing = []
+    for test in named:
+        file, _, name = test.partition("::")
+        text = (ROOT / file).read_text(encoding="utf-8") if (ROOT / file).is_file() else ""
+        if f"def {name or 'test_'}" not in text:
+            missing.append(test)
+    assert named
+    assert not missing
 
 
 @cache

@@ -6,6 +6,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import openai
 import pytest
 from helpers.clocks import PATIENCE_S
@@ -394,6 +395,19 @@ def test_errors_have_the_clients_types(client, call, error, message):
     body = raised.value.body
     assert body["code"] == raised.value.status_code
     assert set(body) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", "/v1/rerank"), ("GET", "/v1/audio/voices"), ("POST", "/chat")]
+)
+def test_an_endpoint_that_is_not_there_is_named_with_where_to_look(served, method, path):
+    answer = httpx.request(method, served.url + path, json={}, timeout=PATIENCE_S)
+    error = answer.json()["error"]
+    assert answer.status_code == error["code"] == 404
+    assert error["message"] == (
+        f"There is no endpoint {method} {path}; GET /openapi.json lists them."
+    )
+    assert "/v1/chat/completions" in httpx.get(f"{served.url}/openapi.json").json()["paths"]
 
 
 def test_missing_chat_template_is_a_clear_error():
