@@ -24,7 +24,7 @@ from workbench import ROOT, add_isa_option, keep_run, restrict, run_of
 
 from llmpq.costmodel import build_costs
 from llmpq.costmodel.device_fit import fit_device
-from llmpq.profiler.bench import LayerJob
+from llmpq.profiler.bench import LEAST_LAYERS, LayerJob, layers_beyond_caches
 from llmpq.profiler.grid import Shape
 from llmpq.profiler.layer import profile_layer
 from llmpq.profiler.whole_device import FORMATS, DeviceJob, measure_device
@@ -102,11 +102,10 @@ def compare(
     """Time layers of a random model; return their rows, in ``COLUMNS``."""
     device = torch.device("cpu")
     with tempfile.TemporaryDirectory() as folder:
-        depth = layers_beyond_caches(*sizes)
-        save(Path(folder), *sizes, dtype, depth)
+        save(Path(folder), *sizes, dtype, most_layers(*sizes))
         job = LayerJob(
             model_dir=Path(folder), bits=BITS, shapes=SHAPES, dtype=FORMATS[dtype],
-            device=device, layers=depth, budget_s=budget_s,
+            device=device, budget_s=budget_s,
         )  # fmt: skip
         found = profile_layer(job)
         model = load_model_dir(Path(folder))
@@ -130,11 +129,10 @@ def compare(
     return rows
 
 
-def layers_beyond_caches(hidden: int, wide: int, kv_heads: int) -> int:
-    """Return how many layers have the bytes of ``DeviceJob`` at the fewest bits."""
+def most_layers(hidden: int, wide: int, kv_heads: int) -> int:
+    """Return how many layers are timed at the fewest bits."""
     weights = hidden * (2 * hidden + 2 * 64 * kv_heads + 3 * wide)
-    job = DeviceJob(device=torch.device("cpu"))
-    return -(-8 * job.distinct_bytes // (weights * min(BITS)))
+    return max(LEAST_LAYERS, layers_beyond_caches(weights * min(BITS) / 8))
 
 
 def save(folder: Path, hidden: int, wide: int, kv_heads: int, dtype: str, layers: int) -> None:

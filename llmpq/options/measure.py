@@ -71,8 +71,7 @@ class LayerOptions:
         int | None,
         Option(
             minimum=1,
-            help="layers timed in a row (default: 6, and up to 12 where layers are small enough "
-            "for a processor's cache)",
+            help="layers timed in a row (default: 6, or as many as no processor's cache holds)",
         ),
     ] = None
     companions: Annotated[int, Option(metavar="N", help="has no effect (deprecated)")] = 0

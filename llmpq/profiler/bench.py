@@ -9,6 +9,7 @@ Shapes: ``[1, N, H]`` tokens of all rows (sequences), hidden size.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -37,9 +38,10 @@ from llmpq.models import DecoderStage, Master, kv_shapes, load_config
 from llmpq.profiler.grid import Shape
 from llmpq.quant.loading.loader import load_stage
 from llmpq.quant.loading.master import load_master
+from llmpq.spec.huggingface.families import load_model_dir
 from llmpq.spec.huggingface.quantization import stored_head
 from llmpq.spec.plan import MicroBatching
-from llmpq.spec.precision import Phase
+from llmpq.spec.precision import BITS, Phase
 from llmpq.spec.tables import MASTER_BITS, master_bits
 
 MASTER_STEPS = 4
@@ -52,6 +54,10 @@ counts. How much longer the first one takes is part of a stage's overhead: a pip
 a wait or the master's work."""
 LONG_S = 0.05
 """Seconds of a run from which the state of the caches hardly matters: it makes no burst."""
+LEAST_LAYERS = 6
+"""Layers in a row that are timed where no number is given, or more, or all that the model has."""
+DISTINCT_BYTES = 128 * 2**20
+"""Weights of a stage that no cache holds."""
 FEW_ROWS = 256
 """Rows up to which a prefill is timed with more layers too; beyond, the overhead of a stage is
 small against the spread of one layer."""
@@ -84,6 +90,11 @@ def runs_of_timing(trial: TimedStep, run_s: float) -> int:
     return 1 + BURST if is_short(trial) and run_s < LONG_S else 1
 
 
+def layers_beyond_caches(layer_bytes: float, distinct_bytes: int = DISTINCT_BYTES) -> int:
+    """Return how many layers of a size have more weights than caches hold."""
+    return max(1, math.ceil(distinct_bytes / layer_bytes))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
     """Seconds of a trial."""
@@ -100,7 +111,9 @@ class LayerJob:
         shapes: the grid.
         dtype: number format of activations and unquantized weights.
         head_bits: bits below 16 at which the head is timed, too.
-        layers: most decoder layers timed in a row; a third of them (at most 2) is timed too.
+        layers: most decoder layers timed in a row; a third of them (at most 2) is timed too. By
+            default as many as :func:`layers_beyond_caches` at each bitwidth, at least 6: a stage of
+            fewer small layers finds its weights in a cache, and that of a plan does not.
         budget_s: seconds to spend on timing; every point is timed at least once.
         seed: order of the points.
     """
@@ -111,7 +124,7 @@ class LayerJob:
     dtype: torch.dtype
     device: torch.device
     head_bits: tuple[int, ...] = ()
-    layers: int = 6
+    layers: int | None = None
     budget_s: float = 60.0
     seed: int = 0
 
@@ -124,6 +137,19 @@ class LayerJob:
     def max_tokens(self) -> int:
         """Tokens of the longest sequence."""
         return max(shape.tokens for shape in self.shapes)
+
+    def depths(self) -> dict[int, int]:
+        """Return by bitwidth how many layers are timed in a row, at most those of the model."""
+        model = load_model_dir(self.model_dir)
+        if self.layers is not None:
+            return dict.fromkeys(self.bits, min(self.layers, model.num_layers))
+        weights = min(layer.active_weight_parameters for layer in model.layers)
+        depths = {}
+        for bits in self.bits:
+            layer_bytes = weights * (self.dtype.itemsize if bits == max(BITS) else bits / 8)
+            wanted = max(LEAST_LAYERS, layers_beyond_caches(layer_bytes))
+            depths[bits] = min(wanted, model.num_layers)
+        return depths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -163,17 +189,17 @@ class LayerBench:
             )
         self.job = job
         self.now = now
-        self.depth: int = min(job.layers, config.num_hidden_layers)
-        self.few: int = max(1, min(2, self.depth // 3))
+        self.depths = job.depths()
+        depth = max(self.depths.values())
+        self.few: int = max(1, min(2, min(self.depths.values()) // 3))
         self.first_run_s: dict[Phase, list[float]] = {phase: [] for phase in Phase}
         stages: dict[tuple[int, int], DecoderStage] = {}
-        for width in job.bits:
+        for width, layers in self.depths.items():
             stage = load_stage(
-                job.model_dir, 0, self.depth, [width] * self.depth,
-                dtype=job.dtype, device=job.device,
-            )  # fmt: skip
-            stages[width, self.depth] = stage
-            if self.few < self.depth:
+                job.model_dir, 0, layers, [width] * layers, dtype=job.dtype, device=job.device
+            )
+            stages[width, layers] = stage
+            if self.few < layers:
                 few = [stage.layers[index] for index in range(self.few)]
                 stages[width, self.few] = DecoderStage(stage.config, few, 0)
         # A head that is stored quantized has no other bits.
@@ -186,12 +212,18 @@ class LayerBench:
             )
             for width in widths
         }
+        deepest = next(stage for (_, layers), stage in stages.items() if layers == depth)
+        shapes = kv_shapes(config, 0, depth)
+        own = next(
+            count
+            for count in range(min(depth, LEAST_LAYERS), depth + 1)
+            if set(shapes[:count]) == set(shapes)
+        )
         self._cache = KVCache(
-            kv_shapes(config, 0, self.depth), 0,
-            num_blocks=job.max_batch * blocks_of(job.max_tokens + 1),
-            dtype=job.dtype, device=job.device,
-            states=stages[job.bits[0], self.depth].new_states(job.max_batch),
+            shapes[:own], 0, num_blocks=job.max_batch * blocks_of(job.max_tokens + 1),
+            dtype=job.dtype, device=job.device, states=deepest.new_states(job.max_batch),
         )  # fmt: skip
+        self._cache.repeat_layers(shapes[own:])
         self._runners = {key: self._runner(stage) for key, stage in stages.items()}
         tokens = torch.arange(8, device=job.device)[None]  # [1, 8]
         self._hidden = self._masters[self._plain_bits].embed(tokens, tokens)[:, :1]  # [1, 1, H]
@@ -220,11 +252,12 @@ class LayerBench:
 
     def _depths(self, shape: Shape, bits: int) -> list[TimedStep]:
         few = TimedStep(shape=shape, bits=bits, layers=self.few)
-        if self.few == self.depth:
+        depth = self.depths[bits]
+        if self.few == depth:
             return [few]
         if shape.phase is Phase.PREFILL and shape.batch * shape.tokens > FEW_ROWS:
             return [few]
-        return [few, TimedStep(shape=shape, bits=bits, layers=self.depth)]
+        return [few, TimedStep(shape=shape, bits=bits, layers=depth)]
 
     @torch.inference_mode()
     def prepare(self, trial: TimedStep) -> list[Timing]:

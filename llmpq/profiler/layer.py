@@ -104,7 +104,7 @@ def profile_layer(
             rounds.first_s,
             job.budget_s,
         )
-    origin = _provenance(times, job, bench.depth, stage_s, noise)
+    origin = _provenance(times, job, stage_s, noise)
     return LatencyTable(
         samples=_samples(times, layers_apart_s),
         provenance=origin if share is None else (*origin, provenance_line(share)),
@@ -115,7 +115,10 @@ def job_identity(job: LayerJob) -> tuple[tuple[str, str], ...]:
     """Return the settings that timings depend on."""
     return (
         ("dtype", str(job.dtype).removeprefix("torch.")),
-        ("layers timed in a row", str(job.layers)),
+        (
+            "layers timed in a row",
+            ", ".join(f"{n} at {bits} bits" for bits, n in job.depths().items()),
+        ),
         ("threads", str(torch.get_num_threads())),
         ("torch", torch.__version__),
         ("llmpq", __version__),
@@ -210,12 +213,11 @@ class _Rounds:
 
     def _affordable(self, trials: Sequence[TimedStep]) -> list[TimedStep]:
         """Return the deep trials whose preparation and first timing fit, cheapest first."""
-        depth = self.bench.depth
-        run_s = {
-            replace(one, layers=depth): median_low(self.times[one]) * depth / one.layers
-            for one in trials
-            if one.layers == self.bench.few
-        }
+        run_s = {}
+        for one in trials:
+            if one.layers == self.bench.few:
+                depth = self.bench.depths[one.bits]
+                run_s[replace(one, layers=depth)] = median_low(self.times[one]) * depth / one.layers
         kept: list[TimedStep] = []
         phases: set[Phase] = set()
         left_s = DEEP_SHARE * self.bench.job.budget_s
@@ -341,7 +343,7 @@ def _samples(times: Times, stage_s: Mapping[Phase, float]) -> tuple[LatencySampl
 
 
 def _provenance(
-    times: Times, job: LayerJob, depth: int, stage_s: Mapping[Phase, float], noise: float
+    times: Times, job: LayerJob, stage_s: Mapping[Phase, float], noise: float
 ) -> tuple[tuple[str, str], ...]:
     rounds = sorted(len(values) for values in times.values())
     outliers = [value for values in times.values() for value in outliers_of(values)]
@@ -352,7 +354,6 @@ def _provenance(
             "one decoder layer; rows of 0 bits are the master's own work, of -8 bits that with a "
             "head of 8 bits",
         ),
-        ("depth", str(depth)),
         ("stage_s", " ".join(f"{phase.value} {stage_s[phase]!r}" for phase in Phase)),
         (
             "rounds",

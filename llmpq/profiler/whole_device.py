@@ -34,7 +34,7 @@ from llmpq.kernels.cpu.step import UnsupportedStepError
 from llmpq.kernels.registry import choose_backend
 from llmpq.models import DecoderStage, Master, kv_shapes
 from llmpq.models.adapter import Skeleton
-from llmpq.profiler.bench import master_steps_s
+from llmpq.profiler.bench import DISTINCT_BYTES, layers_beyond_caches, master_steps_s
 from llmpq.profiler.grid import Shape
 from llmpq.profiler.layer import warn_if_noisy
 from llmpq.quant.loading.loader import use_huge_pages
@@ -98,7 +98,7 @@ class DeviceJob:
 
     device: torch.device
     features: int = 2048
-    distinct_bytes: int = 128 * 2**20
+    distinct_bytes: int = DISTINCT_BYTES
     budget_s: float = 60.0
 
 
@@ -240,7 +240,7 @@ def _main_trials(job: DeviceJob, dtype: Dtype, bits: int) -> Iterator[_LayerTria
     precision, value_bytes = default_precision(bits), DTYPE_BYTES[dtype]
     shapes = layer_matrices(job.features)
     size = sum(linear_bytes(*shape, precision, value_bytes) for shape in shapes)
-    layers = _layers(job, dtype, bits, max(1, -(-job.distinct_bytes // size)))
+    layers = _layers(job, dtype, bits, layers_beyond_caches(size, job.distinct_bytes))
     yield from _trials(job, dtype, bits, layers[:1], prompts)
     yield from _trials(job, dtype, bits, layers, steps)
 

@@ -16,11 +16,14 @@ import torch
 from llmpq.costmodel.tables.profiles import StageOverhead
 from llmpq.dist.metrics.measurement import CoreTime, share_in
 from llmpq.errors import SpecError
+from llmpq.models.attention import KVShape
+from llmpq.profiler import bench as bench_module
 from llmpq.profiler import layer as layer_module
 from llmpq.profiler.bench import MASTER_STEPS, LayerBench, LayerJob, TimedStep, Timing, is_short
 from llmpq.profiler.grid import Shape, product_grid
 from llmpq.profiler.journal import Journal
 from llmpq.profiler.layer import profile_layer
+from llmpq.spec import catalog
 from llmpq.spec.precision import Phase
 from llmpq.spec.tables import MASTER_BITS
 
@@ -146,6 +149,37 @@ def test_points_with_the_fewest_timings_come_first(left_s, chosen):
     rounds.cost_s = {once: 3.0, twice: 1.0}
     wanted = list(bits.values()) if chosen == "all" else [bits[chosen]]
     assert [trial.bits for group in rounds._left() for trial in group] == wanted
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "facebook/opt-125m", "Qwen/Qwen3-30B-A3B"])
+def test_stages_have_more_weights_than_caches_hold(job, monkeypatch, name):
+    """Six small layers at 3 bits lie in a cache, those of a plan do not: up to 40 % faster."""
+    model = catalog.model(name)
+    monkeypatch.setattr(bench_module, "load_model_dir", lambda _: model)
+    own = replace(job, layers=None, bits=(16, 8, 4, 3), dtype=torch.bfloat16)
+    for bits, depth in own.depths().items():
+        read = depth * model.layers[0].active_weight_parameters * bits / 8
+        assert depth == model.num_layers or (depth >= 6 and read >= 128 * 2**20)
+        assert depth == 6 or read - read / depth < 128 * 2**20
+    assert set(replace(own, layers=7).depths().values()) == {7}
+    assert set(replace(own, layers=700).depths().values()) == {model.num_layers}
+
+
+def test_layers_of_deep_stages_share_keys_and_values(job, monkeypatch):
+    monkeypatch.setattr(bench_module, "LEAST_LAYERS", 1)
+    own = replace(job, layers=None, bits=(16,))
+    bench = LayerBench(own)
+    (depth,) = bench.depths.values()
+    assert depth > 1
+    token_bytes = bench._cache.token_bytes
+    assert token_bytes == [token_bytes[0]] * depth
+    with pytest.raises(SpecError, match="expected the shape of an earlier layer"):
+        bench._cache.repeat_layers([KVShape(heads=99, head_dim=7)])
+    addresses = {bench._cache.heads_of(layer).keys.data_ptr() for layer in range(depth)}
+    assert len(addresses) == 1
+    table = profile_layer(own)
+    points = {(s.phase, s.batch, s.tokens) for s in table.samples if s.bits > 0}
+    assert points == {(s.phase, s.batch, s.tokens) for s in SHAPES}
 
 
 def test_many_layers_of_slow_shapes_are_left_out(job, monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import subprocess
 import sys
@@ -26,9 +25,6 @@ if TYPE_CHECKING:
     from llmpq.profiler.bench import LayerJob
 
 _LISTS = ("batches", "prompt_tokens", "context_tokens")
-BEYOND_CACHES = 200e6
-"""Bytes of 16-bit layers that exceed the last-level cache of every processor."""
-DEPTHS = (6, 12)
 
 
 def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
@@ -153,18 +149,10 @@ def _job(options: argparse.Namespace, shapes: tuple[Shape, ...]) -> LayerJob:
         dtype=Checkpoint(options.model).dtype if dtype == "auto" else getattr(torch, dtype),
         device=torch.device(options.device),
         head_bits=tuple(sorted({*options.bits} - {16})),
-        layers=options.layers or _depth(options.model),
+        layers=options.layers,
         budget_s=options.budget,
         seed=options.seed,
     )
-
-
-def _depth(model: str) -> int:
-    """Return how many layers to time in a row: up to 12 if layers are small enough for a cache."""
-    spec, _ = resolve_model(model)
-    smallest = min(layer.parameters for layer in spec.layers)
-    wanted = math.ceil(BEYOND_CACHES / (2 * smallest))
-    return min(max(wanted, DEPTHS[0]), DEPTHS[1])
 
 
 def _origin(options: argparse.Namespace) -> tuple[tuple[str, str], ...]:

@@ -473,6 +473,18 @@ class KVCache:
                 for shape, size in zip(shapes, sizes, strict=True)
             ]
 
+    def repeat_layers(self, shapes: Sequence[KVShape]) -> None:
+        """Append layers that share the blocks of the last one of their shape, to be timed only.
+
+        Raises:
+            SpecError: no layer has this shape.
+        """
+        for shape in shapes:
+            found = next((one for one in reversed(self._layers) if one.shape == shape), None)
+            if found is None:
+                raise SpecError(f"KV cache: found {shape}, expected the shape of an earlier layer")
+            self._layers.append(found)
+
     @property
     def nbytes(self) -> int:
         """Bytes of the blocks, ``2 * num_blocks * h * block_size`` heads in each layer, and states.
