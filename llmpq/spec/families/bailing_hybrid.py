@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from llmpq.spec.families import Family, deepseek_v3, kimi_linear
+from llmpq.spec.families import Family, deepseek_v3
 from llmpq.spec.huggingface import mixers
 from llmpq.spec.huggingface.attention import LatentAttention
 from llmpq.spec.huggingface.sizes import Sizes
 
 FAMILY = Family(
     name="bailing_hybrid",
-    recurrence_bytes=kimi_linear.FAMILY.recurrence_bytes,
+    recurrence_bytes=1650,
     sizes=Sizes(
         attention=mixers.Hybrid(
             attention=LatentAttention(gate="g_proj"),

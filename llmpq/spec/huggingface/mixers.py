@@ -308,8 +308,12 @@ def delta_attention(fields: Config) -> AttentionSizes:
 
 
 def safe_delta_attention(fields: Config) -> AttentionSizes:
-    """Return the linear attention of Ling 3.0: Kimi's with gates of full rank."""
-    hidden, heads, head_dim = fields.size(*HIDDEN), fields.size(*HEADS), fields.size("head_dim")
+    """Return the linear attention of Ling 3.0: Kimi's with gates of full rank.
+
+    Where transformers has saved a configuration, ``head_dim`` is another size.
+    """
+    hidden, heads = fields.size(*HIDDEN), fields.size(*HEADS)
+    head_dim = fields.size("linear_head_dim" if fields.has("linear_head_dim") else "head_dim")
     kernel, width = fields.size("short_conv_kernel_size"), heads * head_dim
     named = {
         "q_proj": (width, hidden), "k_proj": (width, hidden), "v_proj": (width, hidden),
