@@ -197,7 +197,7 @@ class Skeleton:
             family.logits_divisor,
             *family.applied_scales,
         }
-        for field in set(SCALES) - applied:
+        for field in (one for one in SCALES if one not in applied):
             value = getattr(config, field, None)
             if value is not None and value != 1:
                 raise SpecError(
@@ -648,6 +648,27 @@ def _check_layers(config: PreTrainedConfig) -> None:
     for index in range(count):
         layer_window(config, index)
         layer_chunk(config, index)
+    if family_of(config.model_type).sizes is None:
+        _check_attention(config)
+
+
+def _check_attention(config: PreTrainedConfig) -> None:
+    """Raise an error for attention that no known family has, before anything is computed."""
+    count, layers = config.num_hidden_layers, getattr(config, "num_layers", None)
+    if layers not in (None, count):
+        message = f"{count}, one attention a layer; {_PLANNED}"
+        raise bad_field(CONFIG_FILE, "num_layers", layers, message)
+    value_dim = getattr(config, "v_head_dim", None)
+    if value_dim is not None and not has_latent_attention(config):
+        head_dim = getattr(config, "head_dim", None) or value_dim
+        if value_dim != head_dim:
+            message = f"{head_dim}, as a key; {_PLANNED}"
+            raise bad_field(CONFIG_FILE, "v_head_dim", value_dim, message)
+    rotations = getattr(config, "rope_parameters", None) or {}
+    for kind in sorted(set(getattr(config, "layer_types", None) or ()) & set(rotations)):
+        if rotations[kind] is None:
+            name = f"rope_parameters.{kind}"
+            raise bad_field(CONFIG_FILE, name, None, f"parameters of a rotation; {_PLANNED}")
 
 
 def _check_hand_over(config: PreTrainedConfig) -> None:

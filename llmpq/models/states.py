@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from llmpq.errors import CapacityError, SpecError, StageError
 from llmpq.models.attention import PackedBatch
+from llmpq.spec.families import PIECE_TOKENS
 
 _CACHES = ("cache_params", "past_key_values")
 """Names of the argument of a mixer that has the states."""
@@ -40,6 +41,8 @@ _KEEPERS = ("update_conv_state", "update_recurrent_state", "set_linear_cache")
 """Methods of caches by which mixers keep states; the last is of lightning attention alone."""
 _PIECE = "piece_tokens"
 """Attribute of a mixer: tokens of a row that transformers' code computes at once."""
+_IS_ALONE = "computes_rows_alone"
+"""Attribute of a mixer: whether it computes one row at a time."""
 SELECTIVE = ("conv1d", "in_proj", "x_proj", "dt_proj", "A_log", "D", "out_proj")
 """Parts of a mixer of Mamba 1."""
 DECAYS = "decays"
@@ -316,6 +319,21 @@ def use_row_states(layer: nn.Module, piece: int | None = None) -> None:
         mixer.chunk_size = min(piece, mixer.chunk_size)
 
 
+def bound_copies(mixer: Any) -> None:
+    """Bound what transformers' code makes: it computes pieces, and one row at a time.
+
+    For mixers on CPUs that have a kernel, where it cannot be compiled.
+
+    Args:
+        mixer: of a layer of which rows are computed apart.
+    """
+    if getattr(mixer, _PIECE) is None:
+        setattr(mixer, _PIECE, PIECE_TOKENS)
+        setattr(mixer, _IS_ALONE, True)
+        if hasattr(mixer, "chunk_size"):
+            mixer.chunk_size = min(PIECE_TOKENS, mixer.chunk_size)
+
+
 def mixer_of(layer: nn.Module) -> nn.Module:
     """Return the module of a layer that keeps a state.
 
@@ -532,7 +550,10 @@ def _in_rows(kind: type[nn.Module]) -> type[nn.Module]:
             states,
             getattr(self, _PIECE),
             # transformers 5.17 confuses rows of one token where the norm comes before the gate.
-            joins_rows=not getattr(getattr(self, "norm", None), "norm_before_gate", False),
+            joins_rows=not (
+                getattr(self, _IS_ALONE)
+                or getattr(getattr(self, "norm", None), "norm_before_gate", False)
+            ),
         )
 
     members = {
@@ -541,6 +562,7 @@ def _in_rows(kind: type[nn.Module]) -> type[nn.Module]:
         _RUNS_ROWS: kind,
         COMPILED: None,
         _PIECE: None,
+        _IS_ALONE: False,
     }
     return type(kind.__name__, (kind,), members)
 

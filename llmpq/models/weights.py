@@ -508,7 +508,7 @@ class Checkpoint:
         """Find what goes into ``wanted``, fusing experts stored one by one."""
         stored = find_stored(self.tensors, name) or self._renamed.get(name)
         if stored is None:
-            source = fused_source(self.tensors, name, tuple(wanted.shape))
+            source = fused_source(self.tensors, name, tuple(wanted.shape), self._renamed)
         else:
             source = self.tensors.source(stored)
         if is_transposed:
@@ -679,7 +679,9 @@ def find_stored(tensors: TensorFiles, name: str) -> str | None:
     return next((spelling for spelling in stored_spellings(name) if spelling in tensors), None)
 
 
-def fused_source(tensors: TensorFiles, name: str, shape: tuple[int, ...]) -> TensorSource:
+def fused_source(
+    tensors: TensorFiles, name: str, shape: tuple[int, ...], renamed: Mapping[str, str]
+) -> TensorSource:
     """Return the source of the fused parameter ``name``.
 
     Stacked experts ``[E, parts * N, K]``, or a convolution ``[C, 1, K]`` of three stored ones.
@@ -688,11 +690,12 @@ def fused_source(tensors: TensorFiles, name: str, shape: tuple[int, ...]) -> Ten
         tensors: the checkpoint's files.
         name: full name of the fused parameter.
         shape: expected shape.
+        renamed: stored names of tensors that transformers renames.
 
     Raises:
         SpecError: no spelling is found, or the shapes or dtypes of the parts differ.
     """
-    joined = _rows_source(tensors, name, shape) or _convolution_source(tensors, name)
+    joined = _rows_source(tensors, name, shape) or _convolution_source(tensors, name, renamed)
     if joined is not None:
         return joined
     parts = _find_parts(tensors, name)
@@ -771,9 +774,11 @@ def _convolutions(name: str) -> tuple[str, ...]:
     return tuple(f"{block}{part}_{dot}" for part in "qkv") if dot and not last else ()
 
 
-def _convolution_source(tensors: TensorFiles, name: str) -> TensorSource | None:
+def _convolution_source(
+    tensors: TensorFiles, name: str, renamed: Mapping[str, str]
+) -> TensorSource | None:
     """Return the source of a convolution ``[C, 1, K]`` that is stored as three (Kimi Linear)."""
-    names = _convolutions(name)
+    names = [renamed.get(one, one) for one in _convolutions(name)]
     if not names or any(one not in tensors for one in names):
         return None
     found = [tensors.source(one) for one in names]

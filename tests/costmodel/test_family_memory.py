@@ -21,6 +21,7 @@ from llmpq.costmodel.memory import (
 )
 from llmpq.dist.kv.cache import KVCache
 from llmpq.models import DecoderStage, PackedBatch, build_layer, kv_shapes, load_config
+from llmpq.quant.modules import mixers
 from llmpq.quant.modules.layer import fuse_norms_, quantize_layer_
 from llmpq.quant.modules.mixers import compile_mixers_
 from llmpq.spec.cluster import cluster_of_types
@@ -73,7 +74,9 @@ def test_tensors_of_every_family_are_within_the_bound(tmp_path, model_type, dtyp
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 20), (1, 64), (2, 300)])
-@pytest.mark.parametrize("model_type", ["falcon_h1", "kimi_linear", "minimax", "olmo_hybrid"])
+@pytest.mark.parametrize(
+    "model_type", ["bailing_hybrid", "falcon_h1", "kimi_linear", "minimax", "olmo_hybrid"]
+)
 def test_recurrences_without_kernels_are_within_the_bound(
     tmp_path, model_type, rows, tokens, dtype
 ):
@@ -86,6 +89,7 @@ def test_recurrences_without_kernels_are_within_the_bound(
     ("model_type", "sizes"),
     [
         ("falcon_h1", {"mamba_d_state": 256}),
+        ("bailing_hybrid", {"head_dim": 128}),
         ("kimi_linear", {"linear_head_dim": 128}),
         ("minimax", {"head_dim": 128}),
         ("olmo_hybrid", {"linear_key_head_dim": 128, "linear_value_head_dim": 128}),
@@ -95,6 +99,26 @@ def test_decode_of_large_states_without_kernels_is_within_the_bound(
     tmp_path, model_type, sizes, dtype
 ):
     _check_tensors(tmp_path, model_type, dtype, 24, 1, start=20, **sizes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("rows", "tokens", "start"), [(1, 64, 0), (2, 300, 0), (24, 1, 20)])
+@pytest.mark.parametrize(
+    ("model_type", "sizes"),
+    [
+        ("falcon_mamba", {}),
+        ("granitemoehybrid", {"mamba_d_state": 128, "num_local_experts": 0}),
+        ("jamba", {}),
+        ("lfm2", {}),
+        ("mamba2", {"state_size": 128}),
+        ("qwen3_5_text", {"linear_key_head_dim": 128, "linear_value_head_dim": 128}),
+    ],
+)
+def test_recurrences_without_a_compiler_are_within_the_bound(
+    tmp_path, monkeypatch, model_type, sizes, rows, tokens, start, dtype
+):
+    monkeypatch.setattr(mixers, "_form_of", lambda *_: None)
+    _check_tensors(tmp_path, model_type, dtype, rows, tokens, start, **sizes)
 
 
 def _check_tensors(tmp_path, model_type, dtype, rows, count, start=0, **sizes):

@@ -23,6 +23,11 @@ def as_it_is(name: str, tensor: Tensor, config: dict[str, Any]) -> Named:
     yield name, tensor
 
 
+def unchanged(name: str, tensor: Tensor, config: dict[str, Any]) -> Tensor:
+    del name, config
+    return tensor
+
+
 def no_keys(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     del writer, config
 
@@ -39,6 +44,7 @@ class Conversion:
         config: fields of the tiny model that is written.
         renamed: returns fields that the converter replaces before it writes those of every family.
         with_experts: name of the architecture where layers are experts alone, if it differs.
+        folded: returns a tensor with the factors that the file has in it, not beside it.
     """
 
     architecture: str
@@ -47,6 +53,7 @@ class Conversion:
     config: dict[str, Any] = field(default_factory=dict)
     renamed: Callable[[dict[str, Any]], dict[str, Any]] = lambda _: {}
     with_experts: str | None = None
+    folded: Callable[[str, Tensor, dict[str, Any]], Tensor] = unchanged
 
     def name_for(self, config: dict[str, Any]) -> str:
         """Return the name of the architecture for a model."""
@@ -362,6 +369,117 @@ def _mamba2(name: str, tensor: Tensor, groups: int) -> tuple[str, Tensor]:
     return name.replace("dt_bias", "dt_proj.bias"), tensor
 
 
+def _falcon_h1_keys(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    names = ("mamba_d_conv", "mamba_d_state", "mamba_n_groups")
+    _state_space_keys(writer, *(config[name] for name in names))
+    writer.add_ssm_inner_size(config["mamba_d_ssm"])
+    writer.add_ssm_time_step_rank(config["mamba_d_ssm"] // config["mamba_d_head"])
+
+
+def _falcon_h1(name: str, tensor: Tensor, config: dict[str, Any]) -> Named:
+    """As ``FalconH1Model.modify_tensors``."""
+    yield _mamba2(name, _multiplied(name, tensor, config), config["mamba_n_groups"])
+
+
+def _multiplied(name: str, tensor: Tensor, config: dict[str, Any]) -> Tensor:
+    """Falcon-H1's factors in its weights: of the first part of the name that is found."""
+    inside = config["attention_in_multiplier"]
+    factors = {
+        "down_proj": config["mlp_multipliers"][1],
+        "gate_proj": config["mlp_multipliers"][0],
+        "k_proj": config["key_multiplier"] * inside,
+        "q_proj": inside,
+        "v_proj": inside,
+        "o_proj": config["attention_out_multiplier"],
+        "out_proj": config["ssm_out_multiplier"],
+        "in_proj": config["ssm_in_multiplier"],
+        "lm_head": config["lm_head_multiplier"],
+        "embed_tokens": config["embedding_multiplier"],
+    }
+    tensor = tensor * next((factors[part] for part in factors if part in name), 1)
+    if "in_proj" in name:
+        width, states = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]
+        parts = tensor.split([width, width, states, states, config["mamba_n_heads"]])
+        own = zip(parts, config["ssm_multipliers"], strict=True)
+        tensor = torch.cat([part * factor for part, factor in own])
+    return tensor
+
+
+def _bamba_keys(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    names = ("mamba_d_conv", "mamba_d_state", "mamba_n_groups")
+    _state_space_keys(writer, *(config[name] for name in names))
+    writer.add_ssm_inner_size(config["mamba_expand"] * config["hidden_size"])
+    writer.add_ssm_time_step_rank(config["mamba_n_heads"])
+    writer.add_rope_scaling_finetuned(True)
+    _rotated(writer, config)
+
+
+def _bamba(name: str, tensor: Tensor, config: dict[str, Any]) -> Named:
+    if name.endswith("feed_forward.down_proj.weight"):  # as of later tables of the package
+        yield f"blk.{name.split('.')[2]}.ffn_down.weight", tensor
+    elif ".mamba." in name:
+        yield _mamba2(name, tensor, config["mamba_n_groups"])
+    else:
+        yield from interleaved(name, tensor, config | {"num_key_value_heads": 2})
+
+
+def _jamba_keys(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+    writer.add_ssm_inner_size(config["mamba_expand"] * config["hidden_size"])
+    writer.add_ssm_state_size(config["mamba_d_state"])
+    writer.add_ssm_time_step_rank(config["mamba_dt_rank"])
+
+
+def _jamba_fields(config: dict[str, Any]) -> dict[str, Any]:
+    every, first = config["attn_layer_period"], config["attn_layer_offset"]
+    count, heads = config["num_hidden_layers"], config["num_key_value_heads"]
+    return {
+        "num_key_value_heads": [heads if i % every == first else 0 for i in range(count)],
+        "head_dim": None,
+        "rope_parameters": None,
+    }
+
+
+def _mamba1(name: str, tensor: Tensor, config: dict[str, Any]) -> Named:
+    """As ``MambaModel.modify_tensors`` and ``JambaModel.modify_tensors``."""
+    del config
+    if name.endswith("A_log"):
+        tensor = -torch.exp(tensor)
+    elif name.endswith("conv1d.weight"):
+        tensor = tensor.squeeze()
+    yield name.replace(".feed_forward.experts.", ".mlp.experts."), tensor
+
+
+def _mamba_keys(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    _anonymous_keys(writer, config)
+    writer.add_ssm_inner_size(config["intermediate_size"])
+    writer.add_ssm_time_step_rank(config["time_step_rank"])
+    writer.add_ssm_dt_b_c_rms(config["model_type"] == "falcon_mamba")
+
+
+def _mamba2_keys(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    _anonymous_keys(writer, config)
+    width = config["expand"] * config["hidden_size"]
+    writer.add_ssm_inner_size(width)
+    writer.add_ssm_time_step_rank(width // config["head_dim"])
+    writer.add_ssm_group_count(config["n_groups"])
+
+
+def _anonymous_keys(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    """Add keys of Mamba 1 and 2, some of which have no meaning."""
+    writer.add_context_length(2**20)
+    writer.add_feed_forward_length(0)
+    writer.add_head_count(0)
+    writer.add_ssm_conv_kernel(config["conv_kernel"])
+    writer.add_ssm_state_size(config["state_size"])
+    writer.add_layer_norm_rms_eps(config["layer_norm_epsilon"])
+
+
+def _mamba_fields(config: dict[str, Any]) -> dict[str, Any]:
+    del config
+    return dict.fromkeys(("intermediate_size", "head_dim", "rope_parameters", "vocab_size"))
+
+
 def _state_space_keys(writer: gguf.GGUFWriter, kernel: int, state: int, groups: int) -> None:
     writer.add_ssm_conv_kernel(kernel)
     writer.add_ssm_state_size(state)
@@ -562,6 +680,13 @@ CONVERSIONS: dict[str, Conversion] = {
             "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
         },
     ),
+    "bamba": Conversion(
+        architecture="granitehybrid",
+        keys=_bamba_keys,
+        tensors=_bamba,
+        config={"mamba_n_groups": 2, "attn_layer_indices": [1]},
+        renamed=lambda _: {"head_dim": None, "num_key_value_heads": [0, 2, 0]},
+    ),
     "granitemoehybrid": Conversion(
         architecture="granitehybrid",
         keys=_granite_hybrid_keys,
@@ -584,6 +709,53 @@ CONVERSIONS: dict[str, Conversion] = {
             "num_key_value_heads": [0, 2, 0],
             "num_experts_per_tok": None,
         },
+    ),
+    "falcon_h1": Conversion(
+        architecture="falcon-h1",
+        keys=_falcon_h1_keys,
+        tensors=_falcon_h1,
+        config={"mamba_n_groups": 2, "embedding_multiplier": 1.3, "head_dim": 16},
+        folded=_multiplied,
+    ),
+    "falcon_h1 normed": Conversion(
+        architecture="falcon-h1",
+        keys=_falcon_h1_keys,
+        tensors=_falcon_h1,
+        config={
+            "mamba_n_groups": 2,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "tie_word_embeddings": False,
+            "head_dim": 16,
+        },
+        folded=_multiplied,
+    ),
+    "jamba": Conversion(
+        architecture="jamba", keys=_jamba_keys, tensors=_mamba1, renamed=_jamba_fields
+    ),
+    "jamba dense": Conversion(
+        architecture="jamba",
+        keys=_jamba_keys,
+        tensors=_mamba1,
+        config={"num_experts": 1, "num_experts_per_tok": 1, "num_hidden_layers": 5},
+        renamed=_jamba_fields,
+    ),
+    "mamba": Conversion(
+        architecture="mamba", keys=_mamba_keys, tensors=_mamba1, renamed=_mamba_fields
+    ),
+    "falcon_mamba": Conversion(
+        architecture="mamba",
+        keys=_mamba_keys,
+        tensors=_mamba1,
+        config={"tie_word_embeddings": False},
+        renamed=_mamba_fields,
+    ),
+    "mamba2": Conversion(
+        architecture="mamba2",
+        keys=_mamba2_keys,
+        tensors=lambda name, tensor, config: iter((_mamba2(name, tensor, config["n_groups"]),)),
+        config={"n_groups": 2},
+        renamed=_mamba_fields,
     ),
     "lfm2_moe": Conversion(
         architecture="lfm2moe",

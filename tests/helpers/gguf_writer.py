@@ -98,7 +98,7 @@ def rewritten(source: Path, target: Path, tensors) -> Path:
 
 def _add_metadata(writer, config) -> None:
     """Add what the converter writes for every model that has the field."""
-    rope = config["rope_parameters"]
+    rope = config.get("rope_parameters") or {"rope_theta": None, "rope_type": None}
     local, rope = rope.get("sliding_attention"), rope.get("full_attention", rope)
     for add, field in _KEYS:
         if config.get(field) is not None:
@@ -106,7 +106,8 @@ def _add_metadata(writer, config) -> None:
     experts = config.get("num_local_experts") or config.get("num_experts")
     if experts:
         writer.add_expert_count(experts)
-    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_theta"] is not None:
+        writer.add_rope_freq_base(rope["rope_theta"])
     if local is not None:
         writer.add_rope_freq_base_swa(local["rope_theta"])
     if rope["rope_type"] == "yarn":

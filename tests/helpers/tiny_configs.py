@@ -151,6 +151,10 @@ OWN: dict[str, dict[str, Any]] = {
         "linear_head_dim": 16,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     },
+    "bailing_hybrid": {
+        "num_key_value_heads": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
     "youtu": _LATENT,
 }
 """Fields of single families; ``...`` leaves one out."""

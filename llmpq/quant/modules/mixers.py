@@ -33,6 +33,7 @@ from llmpq.models.states import (
     CONVOLUTION,
     RECURRENCE,
     SELECTIVE,
+    bound_copies,
     mixer_kind,
     run_alone,
     selected,
@@ -81,6 +82,8 @@ def compile_mixers_(stage: nn.Module, dtype: torch.dtype) -> None:
     for mixer in stage.modules():
         if not hasattr(mixer, COMPILED):
             continue
+        if next(mixer.parameters()).device.type == "cpu":
+            bound_copies(mixer)
         form = _form_of(mixer, dtype)
         if form is not None:
             found, kind = CompiledMixer(mixer, form), mixer_kind(mixer)

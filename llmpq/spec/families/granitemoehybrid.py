@@ -19,6 +19,7 @@ from llmpq.spec.model_files.gguf_form import (
     GgufMetadata,
     Join,
     attention_layers,
+    has_any,
     mamba_changes,
     state_space,
 )
@@ -57,14 +58,13 @@ def _fields(metadata: GgufMetadata) -> dict[str, Any]:
     width = metadata.whole("feed_forward_length")
     sizes = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
     rotates = metadata.flag("rope.scaling.finetuned", default=False)
-    tensors = metadata.header.tensors
     return {
         "architectures": ["GraniteMoeHybridForCausalLM"],
         **granite.scale_fields(metadata),
         **state_space(metadata, sizes),
         "mamba_expand": metadata.whole("ssm.inner_size") // metadata.whole("embedding_length"),
-        "mamba_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in tensors),
-        "mamba_proj_bias": any(name.endswith("ssm_in.bias") for name in tensors),
+        "mamba_conv_bias": has_any(metadata, "ssm_conv1d.bias"),
+        "mamba_proj_bias": has_any(metadata, "ssm_in.bias"),
         "num_key_value_heads": kv_heads,
         "layer_types": ["full_attention" if one else "linear_attention" for one in is_attention],
         "position_embedding_type": "rope" if rotates else None,
@@ -90,6 +90,7 @@ FAMILY = Family(
     gguf=GgufForm(
         architecture="granitehybrid",
         fields=_fields,
+        is_meant=lambda metadata: metadata.has("attention.scale"),  # Bamba has none
         names=(
             *((stored, f"mamba.{name}") for stored, name in MAMBA_NAMES),
             ("ffn_gate_inp.weight", "block_sparse_moe.router.weight"),

@@ -17,6 +17,7 @@ from llmpq.spec.model_files.gguf_form import (
     GgufMetadata,
     TextSplit,
     attention_layers,
+    has_any,
     words,
 )
 
@@ -78,9 +79,7 @@ def layer_fields(metadata: GgufMetadata) -> dict[str, Any]:
         "num_key_value_heads": kv_heads,
         "layer_types": ["full_attention" if one else "conv" for one in is_attention],
         "conv_L_cache": metadata.whole("shortconv.l_cache"),
-        "conv_bias": any(
-            name.endswith("shortconv.in_proj.bias") for name in metadata.header.tensors
-        ),
+        "conv_bias": has_any(metadata, "shortconv.in_proj.bias"),
     }
 
 

@@ -24,6 +24,7 @@ from llmpq.spec.model_files.gguf_form import (
     GgufForm,
     GgufMetadata,
     attention_layers,
+    has_any,
     head_size,
     mamba_changes,
     routed_experts,
@@ -116,7 +117,6 @@ def _fields(metadata: GgufMetadata) -> dict[str, Any]:
         for attends, width in zip(is_attention, widths, strict=True)
     ]
     sizes = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel")
-    tensors = metadata.header.tensors
     metadata.whole("rope.dimension_count", 0)  # nothing is rotated
     epsilon = metadata.number("attention.layer_norm_epsilon")
     found = {
@@ -128,9 +128,9 @@ def _fields(metadata: GgufMetadata) -> dict[str, Any]:
         "intermediate_size": max(widths),
         "rms_norm_eps": ...,
         "layer_norm_epsilon": metadata.number("attention.layer_norm_rms_epsilon", epsilon),
-        "use_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in tensors),
-        "use_bias": any(name.endswith("ssm_in.bias") for name in tensors),
-        "mlp_bias": any(name.endswith(("ffn_up.bias", "ffn_up_shexp.bias")) for name in tensors),
+        "use_conv_bias": has_any(metadata, "ssm_conv1d.bias"),
+        "use_bias": has_any(metadata, "ssm_in.bias"),
+        "mlp_bias": has_any(metadata, "ffn_up.bias", "ffn_up_shexp.bias"),
     }
     if not has_experts:
         return found

@@ -122,9 +122,14 @@ class LatentAttention:
     """Multi-head latent attention (DeepSeek-V2, Sec. 2.1); the same in every layer.
 
     A token leaves its latent vector and the rotated part of its keys in the cache, for all heads.
+
+    Attributes:
+        prefix: path of attention.
+        gate: operator of a gate of each head's output, if any.
     """
 
     prefix: str = "self_attn"
+    gate: str | None = None
 
     def __call__(self, fields: Config) -> Sequence[AttentionSizes]:
         """Return the attention of every layer."""
@@ -144,6 +149,8 @@ class LatentAttention:
             linear("kv_b_proj", heads * (plain + value), latent),
             linear("o_proj", hidden, heads * value, bias),
         ]
+        if self.gate is not None:
+            operators.append(linear(self.gate, heads, hidden))
         attention = AttentionSizes(
             linears=tuple(replace(op, name=f"{self.prefix}.{op.name}") for op in operators),
             others=latent + (rank or 0),

@@ -88,6 +88,12 @@ def by_interval(fields: Config) -> Sequence[bool]:
     return [(index + 1) % every == 0 for index in range(fields.layers())]
 
 
+def by_group(fields: Config) -> Sequence[bool]:
+    """Return attention in the last layer of every ``layer_group_size`` (Ling 3.0)."""
+    every = fields.size("layer_group_size")
+    return [(index + 1) % every == 0 for index in range(fields.layers())]
+
+
 def by_delta_list(fields: Config) -> Sequence[bool]:
     """Return attention in ``full_attn_layers``, counted from 1, or in every fourth (Kimi)."""
     given, count = fields.inner("linear_attn_config"), fields.layers()
@@ -298,6 +304,30 @@ def delta_attention(fields: Config) -> AttentionSizes:
         "b_proj": (heads, hidden), "g_a_proj": (head_dim, hidden), "g_b_proj": (width, head_dim),
         "o_proj": (hidden, width),
     }  # fmt: skip
+    return _delta_mixer(named, heads, head_dim, kernel)
+
+
+def safe_delta_attention(fields: Config) -> AttentionSizes:
+    """Return the linear attention of Ling 3.0: Kimi's with gates of full rank.
+
+    Where transformers has saved a configuration, ``head_dim`` is another size.
+    """
+    hidden, heads = fields.size(*HIDDEN), fields.size(*HEADS)
+    head_dim = fields.size("linear_head_dim" if fields.has("linear_head_dim") else "head_dim")
+    kernel, width = fields.size("short_conv_kernel_size"), heads * head_dim
+    named = {
+        "q_proj": (width, hidden), "k_proj": (width, hidden), "v_proj": (width, hidden),
+        "forget_gate.f_proj": (width, hidden), "b_proj": (heads, hidden),
+        "g_proj": (width, hidden), "o_proj": (hidden, width),
+    }  # fmt: skip
+    return _delta_mixer(named, heads, head_dim, kernel)
+
+
+def _delta_mixer(
+    named: dict[str, tuple[int, int]], heads: int, head_dim: int, kernel: int
+) -> AttentionSizes:
+    """Return linear attention whose keys decay by channel, with the shapes of its operators."""
+    width = heads * head_dim
     return _mixer(
         tuple(linear(f"self_attn.{name}", *shape) for name, shape in named.items()),
         others=3 * width * kernel + heads + width + head_dim,

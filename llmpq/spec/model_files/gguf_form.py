@@ -62,18 +62,34 @@ _MEANINGLESS = frozenset((
     "feed_forward_length", "interleave_moe_layer_step",
 ))  # fmt: skip
 """Keys that repeat what tensors say, belong to other inputs than text, or are checked elsewhere."""
-MAMBA_NAMES = (
+_STATE_SPACE = (
     ("ssm_a", "A_log"),
     ("ssm_d", "D"),
-    ("ssm_dt.bias", "dt_bias"),
     *(
         (f"ssm_{name}.{kind}", f"{module}.{kind}")
         for name, module in (("in", "in_proj"), ("conv1d", "conv1d"), ("out", "out_proj"))
         for kind in ("weight", "bias")
     ),
+)
+MAMBA1_NAMES = (
+    *_STATE_SPACE,
+    ("ssm_x.weight", "x_proj.weight"),
+    ("ssm_dt.weight", "dt_proj.weight"),
+    ("ssm_dt.bias", "dt_proj.bias"),
+)
+"""Tensors of a layer of Mamba 1, by their name in its module."""
+MAMBA_NAMES = (
+    *_STATE_SPACE,
+    ("ssm_dt.bias", "dt_bias"),
     ("ssm_norm.weight", "norm.weight"),
 )
 """Tensors of a layer of Mamba 2, by their name in its module."""
+FEED_FORWARD_NAMES = tuple(
+    (f"ffn_{one}.{kind}", f"feed_forward.{one}_proj.{kind}")
+    for one in ("gate", "up", "down")
+    for kind in ("weight", "bias")
+)
+"""Tensors of a gated feed-forward of that name."""
 GELU = {"hidden_activation": "gelu_pytorch_tanh", "hidden_act": "gelu_pytorch_tanh"}
 
 
@@ -103,6 +119,14 @@ def mamba_changes(module: str) -> tuple[tuple[str, tuple[Change, ...]], ...]:
         (f"{module}.A_log", ("negative_exp", "flat")),
         (f"{module}.D", ("flat",)),
         (f"{module}.norm.weight", ("flat",)),
+        (f"{module}.conv1d.weight", ("single_channels",)),
+    )
+
+
+def mamba1_changes(module: str) -> tuple[tuple[str, tuple[Change, ...]], ...]:
+    """Return what the converter does to the tensors of Mamba 1 in a module of a layer."""
+    return (
+        (f"{module}.A_log", ("negative_exp",)),
         (f"{module}.conv1d.weight", ("single_channels",)),
     )
 
@@ -395,6 +419,11 @@ def window_kinds(metadata: GgufMetadata, period: int) -> list[str]:
     if not isinstance(metadata.header.metadata.get(f"{metadata.architecture}.{key}"), tuple):
         found = [int((i + 1) % max(1, every) != 0) for i, every in enumerate(found)]
     return ["sliding_attention" if has_window else "full_attention" for has_window in found]
+
+
+def has_any(metadata: GgufMetadata, *endings: str) -> bool:
+    """Return whether some tensor has a name with one of the endings, such as ``ssm_in.bias``."""
+    return any(name.endswith(endings) for name in metadata.header.tensors)
 
 
 def has_bias(metadata: GgufMetadata, tensor: str) -> bool:

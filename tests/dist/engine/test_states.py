@@ -20,6 +20,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_policies_tokens import SCHEDULES
 
+from llmpq.batching.block_scheduler import BlockScheduler
+from llmpq.batching.engine_step import EngineStep
 from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.dist.io.generation import GenerationRequest
 from llmpq.dist.io.prompts import Request
@@ -34,16 +36,18 @@ from llmpq.quant.loading.loader import load_stage
 from llmpq.quant.modules.mixers import compile_mixers_
 from llmpq.spec import catalog
 from llmpq.spec.huggingface.families import load_model_dir
+from llmpq.spec.plan import default_schedule
 
 torch.set_num_threads(1)
 
 FAMILIES = (
-    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2",
-    "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text",
-    "qwen3_5_text", "qwen3_next", "granitemoehybrid wide", "qwen3_5_text wide",
+    "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba",
+    "kimi_linear", "lfm2", "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid",
+    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "granitemoehybrid wide",
+    "qwen3_5_text wide",
 )  # fmt: skip
 _WIDE = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
-WITHOUT_KERNELS = ("falcon_h1", "kimi_linear", "minimax", "olmo_hybrid")
+WITHOUT_KERNELS = ("bailing_hybrid", "falcon_h1", "kimi_linear", "minimax", "olmo_hybrid")
 """Whose recurrences transformers' own code computes."""
 WIDE = {
     "granitemoehybrid wide": {
@@ -115,6 +119,39 @@ class RandomDrafts:
         return draft
 
 
+class Preemptions:
+    """Preempts sequences between steps, each at most once at a number of its tokens.
+
+    Args:
+        share: of these moments, at which it is preempted.
+        seed: of the choice.
+
+    Attributes:
+        count: of sequences preempted so far.
+    """
+
+    def __init__(self, share: float, seed: int = 0) -> None:
+        self._share, self._chance = share, random.Random(seed)
+        self._seen: set[tuple[int, int]] = set()
+        self.count = 0
+
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        """Preempt before each step of every scheduler."""
+        own = BlockScheduler.schedule
+
+        def schedule(scheduler: BlockScheduler, now_s: float) -> EngineStep | None:
+            for sequence in scheduler._ready():
+                moment = sequence.request.request, sequence.tokens
+                if sequence.computed and moment not in self._seen:
+                    self._seen.add(moment)
+                    if self._chance.random() < self._share:
+                        scheduler._preempt(sequence)
+                        self.count += 1
+            return own(scheduler, now_s)
+
+        patch.setattr(BlockScheduler, "schedule", schedule)
+
+
 def served(
     model_dir: Path, num_stages: int, kv_bits: int = 32, batch: int = 4, **options
 ) -> list[list[int]]:
@@ -144,25 +181,98 @@ def test_limits_change_no_token(models, family, num_stages, options):
     assert served(model_dir, num_stages, **options) == expected
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    family=st.sampled_from(FAMILIES),
-    num_stages=st.integers(1, 3),
-    token_budget=st.integers(1, 40),
-    num_blocks=st.integers(3, 12),
-    max_sequences=st.integers(1, 4),
-    drafts=st.none() | st.tuples(st.integers(0, 99), st.integers(1, 5)),
-)
-def test_chunks_preemption_and_drafts_change_no_token(
-    models, family, num_stages, token_budget, num_blocks, max_sequences, drafts
-):
+@st.composite
+def served_schedules(draw):
+    """Draw a family, stages, limits, drafts and moments at which sequences are preempted."""
+    limits = {
+        "token_budget": draw(st.integers(1, 40)),
+        "num_blocks": draw(st.integers(3, 12)),
+        "max_sequences": draw(st.integers(1, 4)),
+    }
+    drafts = draw(st.none() | st.tuples(st.integers(0, 99), st.integers(1, 5)))
+    preempts = draw(st.none() | st.tuples(st.sampled_from([0.1, 0.5, 1.0]), st.integers(0, 99)))
+    family, num_stages = draw(st.sampled_from(FAMILIES)), draw(st.integers(1, 3))
+    return family, num_stages, limits, drafts, preempts
+
+
+def _assert_served(models, family, num_stages, limits, drafts, preempts):
     model_dir, expected = models(family)
-    limits = {"num_blocks": num_blocks, "max_sequences": max_sequences}
     with pytest.MonkeyPatch.context() as patch:
         if drafts is not None:
             draft_freely(patch, RandomDrafts(expected, drafts[0]))
             limits["speculative_config"] = SpeculativeConfig(num_speculative_tokens=drafts[1])
-        assert served(model_dir, num_stages, token_budget=token_budget, **limits) == expected
+        if preempts is not None:
+            Preemptions(*preempts).install(patch)
+        assert served(model_dir, num_stages, **limits) == expected
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(schedule=served_schedules())
+def test_chunks_preemption_and_drafts_change_no_token(models, schedule):
+    _assert_served(models, *schedule)
+
+
+@pytest.mark.slow  # minutes: a thousand schedules
+@settings(max_examples=1000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(schedule=served_schedules())
+def test_chunks_preemption_and_drafts_change_no_token_in_any_schedule(models, schedule):
+    _assert_served(models, *schedule)
+
+
+@pytest.mark.parametrize(("family", "num_stages"), a_third(FAMILIES, CUTS))
+def test_preemption_at_every_step_changes_no_token(models, monkeypatch, family, num_stages):
+    model_dir, expected = models(family)
+    preemptions = Preemptions(1.0)
+    preemptions.install(monkeypatch)
+    assert served(model_dir, num_stages, token_budget=24) == expected
+    # After the prompt, and after each token but the last.
+    assert preemptions.count >= len(PROMPTS) * (NEW - 1)
+
+
+def _assert_batch(models, family, num_stages, schedule, batch, numbers, drafts):
+    model_dir, answers = models(family)
+    plan = make_plan(CUTS[num_stages], batch=batch, prompt_tokens=48, new_tokens=16, prefill=1)
+    requests = [
+        Request(id=place, prompt_token_ids=tuple(PROMPTS[number]), max_new_tokens=NEW)
+        for place, number in enumerate(numbers)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        config = None
+        if drafts is not None:
+            draft_freely(patch, RandomDrafts(answers, drafts[0]))
+            config = SpeculativeConfig(num_speculative_tokens=drafts[1])
+        plan = replace(plan, schedule=schedule)
+        found, _ = run_threads(plan, model_dir, requests, speculative=config)
+    made = [list(found[place][0]) for place in range(len(numbers))]
+    assert made == [answers[number] for number in numbers]
+
+
+@st.composite
+def batches(draw):
+    """Draw a family, stages, a schedule, prompts some of which begin as others, and drafts."""
+    slots = draw(st.integers(1, 4))
+    policy = draw(st.sampled_from(["hybrid", "iteration", "static"]))
+    return {
+        "family": draw(st.sampled_from(FAMILIES)),
+        "num_stages": draw(st.integers(1, 3)),
+        "schedule": default_schedule(policy, slots),
+        "batch": slots,
+        "numbers": draw(st.lists(st.integers(0, len(PROMPTS) - 1), min_size=2, max_size=9)),
+        "drafts": draw(st.none() | st.tuples(st.integers(0, 99), st.integers(1, 4))),
+    }
+
+
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(batch=batches())
+def test_equal_prompts_and_drafts_of_batches_change_no_token(models, batch):
+    _assert_batch(models, **batch)
+
+
+@pytest.mark.slow  # minutes: hundreds of batches
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(batch=batches())
+def test_equal_prompts_and_drafts_of_any_batch_change_no_token(models, batch):
+    _assert_batch(models, **batch)
 
 
 @pytest.mark.parametrize(("family", "num_stages"), a_third(FAMILIES, CUTS))
