@@ -50,6 +50,7 @@ from llmpq.assigner.objective import (
 from llmpq.assigner.request import (
     DEFAULT_GAP,
     GAP_ROUNDING,
+    KEY_BITS,
     OutOfTimeError,
     PlanningTask,
     Progress,
@@ -61,7 +62,6 @@ from llmpq.spec.plan import Formula, MicroBatching, OrderSet
 from llmpq.spec.runtime_constants import STREAM_BUFFERS
 
 MAX_BITS = 64
-KEY_BITS = 63
 
 
 def key_radices(space: SearchSpace) -> tuple[int, ...]:
@@ -123,6 +123,8 @@ class NativePair:
             decode=costs.decode_s,
             bytes=costs.layer_bytes,
             capacity=np.concatenate([costs.capacity_bytes, costs.first_capacity_bytes]),
+            host=costs.host_bytes,
+            host_capacity=costs.host_capacity_bytes,
             streamable=costs.stream_bytes,
             stream_prefill=costs.stream_prefill_s,
             stream_decode=costs.stream_decode_s,
@@ -212,7 +214,7 @@ LONG = (
 def start_multipliers(space: SearchSpace, pair: NativePair) -> FloatArray:
     """Return multipliers that share the weight of each maximum evenly over all devices."""
     size = space.num_groups
-    found = np.zeros(6 * size + 3)
+    found = np.zeros(7 * size + 3)
     devices = sum(space.group_counts)
     found[:size] = pair.problem.peak_prefill / devices
     found[2 * size : 3 * size] = pair.problem.peak_decode / devices
@@ -271,9 +273,10 @@ def repaired_plan(
     for position, (_, first, end) in enumerate(stages.tolist()):
         positions[first:end] = position
         prices = _prices(space, pair, order[position], multipliers)[first:end]
-        sizes = pair.costs.layer_bytes[order[position], space.kinds[first:end]]
-        capacity = problem.capacity_bytes(position)
-        widths[first:end] = _fitted(widths[first:end], prices, sizes, capacity)
+        cells = order[position], space.kinds[first:end]
+        sizes = np.stack([pair.costs.layer_bytes[cells], pair.costs.host_bytes[cells]])
+        room = problem.capacity_bytes(position), problem.host_capacity_bytes(position)
+        widths[first:end] = _fitted(widths[first:end], prices, sizes, np.array(room))
     best: Incumbent | None = None
     for chosen in (widths, relaxed) if pair.streams else (widths,):
         assignment = Assignment(tuple(positions.tolist()), tuple(chosen.tolist()))
@@ -295,27 +298,43 @@ def _prices(
     base = (1 + multipliers[group]) * pair.costs.prefill_s[group]
     base = base + (sums + multipliers[2 * size + group]) * pair.costs.decode_s[group]
     prices: FloatArray = (
-        base[space.kinds] + (space.theta_s + multipliers[6 * size + 1]) * space.omega
+        base[space.kinds] + (space.theta_s + multipliers[7 * size + 1]) * space.omega
     )
     return np.where(space.allowed[group], prices, np.inf)
 
 
-def _fitted(widths: np.ndarray, prices: FloatArray, sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """Return widths ``[M]`` near ``widths`` that fit in ``capacity``; tables are ``[M, B]``."""
+def _fitted(
+    widths: np.ndarray, prices: FloatArray, sizes: np.ndarray, capacities: np.ndarray
+) -> np.ndarray:
+    """Return widths ``[M]`` near ``widths`` that fit in both memories, where such are found.
+
+    Args:
+        widths: of the layers of a stage.
+        prices: ``[M, B]`` of its layers.
+        sizes: ``[2, M, B]`` bytes of a layer in the memory of the device, and of its host.
+        capacities: ``[2]`` of both.
+    """
     widths, rows = widths.copy(), np.arange(len(widths))
-    while True:
-        room = capacity - int(sizes[rows, widths].sum())
+    unit = np.maximum(1, capacities)[:, None, None]
+    while len(widths):
+        now = sizes[:, rows, widths]
+        over = now.sum(axis=1) - capacities
+        after = over[:, None, None] + sizes - now[:, :, None]
+        # Bytes over both memories, each relative to its own.
+        excess = (np.maximum(0, after) / unit).sum(axis=0)
         dearer = prices - prices[rows, widths][:, None]
-        freed = sizes[rows, widths][:, None] - sizes
-        if room < 0:
-            rate = np.where(freed > 0, dearer / np.maximum(freed, 1), np.inf)
+        if (over > 0).any():
+            freed = (np.maximum(0, over) / unit[:, 0, 0]).sum() - excess
+            rate = np.where(freed > 0, dearer / np.where(freed > 0, freed, 1.0), np.inf)
         else:
-            gains = (dearer < 0) & (-freed <= room)
-            rate = np.where(gains, dearer / np.maximum(-freed, 1), np.inf)
-        if not rate.size or np.isinf(rate.min()):
-            return widths
+            taken = (np.maximum(0, sizes - now[:, :, None]) / unit).sum(axis=0)
+            gains = (dearer < 0) & (excess <= 0)
+            rate = np.where(gains, dearer, np.inf) / np.maximum(taken, 1e-9)
+        if np.isinf(rate.min()):
+            break
         layer, width = np.unravel_index(int(rate.argmin()), rate.shape)
         widths[layer] = width
+    return widths
 
 
 MAX_COLUMNS = 2_000_000

@@ -24,7 +24,7 @@ from llmpq.assigner.enumeration import (
 )
 from llmpq.assigner.milp.ilp import IlpOptions, solve_ilp
 from llmpq.assigner.objective import IntArray, PairCosts
-from llmpq.assigner.request import PlanningTask, PlanRequest, apart_bits, costs_of
+from llmpq.assigner.request import PlanningTask, PlanRequest, apart_variants, costs_of
 from llmpq.costmodel import ClusterCosts
 from llmpq.costmodel.costs import kv_obstacle
 from llmpq.errors import InfeasibleError
@@ -358,7 +358,7 @@ def dropped_reasons(plan: Plan, costs: ClusterCosts) -> dict[int, str]:
 def _smallest_pair(request: PlanRequest) -> tuple[PairCosts, ClusterCosts]:
     """Return the pair of least memory; only bytes are needed, so no table is read."""
     costs = costs_of(replace(request, latency="roofline", profile_dir=None))
-    apart = apart_bits(request, costs)
+    apart = apart_variants(request, costs)
     (pair,) = build_pairs(costs, request.workload, request.bits, [SMALLEST], apart)
     return pair, costs
 
