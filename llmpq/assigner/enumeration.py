@@ -278,6 +278,28 @@ def layers_that_fit(costs: PairCosts, counts: IntArray) -> IntArray:
     return np.where(costs.first_capacity_bytes < 0, -1, total)
 
 
+HOST_PRICES = (0.0, *np.geomspace(0.01, 100.0, 33).tolist())
+"""Prices of all memory of hosts, over that of all memory of devices."""
+
+
+def most_layers(costs: PairCosts, counts: IntArray, kinds: Sequence[int]) -> int:
+    """Return how many of the first layers fit in all devices and hosts together, at most.
+
+    At any prices of both memories, layers that fit cost no more than the memories.
+    """
+    free = np.maximum(0, costs.capacity_bytes)
+    room = (counts * free).sum() - (free - np.maximum(0, costs.first_capacity_bytes)).min()
+    of_hosts = (counts * costs.host_capacity_bytes).sum()
+    own = np.where(costs.host_bytes > costs.host_capacity_bytes[:, None, None], np.inf, 1.0)
+    own *= costs.held_bytes / max(1, room)
+    most = len(kinds)
+    for price in HOST_PRICES if of_hosts else (0.0,):
+        least = (own + price * costs.host_bytes / max(1, of_hosts)).min(axis=(0, 2))
+        total = least[list(kinds)].cumsum()
+        most = min(most, int(np.searchsorted(total, (1 + price) * (1 + 1e-12), side="right")))
+    return most
+
+
 def device_groups(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
     """Return the device indices of every group, in file order."""
     groups: dict[int, list[int]] = {}

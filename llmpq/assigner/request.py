@@ -28,6 +28,7 @@ from llmpq.assigner.enumeration import (
     listed_orders,
     lower_bounds,
     micro_batch_pairs,
+    most_layers,
 )
 from llmpq.assigner.objective import (
     Assignment,
@@ -308,7 +309,12 @@ def build_task(request: PlanRequest) -> PlanningTask:
         request=request,
         costs=costs,
         groups=groups,
-        pairs=tuple(p for p in pairs if layers_that_fit(p, counts).max() >= len(kinds)),
+        pairs=tuple(
+            pair
+            for pair in pairs
+            if layers_that_fit(pair, counts).max() >= len(kinds)
+            and most_layers(pair, counts, kinds) == len(kinds)
+        ),
         kinds=np.array(kinds, dtype=np.int64),
         omega=omega,
         run_lengths=lengths,

@@ -27,7 +27,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from llmpq.assigner.constraints.resolve import NEVER, Deadline, obeys
-from llmpq.assigner.enumeration import layers_that_fit
+from llmpq.assigner.enumeration import layers_that_fit, most_layers
 from llmpq.assigner.exact import native
 from llmpq.assigner.exact.lattice import OrderLattice, Orders, build_lattice
 from llmpq.assigner.exact.native import NotCoveredError
@@ -141,7 +141,9 @@ class NativePair:
             **_weights(costs, space.formula),
         )
         counts = np.array(space.group_counts)
-        self.fits = bool(layers_that_fit(costs, counts).max() >= space.num_layers)
+        self.fits = bool(layers_that_fit(costs, counts).max() >= space.num_layers) and (
+            most_layers(costs, counts, space.kinds.tolist()) == space.num_layers
+        )
         smallest = np.maximum(1, costs.held_bytes[:, np.unique(space.kinds)].min(axis=(1, 2)))
         held = np.maximum(0, costs.capacity_bytes) // smallest
         most = np.sort(np.repeat(held, counts))[::-1].cumsum()
@@ -685,6 +687,10 @@ def find_exact(task: PlanningTask, progress: Progress, *, explains: bool = True)
         return find_plan(replace(task, request=programs), progress)
     except OutOfTimeError:
         fallback = find_proportional(task)
+        if fallback is None and not request.deadline.has_passed:
+            # Labels were too many, where little or nothing fits.
+            programs = replace(request, gap=max(request.gap, DEFAULT_GAP))
+            return find_plan(replace(task, request=programs), progress)
         if fallback is None:
             raise
         return fallback

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +13,7 @@ from helpers.builders import cluster_of, layer_spec, model_spec, plan_request, s
 from helpers.small_clusters import optimum_s
 
 from llmpq.assigner.constraints.resolve import Overrides
-from llmpq.assigner.enumeration import device_orders, lower_bounds
+from llmpq.assigner.enumeration import device_orders, lower_bounds, most_layers
 from llmpq.assigner.exact.search import solve_exact
 from llmpq.assigner.forecast import evaluate_plan
 from llmpq.assigner.milp.ilp import IlpOptions, solve_ilp
@@ -184,6 +185,11 @@ def test_the_memory_of_hosts_is_a_second_limit(block: int) -> None:
         whole = random_space(rng, shape)
         space = with_hosts(rng, whole)
         want, found = best_value(space, "types"), exact(space)
+        held = [
+            most_layers(pair, np.array(space.group_counts), space.kinds.tolist())
+            for pair in space.pairs
+        ]
+        assert max(held) == space.num_layers or math.isinf(want), shape
         programs = [
             solve_ilp(space.problem(pair, order), IlpOptions(solver="highs")).evaluation
             for pair in space.pairs
@@ -340,6 +346,33 @@ def test_an_error_counts_layers_that_fit_with_experts_apart():
         make_plan(replace(small, cluster=cluster, whole_layers=True))
     for error in (apart, whole):
         assert "weights of 6 layers at 16 bits 84.1 MiB" in str(error.value)
+
+
+@pytest.mark.parametrize("budget", [None, 0.01])
+def test_a_host_that_is_too_small_is_named_at_once(budget: int | None) -> None:
+    """Devices alone would hold all layers with all experts apart, and the host none of these."""
+    small = gpu_request(10**9, whole_experts=False, bits=(16, 8))
+    node = small.cluster.nodes[0]
+    device = replace(node.devices[0], memory_bytes=node.devices[0].memory_bytes - 50 * 10**6)
+    host = replace(device.host, memory_bytes=4 * EXPERTS + 10**6)
+    nodes = (replace(node, devices=(replace(device, host=host),)),)
+    request = replace(small, cluster=replace(small.cluster, nodes=nodes), quality_budget=budget)
+    with pytest.raises(InfeasibleError, match=r"[2-5] of 6 layers fit at 8 bits") as error:
+        make_plan(request)
+    assert re.search(r"for experts their host 25\.\d MiB", str(error.value))
+
+
+def test_a_budget_that_the_host_forbids_is_explained():
+    plan = make_plan(gpu_request(10**9, bits=(16, 8), overrides=ONE_BATCH))
+    request = gpu_request(10**9, bits=(16, 8), overrides=ONE_BATCH, quality_budget=0.0)
+    assert set(make_plan(request).bits) == {16}
+    room = 3 * 2 * EXPERTS + buffers_of(request, plan, (16, 8))
+    small = gpu_request(room, bits=(16, 8), overrides=ONE_BATCH, quality_budget=0.0)
+    node = small.cluster.nodes[0]
+    device = replace(node.devices[0], memory_bytes=node.devices[0].memory_bytes - 45 * 10**6)
+    cluster = replace(small.cluster, nodes=(replace(node, devices=(device,)),))
+    with pytest.raises(InfeasibleError, match=r"quality budget 0 cannot be met: .*memory forces"):
+        make_plan(replace(small, cluster=cluster))
 
 
 def test_bits_that_are_fixed_stay_with_experts_apart():
