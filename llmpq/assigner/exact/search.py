@@ -33,6 +33,7 @@ from llmpq.assigner.exact.lattice import OrderLattice, Orders, build_lattice
 from llmpq.assigner.exact.native import NotCoveredError
 from llmpq.assigner.explain.infeasible import explain_budget, memory_error
 from llmpq.assigner.heuristics.baselines import find_proportional
+from llmpq.assigner.heuristics.transfer import find_transfer
 from llmpq.assigner.milp.search import find_plan
 from llmpq.assigner.objective import (
     QUALITY_SLACK,
@@ -458,11 +459,13 @@ def solve_exact(
     gap: float = 0.0,
     deadline: Deadline = NEVER,
     progress: Progress = silent,
+    start: Incumbent | None = None,
 ) -> ExactResult:
     """Minimise latency plus priced degradation over pairs, orders, placements and bitwidths.
 
     Stops at the relative optimality ``gap``. After the deadline the core is not compiled, pairs are
-    bounded in fewer steps, and the best or the first plan is returned with its bound.
+    bounded in fewer steps, and the best or the first plan is returned with its bound. ``start`` is
+    a feasible plan of the space, if one is known.
 
     Raises:
         NotCoveredError: the exact search does not support the problem.
@@ -472,6 +475,7 @@ def solve_exact(
     native.prepare(deadline.left_s)
     key_radices(space)
     search = _Search(space, build_lattice(space, orders), gap, deadline)
+    search._offer(start)
     search.run(progress)
     return search.result()
 
@@ -680,6 +684,7 @@ def find_exact(task: PlanningTask, progress: Progress, *, explains: bool = True)
             gap=request.gap,
             deadline=request.deadline,
             progress=progress,
+            start=_first_plan(task),
         )
     except NotCoveredError:
         # Programs cannot close the last thousandth in reasonable time.
@@ -715,6 +720,29 @@ def find_exact(task: PlanningTask, progress: Progress, *, explains: bool = True)
     )
     late = solution.status != "optimal" and request.deadline.has_passed
     return _with_fallback(solution, find_proportional(task)) if late else solution
+
+
+FIRST_PLAN_S = 3.0
+FIRST_PLAN_SHARE = 0.25
+"""Longest search for a first plan by bitwidth transfer, also as a share of the time left."""
+
+
+def _first_plan(task: PlanningTask) -> Incumbent | None:
+    """Return the plan of bitwidth transfer where experts may be on hosts.
+
+    Plans near the relaxation are poor there, as both memories press, and a good plan rules out most
+    others. ``None`` under manual limits, which transfer ignores, and where it finds none.
+    """
+    if not task.apart or task.has_limits:
+        return None
+    left_s = task.request.deadline.left_s
+    deadline = task.request.deadline.within(min(FIRST_PLAN_S, FIRST_PLAN_SHARE * left_s))
+    limited = replace(task, request=replace(task.request, deadline=deadline))
+    try:
+        found = find_transfer(limited, silent)
+    except InfeasibleError:
+        return None
+    return Incumbent(found.problem, found.assignment, found.evaluation)
 
 
 def _with_fallback(found: Solution, fallback: Solution | None) -> Solution:

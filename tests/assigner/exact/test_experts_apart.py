@@ -380,3 +380,11 @@ def test_bits_that_are_fixed_stay_with_experts_apart():
     plan = make_plan(gpu_request(10**9, bits=(16, 8), theta_s=1e3, overrides=overrides))
     assert plan.bits[:3] == (8, 8, 8)
     assert num_apart(plan) > 0
+
+
+def test_out_of_time_the_plan_is_no_worse_than_bitwidth_transfer():
+    request = gpu_request(10**9, bits=(16, 8, 4), theta_s=1e3, whole_experts=False)
+    plan = make_plan(replace(request, time_limit_s=1e-9))
+    transfer = make_plan(request, "heuristic")
+    assert num_apart(transfer) > 0
+    assert plan.estimate.objective_s <= transfer.estimate.objective_s * (1 + 1e-9)
