@@ -1,4 +1,4 @@
-"""Run plans exported to llama.cpp on two RPC servers of this host; compare layers and tokens.
+"""Run plans exported to llama.cpp on RPC servers of this host; compare layers and tokens.
 
     cmake -B build -DGGML_RPC=ON && cmake --build build --target llama-server ggml-rpc-server \\
         llama-quantize llama-gguf-split
@@ -13,14 +13,20 @@ the binaries. For each
 * greedy tokens are compared: float32 with transformers', few bits with the same file in a single
   process of ``llama-server``.
 
+A third and a fourth plan have a random model with experts on a GPU beside a host, which holds the
+experts of some of its layers. An RPC server stands for the GPU, so that the log of the export's one
+process tells which tensors it left on its CPU; with few bits the host's experts have other bits
+than the layers.
+
 The GGUF file of the float32 weights is written here: llama.cpp's converter knows no tokenizer of
-the shipped model. Exit status 1 if layers or float32 tokens differ.
+the models. Exit status 1 if layers, experts, types of tensors or float32 tokens differ.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -39,7 +45,7 @@ import gguf
 import torch
 from transformers import AutoModelForCausalLM
 
-from llmpq.assigner.export.export import RPC_PORT
+from llmpq.assigner.export.export import RPC_PORT, write_export
 from llmpq.spec.plan import Plan, read_plan
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,7 +53,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 from helpers.gguf_writer import write_gguf  # noqa: E402
 from rivals import add_words  # noqa: E402
-from workbench import command  # noqa: E402
+from workbench import call, command  # noqa: E402
 
 BITS = {"float32": ("--bits", "16"), "4 and 8 bits": ("--bits", "4", "8", "--fix_bits", "3:9=4")}
 SPLIT = ("--fix_layers", "here/cpu#0=0:7", "here/cpu#1=7:12")
@@ -55,7 +61,10 @@ PROMPTS = ((5, 900, 12, 77, 1300, 42), (4000, 3, 2048), (17,) * 40)
 NEW_TOKENS = 24
 CONTEXT = 64
 WAIT_S = 300.0
+EXPERT_MODEL = {"layers": 6, "hidden": 256, "intermediate": 256, "vocab": 4096}
 _LAYER = re.compile(r"load_tensors: layer +(\d+) assigned to device (\S+),")
+_OVERRIDDEN = re.compile(r"tensor blk\.(\d+)\.(\w+)\.weight .* buffer type overridden to CPU")
+TYPES = {16: "F32", 8: "Q8_0", 4: "Q4_K", 3: "Q3_K"}
 
 
 def main() -> int:
@@ -76,7 +85,128 @@ def main() -> int:
             output = Path(folder) / "export"
             plan = exported(options.model, Path(folder), output, bits)
             status |= check(title, plan, output, options.model, options.binaries)
+        with tempfile.TemporaryDirectory() as folder:
+            output = Path(folder) / "export"
+            model = expert_model(Path(folder) / "model")
+            plan = exported_with_experts(model, Path(folder), output, title == "float32")
+            status |= check_experts(title, plan, output, model, options.binaries)
     return status
+
+
+def expert_model(folder: Path) -> Path:
+    """Write a random Qwen3-MoE; return its folder."""
+    sizes = [word for name, value in EXPERT_MODEL.items() for word in (f"--{name}", str(value))]
+    call([sys.executable, str(ROOT / "scripts" / "make_tiny_model.py"), "--family", "qwen3_moe",
+          *sizes, "--set", "norm_topk_prob=true", "--output", str(folder)])  # fmt: skip
+    return folder
+
+
+def exported_with_experts(model: Path, folder: Path, output: Path, is_float32: bool) -> Plan:
+    """Plan on a GPU too small for all experts, beside a host; export; return the plan.
+
+    With few bits, the experts on the host get other bits than their layers.
+    """
+    cluster, strategy = folder / "cluster.json", folder / "plan.json"
+    host = {"type": "host", "threads": 1, "memory_bytes": 10**9}
+
+    def planned(memory_bytes: int) -> Plan:
+        devices = [{"type": "RTX3060-12G", "count": 1, "memory_bytes": memory_bytes, "host": host}]
+        cluster.write_text(
+            json.dumps({
+                "schema": 1, "name": "one", "nodes": [{"name": "here", "devices": devices}],
+                "device_types": [{"type": "host", "like": "cpu", "gather_bytes_per_s": 1e10}],
+            })
+        )  # fmt: skip
+        command([
+            "llmpq-algo", "--model", str(model.resolve()), "--cluster", str(cluster), "--global_bz",
+            str(len(PROMPTS)), "--s", "32", "--n", str(CONTEXT - 32), "--dtype", "float32",
+            "--theta", "0", "--bits", "16" if is_float32 else "8", "--no_explain",
+            "--output", str(strategy),
+        ])  # fmt: skip
+        return read_plan(strategy)
+
+    whole = planned(10**10)
+    (stage,) = whole.estimate.stages
+    plan = planned(stage.memory.total - stage.memory.weights // 2)
+    (own,) = plan.stages
+    assert own.experts is not None, "the GPU has no room for all experts"
+    if not is_float32:
+        layers = tuple(dataclasses.replace(one, bits=4) for one in own.experts.layers)
+        experts = dataclasses.replace(own.experts, layers=layers)
+        plan = dataclasses.replace(plan, stages=(dataclasses.replace(own, experts=experts),))
+    write_export(plan, "llama.cpp", output)
+    return plan
+
+
+def check_experts(
+    title: str, plan: Plan, output: Path, model: Path, binaries: Sequence[Path]
+) -> int:
+    """Run an export with experts on the host; return 1 if anything differs."""
+    write_gguf(model, output / "model-plain.gguf", extra=[_vocabulary(model)])
+    file = output / "model-plain.gguf"
+    if (output / "quantize.sh").exists():
+        _run(output / "quantize.sh", binaries)
+        file = output / "model.gguf"
+    log, port, rpc = output / "main.log", free_port(), free_port()
+    server = ["ggml-rpc-server", "--host", "127.0.0.1", "--port", str(rpc), "--device", "CPU"]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_started(server, binaries, output / "gpu.log"))
+        wait_for_listener(rpc)
+        words = ["--rpc", f"127.0.0.1:{rpc}", "--port", str(port), "--verbose", "--no-warmup"]
+        stack.enter_context(_started([output / "main.sh", *words], binaries, log))
+        wait_for(port, log)
+        found = [complete(port, prompt) for prompt in PROMPTS]
+    text = log.read_text(errors="replace")
+    (experts,) = (stage.experts for stage in plan.stages)
+    assert experts is not None, "the plan has experts on the host"
+    apart = {one.layer for one in experts.layers if one.resident is not None}
+    is_same = overridden(text) == {
+        (layer, f"ffn_{part}_exps") for layer in apart for part in ("gate", "up", "down")
+    }
+    places = layer_places(text)
+    print(f"{title}: experts of layers {sorted(apart)} on the host, by llama.cpp's log "
+          f"{sorted({layer for layer, _ in overridden(text)})}; {len(places)} layers on "
+          f"{counts(places)}")  # fmt: skip
+    is_same &= places == [0] * plan.model.num_layers
+    is_same &= types_of(file) == expected_types(plan, has_experts=True)
+    tokens = (
+        [generate(model, prompt) for prompt in PROMPTS]
+        if title == "float32"
+        else alone(file, binaries, output / "alone.log")
+    )
+    return int(not is_same or not tokens_equal(title, found, tokens))
+
+
+def overridden(log: str) -> set[tuple[int, str]]:
+    """Return the tensors that llama.cpp left on its CPU, by layer and name."""
+    return {(int(layer), name) for layer, name in _OVERRIDDEN.findall(log)}
+
+
+def types_of(file: Path) -> dict[tuple[int, bool], set[str]]:
+    """Return the types of the matrices of every layer of a GGUF file, of its experts or others."""
+    found: dict[tuple[int, bool], set[str]] = {}
+    for tensor in gguf.GGUFReader(file).tensors:
+        place, _, name = tensor.name.removeprefix("blk.").partition(".")
+        if place.isdigit() and len(tensor.shape) > 1 and "ffn_gate_inp" not in name:
+            key = int(place), "_exps" in name
+            found.setdefault(key, set()).add(tensor.tensor_type.name)
+    return found
+
+
+def expected_types(plan: Plan, *, has_experts: bool) -> dict[tuple[int, bool], set[str]]:
+    """Return the same of a plan."""
+    own = {
+        one.layer: one.bits
+        for stage in plan.stages
+        if stage.experts is not None
+        for one in stage.experts.layers
+        if one.bits is not None
+    }
+    return {
+        (layer, is_expert): {TYPES[own.get(layer, bits) if is_expert else bits]}
+        for layer, bits in enumerate(plan.bits)
+        for is_expert in ((False, True) if has_experts else (False,))
+    }
 
 
 def exported(model: Path, folder: Path, output: Path, bits: Sequence[str]) -> Plan:
@@ -115,15 +245,24 @@ def check(title: str, plan: Plan, output: Path, model: Path, binaries: Sequence[
     places = layer_places(log.read_text(errors="replace"))
     expected = [rank for rank, stage in enumerate(plan.stages) for _ in range(stage.num_layers)]
     print(f"{title}: layers of the plan {counts(expected)}, of llama.cpp {counts(places)}")
-    if title == "float32":
-        other, tokens = "transformers", [generate(model, prompt) for prompt in PROMPTS]
-    else:
-        other = "one process"
-        tokens = alone(output / "model.gguf", binaries, output / "alone.log")
+    tokens = (
+        [generate(model, prompt) for prompt in PROMPTS]
+        if title == "float32"
+        else alone(output / "model.gguf", binaries, output / "alone.log")
+    )
+    is_same = tokens_equal(title, found, tokens) and places == expected
+    if title != "float32":
+        is_same &= types_of(output / "model.gguf") == expected_types(plan, has_experts=False)
+    return int(not is_same)
+
+
+def tokens_equal(title: str, found: list[list[int]], tokens: list[list[int]]) -> bool:
+    """Print how many tokens are equal; return whether all are that have to be."""
     same = sum(a == b for ours, theirs in zip(found, tokens, strict=True)
                for a, b in zip(ours, theirs, strict=True))  # fmt: skip
+    other = "transformers" if title == "float32" else "one process"
     print(f"{title}: {same} of {len(PROMPTS) * NEW_TOKENS} greedy tokens are those of {other}")
-    return int(places != expected or (title == "float32" and found != tokens))
+    return title != "float32" or found == tokens
 
 
 def layer_places(log: str) -> list[int]:

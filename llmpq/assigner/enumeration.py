@@ -140,6 +140,8 @@ _VECTORS = (
     "prefill_s",
     "decode_s",
     "layer_bytes",
+    "host_bytes",
+    "host_capacity_bytes",
     "stream_bytes",
     "stream_prefill_s",
     "stream_decode_s",
@@ -276,6 +278,28 @@ def layers_that_fit(costs: PairCosts, counts: IntArray) -> IntArray:
     return np.where(costs.first_capacity_bytes < 0, -1, total)
 
 
+HOST_PRICES = (0.0, *np.geomspace(0.01, 100.0, 33).tolist())
+"""Prices of all memory of hosts, over that of all memory of devices."""
+
+
+def most_layers(costs: PairCosts, counts: IntArray, kinds: Sequence[int]) -> int:
+    """Return how many of the first layers fit in all devices and hosts together, at most.
+
+    At any prices of both memories, layers that fit cost no more than the memories.
+    """
+    free = np.maximum(0, costs.capacity_bytes)
+    room = (counts * free).sum() - (free - np.maximum(0, costs.first_capacity_bytes)).min()
+    of_hosts = (counts * costs.host_capacity_bytes).sum()
+    own = np.where(costs.host_bytes > costs.host_capacity_bytes[:, None, None], np.inf, 1.0)
+    own *= costs.held_bytes / max(1, room)
+    most = len(kinds)
+    for price in HOST_PRICES if of_hosts else (0.0,):
+        least = (own + price * costs.host_bytes / max(1, of_hosts)).min(axis=(0, 2))
+        total = least[list(kinds)].cumsum()
+        most = min(most, int(np.searchsorted(total, (1 + price) * (1 + 1e-12), side="right")))
+    return most
+
+
 def device_groups(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
     """Return the device indices of every group, in file order."""
     groups: dict[int, list[int]] = {}
@@ -289,7 +313,7 @@ def build_pairs(
     workload: Workload,
     bits: Sequence[int],
     pairs: Sequence[MicroBatching],
-    apart: Sequence[int] = (),
+    apart: Sequence[Variant] = (),
 ) -> tuple[PairCosts, ...]:
     """Return the costs of every pair of micro-batch sizes.
 
@@ -298,10 +322,9 @@ def build_pairs(
         workload: requests.
         bits: of the columns ``B``.
         pairs: micro-batch sizes.
-        apart: of further columns: layers whose routed experts are all on the host.
+        apart: of further columns: layers with routed experts on the host.
     """
-    variants = [*map(Variant, bits), *(Variant(width, None, 0) for width in apart)]
-    return _PairBuilder(costs, workload, variants).build(pairs)
+    return _PairBuilder(costs, workload, [*map(Variant, bits), *apart]).build(pairs)
 
 
 class _PairBuilder:
@@ -337,6 +360,7 @@ class _PairBuilder:
         )
         master = _integers(costs.master_bytes, devices)
         weights = _integers(self._weight_bytes, devices, self.kinds, self.variants)
+        on_host = _integers(self._host_bytes, devices, self.kinds, self.variants)
         streamed = _integers(self._stream_bytes, devices, self.kinds, self.variants)
         stream_s = [
             _floats(partial(self._stream_s, tokens=length), devices)
@@ -368,6 +392,8 @@ class _PairBuilder:
                     return_decode_s=return_d,
                     new_tokens=workload.new_tokens,
                     layer_bytes=weights + own_kv[:, :, None],
+                    host_bytes=on_host,
+                    host_capacity_bytes=_integers(partial(self._host_capacity, pair), devices),
                     stream_bytes=streamed,
                     stream_prefill_s=stream_s[0],
                     stream_decode_s=stream_s[1],
@@ -410,14 +436,32 @@ class _PairBuilder:
         )
 
     def _is_possible(self, device: Device, kind: int, variant: Variant) -> bool:
-        """Whether a device and its host can hold a layer so; where not, no memory is enough."""
+        """Whether a device and its host compute a layer so; where not, no memory is enough."""
         is_whole = variant.resident is None
-        return is_whole or self.costs.holds_experts(device, kind, variant.bits)
+        return is_whole or self.costs.has_experts_apart(device, kind, variant.bits)
 
     def _weight_bytes(self, device: Device, kind: int, variant: Variant) -> int:
         if not self._is_possible(device, kind, variant):
             return self.costs.capacity_bytes(device) + 1
         return self.costs.variant_bytes(device, kind, variant)[0]
+
+    def _host_bytes(self, device: Device, kind: int, variant: Variant) -> int:
+        if variant.resident is None or not self._is_possible(device, kind, variant):
+            return 0
+        return self.costs.variant_bytes(device, kind, variant)[1]
+
+    def _host_capacity(self, pair: MicroBatching, device: Device) -> int:
+        """Return what a device's host has beside the buffers of any layers."""
+        possible = [
+            (kind, variant.bits)
+            for kind in self.kinds
+            for variant in self.variants
+            if variant.resident is not None and self._is_possible(device, kind, variant)
+        ]
+        if device.host is None or not possible:
+            return 0
+        buffers = self.costs.host_buffer_bytes(device, self.workload, pair, possible)
+        return max(0, device.host.memory_bytes - buffers)
 
     def _stream_bytes(self, device: Device, kind: int, variant: Variant) -> int:
         costs = self.costs

@@ -441,6 +441,13 @@ def stage_memory(
         for kind, variant in zip(kinds, stage.variants, strict=True)
     ]
     weights, apart = [own for own, _ in places], sum(host for _, host in places)
+    on_host = [
+        (kind, variant.expert_bits or variant.bits)
+        for kind, variant, (_, host) in zip(kinds, stage.variants, places, strict=True)
+        if host
+    ]
+    if on_host:
+        apart += costs.host_buffer_bytes(device, plan.workload, plan.micro_batching, on_host)
     on_disk = [weights[index] for index in stage.on_disk]
     buffers = STREAM_BUFFERS * max(on_disk, default=0)
     return MemoryParts(

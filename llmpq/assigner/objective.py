@@ -56,11 +56,13 @@ class PairCosts:
         new_tokens: tokens generated per sequence ``n``.
         prefill_s, decode_s: ``[T, K, B]`` seconds of one layer and one micro-batch.
         layer_bytes: ``[T, K, B]`` weights of one layer and its KV cache for the whole batch.
+        host_bytes: ``[T, K, B]`` bytes that one layer takes of the memory of a device's host.
         stream_bytes: ``[T, K, B]`` the weights, where they may rest on disk; else 0.
         stream_prefill_s, stream_decode_s: ``[T]`` seconds in which a byte of them is read for a
             micro-batch.
         kv_bytes: ``[K]`` the KV part of it.
         total_bytes, runtime_bytes: ``[T]`` a device's memory, and the part its process takes.
+        host_capacity_bytes: ``[T]`` bytes of the memory of a device's host that layers may take.
         temporary_bytes: ``[T]`` largest operator and message buffers.
         master_bytes: ``[T]`` embeddings, final norm, head and logits, if it is the master.
         master_prefill_s, master_decode_s: ``[T]`` the master's own work on one micro-batch.
@@ -75,11 +77,13 @@ class PairCosts:
     prefill_s: FloatArray
     decode_s: FloatArray
     layer_bytes: IntArray
+    host_bytes: IntArray
     stream_bytes: IntArray
     stream_prefill_s: FloatArray
     stream_decode_s: FloatArray
     kv_bytes: IntArray
     total_bytes: IntArray
+    host_capacity_bytes: IntArray
     runtime_bytes: IntArray
     temporary_bytes: IntArray
     master_bytes: IntArray
@@ -118,6 +122,7 @@ class PairCosts:
             prefill_s=summed(self.prefill_s, 1),
             decode_s=summed(self.decode_s, 1),
             layer_bytes=summed(self.layer_bytes, 1),
+            host_bytes=summed(self.host_bytes, 1),
             stream_bytes=0 * summed(self.stream_bytes, 1),  # runs stay in memory
             kv_bytes=summed(self.kv_bytes, 0),
         )
@@ -173,6 +178,21 @@ class AssignmentProblem(_Terms):
         costs, group = self.costs, self.order[position]
         held = costs.first_capacity_bytes if position == 0 else costs.capacity_bytes
         return int(held[group])
+
+    def host_capacity_bytes(self, position: int) -> int:
+        """Return the bytes that layers at ``position`` may take of their host's memory."""
+        return int(self.costs.host_capacity_bytes[self.order[position]])
+
+    @property
+    def safe_bytes(self) -> IntArray:
+        """``[T, K, B]`` bytes of a layer, for methods that do not count the memory of hosts.
+
+        More than any device has where a host has no room for as much of all layers.
+        """
+        costs = self.costs
+        of_all = costs.host_bytes[:, self.kinds].sum(axis=1)  # [T, B]
+        has_room = of_all <= costs.host_capacity_bytes[:, None]
+        return np.where(has_room[:, None], costs.layer_bytes, costs.total_bytes.max() + 1)
 
     def allowed(self, position: int) -> BoolArray:
         """Return ``[L, B]`` which widths a layer may have at ``position``."""
@@ -236,7 +256,7 @@ QUALITY_SLACK = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageEvaluation:
-    """Seconds of one micro-batch and bytes of the layers of one used position.
+    """Seconds of one micro-batch and bytes of the layers of one used position, and of its host.
 
     The stage's seconds include the master's own work; the sends are those of its outgoing link.
     ``streamed`` has how many layers of a kind and width rest on disk, by kind and width.
@@ -249,6 +269,7 @@ class StageEvaluation:
     send_decode_s: float
     weight_bytes: int
     kv_bytes: int
+    host_bytes: int = 0
     streamed: tuple[tuple[tuple[int, int], int], ...] = ()
 
 
@@ -299,6 +320,7 @@ def evaluate(
     )
     excess = sum(
         max(0, stage.weight_bytes + stage.kv_bytes - problem.capacity_bytes(stage.position))
+        + max(0, stage.host_bytes - problem.host_capacity_bytes(stage.position))
         for stage in stages
     )
     return Evaluation(
@@ -384,6 +406,7 @@ def _stage(
         send_decode_s=send_decode_s,
         weight_bytes=total - kv_bytes,
         kv_bytes=kv_bytes,
+        host_bytes=sum(int(costs.host_bytes[cell]) for cell in plain),
         streamed=tuple(streamed.items()),
     )
 

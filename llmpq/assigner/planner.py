@@ -356,7 +356,7 @@ def _experts(
     """Return the experts of a stage that its host computes; ``None`` for none."""
     host, plain = task.request.cluster.devices[device].host, len(task.request.bits)
     layers = tuple(
-        LayerExperts(layer=layer, resident=())
+        LayerExperts(layer=layer, resident=tuple(range(task.apart[width - plain].resident or 0)))
         for layer, width in enumerate(widths, first_layer)
         if width >= plain
     )

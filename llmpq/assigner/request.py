@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -27,6 +28,7 @@ from llmpq.assigner.enumeration import (
     listed_orders,
     lower_bounds,
     micro_batch_pairs,
+    most_layers,
 )
 from llmpq.assigner.objective import (
     Assignment,
@@ -45,13 +47,15 @@ from llmpq.spec.cluster import Cluster
 from llmpq.spec.huggingface.quantization import is_gptq
 from llmpq.spec.model import ModelSpec
 from llmpq.spec.plan import OrderSet, Status
-from llmpq.spec.precision import BITS, Dtype
+from llmpq.spec.precision import BITS, Dtype, Variant
 from llmpq.spec.tables import SensitivityTable
 from llmpq.spec.workload import Workload
 
 DEFAULT_GAP = 1e-3
 """Of integer programs; the exact search goes on to a gap of 0."""
 GAP_ROUNDING = 1e-9
+KEY_BITS = 63
+"""Of a stage's key in the exact search: how many layers of each kind and column it has."""
 DEFAULT_OMEGA = "default: every layer alike, ((2^4 - 1) / (2^b - 1))^2"
 DEFAULT_HEAD_LOSS = "default: half of what all layers lose"
 HEAD_SHARE = 0.5
@@ -93,6 +97,7 @@ class PlanRequest(SearchOptions):
         latency: measured points with interpolation, or the regression fitted to them.
         overrides: manual decisions of the user.
         whole_layers: leave no experts to hosts.
+        whole_experts: leave all routed experts of a layer to a host, or none.
     """
 
     model: ModelSpec
@@ -108,6 +113,7 @@ class PlanRequest(SearchOptions):
     latency: LatencySource = "table"
     overrides: Overrides = NO_OVERRIDES
     whole_layers: bool = False
+    whole_experts: bool = False
 
     def with_deadline(self) -> PlanRequest:
         """Return the request with the deadline of its time limit, counted from now if not set."""
@@ -177,7 +183,7 @@ class PlanningTask:
         pairs: costs of every micro-batch pair for which the model may fit in memory.
         kinds, omega, run_lengths: ``[L]``, ``[L, B]`` and ``[L]`` layers of the runs decided
             together.
-        apart: bits of the last columns ``B``: layers whose routed experts are on the host.
+        apart: the last columns ``B``: layers of which all or some routed experts are on the host.
         num_pairs: micro-batch pairs before the memory test.
     """
 
@@ -188,7 +194,7 @@ class PlanningTask:
     kinds: IntArray
     omega: FloatArray
     run_lengths: tuple[int, ...]
-    apart: tuple[int, ...] = ()
+    apart: tuple[Variant, ...] = ()
     num_pairs: int
     cluster: Cluster
     device_indices: tuple[int, ...]
@@ -230,7 +236,7 @@ class PlanningTask:
             pairs=self.pairs,
             group_counts=tuple(len(members) for members in self.groups),
             kinds=self.kinds,
-            bits=(*self.request.bits, *self.apart),
+            bits=(*self.request.bits, *(variant.bits for variant in self.apart)),
             omega=self.omega,
             theta_s=self.theta_s,
             quality_budget=self.request.quality_budget,
@@ -282,24 +288,33 @@ def build_task(request: PlanRequest) -> PlanningTask:
     costs = costs_of(request)
     sizes = request.overrides.micro_batching
     candidates = micro_batch_pairs(request.workload.batch) if sizes is None else (sizes,)
-    apart = apart_bits(request, costs)
+    groups = device_groups(request.cluster)
+    counts = np.array([len(members) for members in groups])
+    apart = apart_variants(request, costs)
+    if apart and not request.whole_experts:
+        (smallest,) = build_pairs(costs, request.workload, request.bits, candidates[:1], apart)
+        apart += _shared_variants(request, smallest, counts, kinds)
     pairs = build_pairs(costs, request.workload, request.bits, candidates, apart)
     # A constant for the planner: an equal share for each layer puts it into every sum.
     omega = omega_of(request) + head_loss(request) / request.model.num_layers
     limits = resolved.limits
     if apart:
-        omega = np.tile(omega, (1, 2))
-        limits = None if limits is None else limits.repeated()
+        columns = [*range(len(bits)), *(bits.index(variant.bits) for variant in apart)]
+        omega = omega[:, columns]
+        limits = None if limits is None else limits.of_columns(columns)
     if request.layer_group > 1:
         pairs = tuple(pair.merged(compositions) for pair in pairs)
         omega = np.add.reduceat(omega, np.cumsum([0, *lengths[:-1]]), axis=0)
-    groups = device_groups(request.cluster)
-    counts = np.array([len(members) for members in groups])
     task = PlanningTask(
         request=request,
         costs=costs,
         groups=groups,
-        pairs=tuple(p for p in pairs if layers_that_fit(p, counts).max() >= len(kinds)),
+        pairs=tuple(
+            pair
+            for pair in pairs
+            if layers_that_fit(pair, counts).max() >= len(kinds)
+            and most_layers(pair, counts, kinds) == len(kinds)
+        ),
         kinds=np.array(kinds, dtype=np.int64),
         omega=omega,
         run_lengths=lengths,
@@ -315,8 +330,8 @@ def build_task(request: PlanRequest) -> PlanningTask:
     return replace(task, request=replace(request, theta_s=default_theta(task)))
 
 
-def apart_bits(request: PlanRequest, costs: ClusterCosts) -> tuple[int, ...]:
-    """Return the bits of layers whose routed experts a host may hold.
+def apart_variants(request: PlanRequest, costs: ClusterCosts) -> tuple[Variant, ...]:
+    """Return how layers may be stored whose routed experts are all on a host.
 
     Raises:
         SpecError: the rate of scattered reads of a host was not measured.
@@ -327,14 +342,43 @@ def apart_bits(request: PlanRequest, costs: ClusterCosts) -> tuple[int, ...]:
         device
         for device in request.cluster.devices
         if any(
-            costs.holds_experts(device, kind, bits)
+            costs.has_experts_apart(device, kind, bits)
             for kind in range(len(request.model.layer_types))
             for bits in request.bits
         )
     ]
     for device in devices:
         costs.host_of(device)
-    return request.bits if devices else ()
+    return tuple(Variant(bits, None, 0) for bits in request.bits) if devices else ()
+
+
+def _shared_variants(
+    request: PlanRequest, pair: PairCosts, counts: IntArray, kinds: Sequence[int]
+) -> tuple[Variant, ...]:
+    """Return how layers may be stored of which a share of the routed experts is on a host.
+
+    One share for each bitwidth: that with which the experts of all layers would fill the memory of
+    all devices. With layers of which all or none are there, it makes up any share, at most one
+    layer apart. The narrowest bitwidths come first where not all can be counted.
+    """
+    number = len(request.bits)
+    found = []
+    for column, bits in reversed(list(enumerate(request.bits))):
+        group = int(pair.host_bytes[:, :, number + column].max(axis=1).argmax())
+        whole = pair.layer_bytes[group, kinds, column]
+        experts = pair.host_bytes[group, kinds, number + column]
+        room = int((counts * np.maximum(0, pair.capacity_bytes)).sum() - pair.master_bytes.min())
+        most = max(layer.num_experts for layer in request.model.layer_types)
+        resident = int(most * (room - (whole - experts).sum()) / max(1, experts.sum()))
+        if 0 < resident < most:
+            found.append(Variant(bits, None, resident))
+    return tuple(found[: max(0, max_columns(kinds) - 2 * number)])
+
+
+def max_columns(kinds: Sequence[int]) -> int:
+    """Return for how many columns ``B`` a number of ``KEY_BITS`` counts the layers of a stage."""
+    bits = sum(math.log2(number + 1) for number in Counter(kinds).values())
+    return 1 + int(KEY_BITS / bits)
 
 
 def costs_of(request: PlanRequest, cluster: Cluster | None = None) -> ClusterCosts:

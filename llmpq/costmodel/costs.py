@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -10,7 +11,12 @@ from typing import Literal
 
 from llmpq.costmodel import memory
 from llmpq.costmodel.base import CommModel, Estimate, LatencyModel, chunked_s
-from llmpq.costmodel.host_experts import HostExperts, routed_experts, without_experts
+from llmpq.costmodel.host_experts import (
+    HostExperts,
+    host_buffer_bytes,
+    routed_experts,
+    without_experts,
+)
 from llmpq.costmodel.importers.import_table import public_source, public_table
 from llmpq.costmodel.roofline import RooflineLatencyModel
 from llmpq.costmodel.tables.latency import TableLatencyModel
@@ -192,13 +198,16 @@ class ClusterCosts:
         host, rows = self.host_of(device), batch * (tokens if phase is Phase.PREFILL else 1.0)
         gather = host.gather_bytes_per_s
         assert gather is not None, "host_of checks it"
+        # That of a CPU worker slows its whole layer.
+        crowding = self._crowding(device) / self.crowding(device)
         law = HostExperts(
             experts=count,
             chosen=routed[0].active,
             on_host=count - resident,
             expert_bytes=memory.expert_bytes(self.model, kind, width, self.format_of(device)),
-            gather_bytes_per_s=gather,
-            row_s=host.row_s(phase, width, sum(op.out_features * op.in_features for op in routed)),
+            gather_bytes_per_s=gather / crowding,
+            row_s=crowding
+            * host.row_s(phase, width, sum(op.out_features * op.in_features for op in routed)),
             hop_s=self._hop_s(device, rows),
         )
         return law.layer_s(rows, scale * dense_s, beside_s)
@@ -278,10 +287,14 @@ class ClusterCosts:
 
     def crowding(self, device: Device) -> float:
         """Return the slowdown of a CPU worker whose host has more threads than cores, or 1."""
+        return 1.0 if device.threads is None else self._crowding(device)
+
+    def _crowding(self, device: Device) -> float:
+        """Return the slowdown of all threads of a device's node."""
         node = self.cluster.node_of(device)
-        if node.cores is None or device.threads is None:
+        if node.cores is None:
             return 1.0
-        return max(1.0, node.worker_threads / node.cores)
+        return max(1.0, (node.worker_threads + node.host_threads) / node.cores)
 
     def send_s(
         self, source: Device, target: Device, phase: Phase, batch: int, tokens: int
@@ -315,23 +328,37 @@ class ClusterCosts:
         dense = whole - count * memory.expert_bytes(self.model, kind, variant.bits, form)
         return dense + resident * each, (count - resident) * each
 
-    def holds_experts(self, device: Device, kind: int, bits: int) -> bool:
-        """Return whether a device's host has room for all routed experts of the model at ``bits``.
-
-        Only then a search leaves those of a kind of layer to it: any number of layers fits.
-        """
+    def has_experts_apart(self, device: Device, kind: int, bits: int) -> bool:
+        """Return whether a device's host may compute the routed experts of a kind of layer."""
         if device.host is None or device.members > 1:
             return False
         is_known = bits in self.specs[device.group].bits
-        if not is_known or not self.model.layer_types[kind].num_experts:
-            return False
-        form, kinds = self.format_of(device), self.model.layer_kinds
-        whole = sum(
-            self.model.layer_types[own].num_experts
-            * memory.expert_bytes(self.model, own, bits, form)
-            for own in kinds
+        return is_known and self.model.layer_types[kind].num_experts > 0
+
+    def host_buffer_bytes(
+        self,
+        device: Device,
+        workload: Workload,
+        micro_batching: MicroBatching,
+        experts: Collection[tuple[int, int]],
+    ) -> int:
+        """Return the bytes of buffers in the memory of a device's host.
+
+        Args:
+            device: with experts on its host.
+            workload: requests.
+            micro_batching: sizes of micro-batches.
+            experts: kinds of layers with experts there, and their bits.
+        """
+        form = self.format_of(device)
+        prompt = min(workload.max_prompt_tokens, PROMPT_CHUNK_TOKENS)
+        rows = max(micro_batching.prefill * prompt, micro_batching.decode)
+        return host_buffer_bytes(
+            [self.model.layer_types[kind] for kind, _ in experts],
+            [bits for _, bits in experts],
+            DTYPE_BYTES[form],
+            0 if self.specs[device.group].kind == "cpu" else rows,
         )
-        return whole <= device.host.memory_bytes
 
     def streams(self, device: Device) -> bool:
         """Return whether weights of a device may rest on its disk."""

@@ -1,4 +1,4 @@
-"""Seconds of a layer whose routed experts are, in part, in the memory of its device's host.
+"""Seconds of a layer with routed experts in the memory of its device's host, and buffers there.
 
 The host's cores compute its experts beside what the device computes: a step reads every expert that
 some row chose once. This is law, not measurement: the figures come from profiles of both devices.
@@ -8,9 +8,15 @@ Symbols: E experts, k of them for a row, r rows.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from llmpq.spec.model import LayerSpec, LinearSpec
+from llmpq.spec.runtime_constants import HOST_LINK_SLOTS, STEP_ROWS, STEP_SLOTS
+
+CODE_BYTES = {16: 0.0, 8: 10.0, 4: 1.25, 3: 1.25}
+"""Bytes at most that products at a bitwidth take for each number of a row: codes and outliers."""
 
 
 def routed_experts(layer: LayerSpec) -> tuple[LinearSpec, ...]:
@@ -31,6 +37,38 @@ def distinct_experts(rows: float, chosen: int, experts: int) -> float:
     """
     missed: float = (1.0 - chosen / experts) ** rows
     return experts * (1.0 - missed)
+
+
+def host_buffer_bytes(
+    layers: Iterable[LayerSpec], bits: Iterable[int], value_bytes: int, sent_rows: int
+) -> int:
+    """Return the bytes of the buffers beside experts in the memory of a host.
+
+    The threads have room for the rows of ``STEP_SLOTS`` choices (``llmpq.kernels.cpu.experts``):
+    what goes into the experts, what is between their products, and what comes out. A device that is
+    no CPU sends its rows through slots, each with the rows of a step, their choices and their sums.
+
+    Args:
+        layers: with routed experts on the host.
+        bits: of these experts.
+        value_bytes: of a number of a row.
+        sent_rows: most rows of a step; 0 where the device reads the memory of its host.
+    """
+    shapes = set()
+    slot_bytes = 0
+    for layer in layers:
+        *ups, down = routed_experts(layer)
+        slots = down.active * min(STEP_ROWS, STEP_SLOTS // down.active)
+        made = sum(op.out_features for op in ups)
+        shapes.add((slots, ups[0].in_features, made, down.in_features, down.out_features))
+        choices = down.active * 8
+        slot_bytes = max(slot_bytes, 2 * ups[0].in_features * value_bytes + choices)
+    coded = sum(CODE_BYTES[width] for width in set(bits))
+    buffers = sum(
+        slots * (sum(widths) * value_bytes + math.ceil((widths[0] + widths[2]) * coded))
+        for (slots, *widths) in shapes
+    )
+    return buffers + HOST_LINK_SLOTS * sent_rows * slot_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

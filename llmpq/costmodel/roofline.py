@@ -37,6 +37,12 @@ times at 64 and 512 rows, but 1.0 in bfloat16 at 512; at one row 1.0 in float32,
 """
 
 
+GATHER_LIMIT = 1.5e11
+"""Bytes a second of scattered experts that no memory is too slow for, in series with its stream.
+
+By tokens a second that people report of experts on the host (benchmarks/expert_plans.py): servers
+with 8 and 24 channels make 80 and 114 GB/s of 307 and 1152, desktops with two 33 to 40 of 51.
+"""
 STATE_FLOPS = 7.0
 """Operations of a token for each number of a recurrent state, as Gated DeltaNet has them: a decay,
 two products that are summed, ``S^T k`` and ``S^T q``, and one that is added to the state."""
@@ -98,10 +104,15 @@ class RooflineLatencyModel:
 
     @property
     def gather_bytes_per_s(self) -> float | None:
-        """Bytes a second of scattered experts, ``None`` where it was not measured."""
+        """Bytes a second of scattered experts.
+
+        Where it was not measured, it is predicted for a whole processor, ``None`` for others.
+        """
         rate = self.device.gather_bytes_per_s
-        threads = min(self._threads, BANDWIDTH_THREADS)
-        return None if rate is None else rate * threads**THREADS_STREAM
+        if rate is None:
+            return None if self.device.cores is None else 1 / (1 / self._stream + 1 / GATHER_LIMIT)
+        scale: float = min(self._threads, BANDWIDTH_THREADS) ** THREADS_STREAM
+        return rate * scale
 
     def layer_estimate(
         self, phase: Phase, bits: int, batch: int, tokens: float, kind: int

@@ -112,8 +112,9 @@ class Node:
 
     Attributes:
         name: of the host, unique in the cluster.
-        cores: CPU cores that its CPU workers share, ``None`` when each has its own. With more
-            threads than cores, workers that compute at once slow each other down.
+        cores: CPU cores that its CPU workers and the hosts of its devices share, ``None`` when each
+            has its own. With more threads than cores, those that compute at once slow each other
+            down.
     """
 
     name: str
@@ -124,6 +125,11 @@ class Node:
     def worker_threads(self) -> int:
         """Threads of all its workers that say how many they have."""
         return sum(group.count * (group.threads or 0) for group in self.devices)
+
+    @property
+    def host_threads(self) -> int:
+        """Threads that compute experts for its devices."""
+        return sum(group.count * group.host.threads for group in self.devices if group.host)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,6 +35,9 @@ STEP_ROWS: Final = 512
 """Most tokens that a compiled step takes through all layers at a time, on a CPU."""
 STEP_SLOTS: Final = 4096
 """Most choices of experts of these tokens."""
+HOST_LINK_SLOTS: Final = 2
+"""Places in the memory of a host for rows of an accelerator: the device reads one while the host
+writes the other."""
 HEAD_LANES: Final = 16
 """The attention kernel that reads blocks in place takes heads of a multiple of this size."""
 MAX_PAGED_HEAD_DIM: Final = 512

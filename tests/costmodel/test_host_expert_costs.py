@@ -164,3 +164,44 @@ def test_a_layer_without_experts_cannot_have_them_apart():
         costs.variant_s(device, Phase.DECODE, Variant(4, None, 0), 1, 100, 0)
     with pytest.raises(SpecError, match="found no routed experts in layer 0, expected some"):
         costs.variant_bytes(device, 0, Variant(4, None, 0))
+
+
+def crowded(cores, *, device="RTX3090", workers=None):
+    """Costs of a device with a host of four threads, on a node of so many cores."""
+    group = DeviceGroup(type=device, count=1, host=HOST, threads=workers)
+    node = Node(name="box", devices=(group,), cores=cores)
+    cluster = Cluster(name="box", nodes=(node,), device_types=(XEON,))
+    return build_costs(MODEL, cluster, dtype="float16", kv_bits=16), cluster.devices[0]
+
+
+def test_threads_of_hosts_share_the_cores_of_their_node():
+    costs, device = costs_of()
+    read_s = 8 * costs.variant_bytes(device, 0, Variant(4, None, 127))[1] / (1e10 * 4**0.4)
+
+    def seconds(*args, **options):
+        costs, device = crowded(*args, **options)
+        variant = Variant(4, None, 0)
+        return costs.crowding(device) * costs.variant_s(
+            device, Phase.DECODE, variant, 1, 100, 0
+        ), costs.crowding(device)
+
+    free_s, alone = seconds(4)
+    half_s, still = seconds(2)
+    assert (alone, still) == (1.0, 1.0)  # a GPU has no cores to share
+    assert free_s > read_s
+    assert half_s - free_s == pytest.approx(read_s)  # once more: twice the threads
+    own_s, worker = seconds(8, device="cpu", workers=4)
+    both_s, crowded_worker = seconds(4, device="cpu", workers=4)
+    assert (worker, crowded_worker) == (1.0, 2.0)
+    assert both_s == pytest.approx(2 * own_s)  # all of the layer once
+
+
+@given(st.sampled_from(["Ryzen-9-5950X", "Core-i7-12700K", "Xeon-8480", "EPYC-9755"]))
+def test_whole_processors_have_a_predicted_rate_of_scattered_reads(name):
+    costs, _ = costs_of(host=replace(HOST, type=name, threads=256), types=())
+    (host,) = costs.hosts
+    stream = catalog.device(name).memory_bytes_per_s
+    assert 0 < host.gather_bytes_per_s < min(stream, 1.5e11)
+    measured = DeviceEntry(type="mine", like=name, gather_bytes_per_s=1e10)
+    costs, _ = costs_of(host=replace(HOST, type="mine", threads=256), types=(measured,))
+    assert costs.hosts[0].gather_bytes_per_s == pytest.approx(1e10)

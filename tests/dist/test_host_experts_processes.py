@@ -1,4 +1,4 @@
-"""Experts on threads of ranks that are processes: their cores, and a rank that is killed."""
+"""Experts on threads, and weights on disk, of ranks that are processes: cores, and kills."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.processes import At, workers_of
-from helpers.ranks import make_plan
+from helpers.ranks import make_plan, with_weights_on_disk
 from helpers.tiny_models import generate_alone, load_reference, save_tiny_model
 
 from llmpq import AsyncEngine, GenerationRequest, SamplingParams
@@ -73,21 +73,43 @@ async def _tokens_of(engine, number, begun=None):
     return found
 
 
+def _on_disk(cuts):
+    """A plan whose second rank reads all its weights from disk."""
+    plan = make_plan(cuts, batch=4, prompt_tokens=16, new_tokens=24)
+    return with_weights_on_disk(plan, range(cuts[1], cuts[-1]))
+
+
 @pytest.mark.dist
-def test_streams_go_on_when_a_rank_with_experts_apart_is_killed(model_dir, expected):
+@pytest.mark.parametrize("planned", [_plan, _on_disk])
+def test_streams_go_on_when_a_rank_is_killed(planned, model_dir, expected, tmp_path):
+    """Also one that is reading weights from disk: it reads them again from its store."""
+
     async def main() -> None:
-        engine = await AsyncEngine.start(_plan((0, 1, 3)), model_dir, token_budget=9)
+        store = {"store": tmp_path / "store"} if planned is _on_disk else {}
+        engine = await AsyncEngine.start(planned((0, 1, 3)), model_dir, token_budget=9, **store)
         try:
             begun, before = asyncio.Event(), dict(workers_of(os.getpid()))
             tasks = [asyncio.create_task(_tokens_of(engine, n, begun)) for n in range(4)]
             await begun.wait()
+            stored = _files(tmp_path)
             os.kill(before[1], signal.SIGKILL)
             assert await asyncio.gather(*tasks) == expected
+            assert _files(tmp_path) == stored  # what was written is read, not written once more
+            assert bool(stored) == (planned is _on_disk)
         finally:
             await engine.close()
         assert not workers_of(os.getpid())
 
     asyncio.run(main())
+
+
+def _files(folder: Path) -> dict[str, tuple[int, int]]:
+    """Inode and size of the files below a folder, but for locks."""
+    return {
+        str(path.relative_to(folder)): (path.stat().st_ino, path.stat().st_size)
+        for path in folder.rglob("*")
+        if path.is_file() and path.stat().st_size
+    }
 
 
 @pytest.mark.dist

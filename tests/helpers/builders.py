@@ -54,6 +54,8 @@ def pair_costs(
         prefill_s=prefill,
         decode_s=np.asarray(decode_s, dtype=np.float64),
         layer_bytes=np.asarray(layer_bytes, dtype=np.int64),
+        host_bytes=np.zeros(prefill.shape, dtype=np.int64),
+        host_capacity_bytes=per_group(0, np.int64),
         stream_bytes=np.maximum(
             0, np.asarray(layer_bytes, dtype=np.int64) - np.asarray(kv_bytes).max()
         )

@@ -12,8 +12,9 @@ from torch.overrides import TorchFunctionMode
 
 from llmpq.kernels.cpu.experts import HostPool
 from llmpq.quant.modules.experts import HostExperts, move_
-from llmpq.quant.modules.host_link import SLOTS, HostLink, link_of
+from llmpq.quant.modules.host_link import HostLink, link_of
 from llmpq.quant.modules.layer import GatedActivation, QuantExperts
+from llmpq.spec.runtime_constants import HOST_LINK_SLOTS
 
 HIDDEN, FEATURES, COUNT = 64, 32, 7
 
@@ -120,13 +121,13 @@ def test_a_slot_is_filled_again_once_the_device_has_read_it():
     stream = _Stream()
     link = HostLink(stream.event, is_pinned=False)
     with stream:
-        sent = [link.send(_rows(3, number)) for number in range(SLOTS)]
+        sent = [link.send(_rows(3, number)) for number in range(HOST_LINK_SLOTS)]
         for slot, _, total in sent:
             link.receive(slot, total, torch.device("cpu"))
-        assert len(stream.queue) == 4 * SLOTS
+        assert len(stream.queue) == 4 * HOST_LINK_SLOTS
         link.send(_rows(3, 9))
     # All up to the first sum has been read, the sums of other slots have not.
-    assert len(stream.queue) == SLOTS - 1 + 3
+    assert len(stream.queue) == HOST_LINK_SLOTS - 1 + 3
 
 
 def test_a_cpu_needs_no_link():

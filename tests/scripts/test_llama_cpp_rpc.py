@@ -24,6 +24,15 @@ def test_the_log_has_the_server_of_every_layer_but_the_output():
     assert llama_cpp_rpc.counts([0, 1, 1]) == [1, 2]
 
 
+def test_the_log_has_the_tensors_that_stay_on_the_cpu():
+    line = "tensor blk.{}.weight (8 MiB f32) buffer type overridden to {}"
+    log = "\n".join(
+        line.format(name, place)
+        for name, place in [("2.ffn_up_exps", "CPU"), ("3.ffn_up_exps", "RPC0[127.0.0.1:1]")]
+    )
+    assert llama_cpp_rpc.overridden(log) == {(2, "ffn_up_exps")}
+
+
 @pytest.mark.parametrize(
     ("log", "message"), [("nothing", "no layers"), (LOG.replace("RPC1", "CPU"), "on CPU")]
 )
@@ -38,4 +47,6 @@ def test_exports_run_on_two_servers_with_the_layers_of_the_plan(monkeypatch, cap
     folders = [str(Path(one)) for one in BINARIES.split(":")]
     monkeypatch.setattr("sys.argv", ["llama_cpp_rpc", "--binaries", *folders])
     assert llama_cpp_rpc.main() == 0
-    assert "layers of the plan [7, 5], of llama.cpp [7, 5]" in capsys.readouterr().out
+    found = capsys.readouterr().out
+    assert "layers of the plan [7, 5], of llama.cpp [7, 5]" in found
+    assert "float32: experts of layers [0, 1, 2, 3] on the host, by llama.cpp's log [0, 1" in found

@@ -79,12 +79,12 @@ class Limits:
         """Whether all layers have the same choice of widths."""
         return bool((self.layer_widths == self.layer_widths[0]).all())
 
-    def repeated(self) -> Limits:
-        """Return the limits of widths that stand twice, one after the other."""
+    def of_columns(self, columns: Sequence[int]) -> Limits:
+        """Return the limits of widths that stand in these columns."""
         return replace(
             self,
-            layer_widths=np.tile(self.layer_widths, (1, 2)),
-            group_widths=np.tile(self.group_widths, (1, 2)),
+            layer_widths=self.layer_widths[:, columns],
+            group_widths=self.group_widths[:, columns],
         )
 
 

@@ -24,7 +24,7 @@ from llmpq.native_build import NotCompiledError, library_path
 FLAGS = ("-std=c11", "-D_POSIX_C_SOURCE=200809L", "-O3", "-ffp-contract=off", "-fPIC", "-shared")
 """Without contraction, so that a plan does not depend on a machine's fused operations."""
 
-ABI = 3
+ABI = 4
 DONE, OVERFLOW, DEADLINE, NO_MEMORY = range(4)
 
 _Doubles = POINTER(c_double)
@@ -61,7 +61,8 @@ class PairProblem(Structure):
         *((name, c_int32) for name in ("groups", "kinds", "bits", "layers")),
         ("kind", _Ints),
         *((name, _Doubles) for name in ("prefill", "decode")),
-        *((name, _Longs) for name in ("bytes", "capacity", "streamable")),
+        *((name, _Longs) for name in ("bytes", "capacity", "host", "host_capacity")),
+        ("streamable", _Longs),
         *((name, _Doubles) for name in ("stream_prefill", "stream_decode", "split")),
         ("buffers", c_int64),
         *((name, _Doubles) for name in ("master_prefill", "master_decode")),

@@ -27,12 +27,13 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from llmpq.assigner.constraints.resolve import NEVER, Deadline, obeys
-from llmpq.assigner.enumeration import layers_that_fit
+from llmpq.assigner.enumeration import layers_that_fit, most_layers
 from llmpq.assigner.exact import native
 from llmpq.assigner.exact.lattice import OrderLattice, Orders, build_lattice
 from llmpq.assigner.exact.native import NotCoveredError
 from llmpq.assigner.explain.infeasible import explain_budget, memory_error
 from llmpq.assigner.heuristics.baselines import find_proportional
+from llmpq.assigner.heuristics.transfer import find_transfer
 from llmpq.assigner.milp.search import find_plan
 from llmpq.assigner.objective import (
     QUALITY_SLACK,
@@ -50,6 +51,7 @@ from llmpq.assigner.objective import (
 from llmpq.assigner.request import (
     DEFAULT_GAP,
     GAP_ROUNDING,
+    KEY_BITS,
     OutOfTimeError,
     PlanningTask,
     Progress,
@@ -61,7 +63,6 @@ from llmpq.spec.plan import Formula, MicroBatching, OrderSet
 from llmpq.spec.runtime_constants import STREAM_BUFFERS
 
 MAX_BITS = 64
-KEY_BITS = 63
 
 
 def key_radices(space: SearchSpace) -> tuple[int, ...]:
@@ -123,6 +124,8 @@ class NativePair:
             decode=costs.decode_s,
             bytes=costs.layer_bytes,
             capacity=np.concatenate([costs.capacity_bytes, costs.first_capacity_bytes]),
+            host=costs.host_bytes,
+            host_capacity=costs.host_capacity_bytes,
             streamable=costs.stream_bytes,
             stream_prefill=costs.stream_prefill_s,
             stream_decode=costs.stream_decode_s,
@@ -139,7 +142,9 @@ class NativePair:
             **_weights(costs, space.formula),
         )
         counts = np.array(space.group_counts)
-        self.fits = bool(layers_that_fit(costs, counts).max() >= space.num_layers)
+        self.fits = bool(layers_that_fit(costs, counts).max() >= space.num_layers) and (
+            most_layers(costs, counts, space.kinds.tolist()) == space.num_layers
+        )
         smallest = np.maximum(1, costs.held_bytes[:, np.unique(space.kinds)].min(axis=(1, 2)))
         held = np.maximum(0, costs.capacity_bytes) // smallest
         most = np.sort(np.repeat(held, counts))[::-1].cumsum()
@@ -212,7 +217,7 @@ LONG = (
 def start_multipliers(space: SearchSpace, pair: NativePair) -> FloatArray:
     """Return multipliers that share the weight of each maximum evenly over all devices."""
     size = space.num_groups
-    found = np.zeros(6 * size + 3)
+    found = np.zeros(7 * size + 3)
     devices = sum(space.group_counts)
     found[:size] = pair.problem.peak_prefill / devices
     found[2 * size : 3 * size] = pair.problem.peak_decode / devices
@@ -271,9 +276,10 @@ def repaired_plan(
     for position, (_, first, end) in enumerate(stages.tolist()):
         positions[first:end] = position
         prices = _prices(space, pair, order[position], multipliers)[first:end]
-        sizes = pair.costs.layer_bytes[order[position], space.kinds[first:end]]
-        capacity = problem.capacity_bytes(position)
-        widths[first:end] = _fitted(widths[first:end], prices, sizes, capacity)
+        cells = order[position], space.kinds[first:end]
+        sizes = np.stack([pair.costs.layer_bytes[cells], pair.costs.host_bytes[cells]])
+        room = problem.capacity_bytes(position), problem.host_capacity_bytes(position)
+        widths[first:end] = _fitted(widths[first:end], prices, sizes, np.array(room))
     best: Incumbent | None = None
     for chosen in (widths, relaxed) if pair.streams else (widths,):
         assignment = Assignment(tuple(positions.tolist()), tuple(chosen.tolist()))
@@ -295,27 +301,43 @@ def _prices(
     base = (1 + multipliers[group]) * pair.costs.prefill_s[group]
     base = base + (sums + multipliers[2 * size + group]) * pair.costs.decode_s[group]
     prices: FloatArray = (
-        base[space.kinds] + (space.theta_s + multipliers[6 * size + 1]) * space.omega
+        base[space.kinds] + (space.theta_s + multipliers[7 * size + 1]) * space.omega
     )
     return np.where(space.allowed[group], prices, np.inf)
 
 
-def _fitted(widths: np.ndarray, prices: FloatArray, sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """Return widths ``[M]`` near ``widths`` that fit in ``capacity``; tables are ``[M, B]``."""
+def _fitted(
+    widths: np.ndarray, prices: FloatArray, sizes: np.ndarray, capacities: np.ndarray
+) -> np.ndarray:
+    """Return widths ``[M]`` near ``widths`` that fit in both memories, where such are found.
+
+    Args:
+        widths: of the layers of a stage.
+        prices: ``[M, B]`` of its layers.
+        sizes: ``[2, M, B]`` bytes of a layer in the memory of the device, and of its host.
+        capacities: ``[2]`` of both.
+    """
     widths, rows = widths.copy(), np.arange(len(widths))
-    while True:
-        room = capacity - int(sizes[rows, widths].sum())
+    unit = np.maximum(1, capacities)[:, None, None]
+    while len(widths):
+        now = sizes[:, rows, widths]
+        over = now.sum(axis=1) - capacities
+        after = over[:, None, None] + sizes - now[:, :, None]
+        # Bytes over both memories, each relative to its own.
+        excess = (np.maximum(0, after) / unit).sum(axis=0)
         dearer = prices - prices[rows, widths][:, None]
-        freed = sizes[rows, widths][:, None] - sizes
-        if room < 0:
-            rate = np.where(freed > 0, dearer / np.maximum(freed, 1), np.inf)
+        if (over > 0).any():
+            freed = (np.maximum(0, over) / unit[:, 0, 0]).sum() - excess
+            rate = np.where(freed > 0, dearer / np.where(freed > 0, freed, 1.0), np.inf)
         else:
-            gains = (dearer < 0) & (-freed <= room)
-            rate = np.where(gains, dearer / np.maximum(-freed, 1), np.inf)
-        if not rate.size or np.isinf(rate.min()):
-            return widths
+            taken = (np.maximum(0, sizes - now[:, :, None]) / unit).sum(axis=0)
+            gains = (dearer < 0) & (excess <= 0)
+            rate = np.where(gains, dearer, np.inf) / np.maximum(taken, 1e-9)
+        if np.isinf(rate.min()):
+            break
         layer, width = np.unravel_index(int(rate.argmin()), rate.shape)
         widths[layer] = width
+    return widths
 
 
 MAX_COLUMNS = 2_000_000
@@ -437,11 +459,13 @@ def solve_exact(
     gap: float = 0.0,
     deadline: Deadline = NEVER,
     progress: Progress = silent,
+    start: Incumbent | None = None,
 ) -> ExactResult:
     """Minimise latency plus priced degradation over pairs, orders, placements and bitwidths.
 
     Stops at the relative optimality ``gap``. After the deadline the core is not compiled, pairs are
-    bounded in fewer steps, and the best or the first plan is returned with its bound.
+    bounded in fewer steps, and the best or the first plan is returned with its bound. ``start`` is
+    a feasible plan of the space, if one is known.
 
     Raises:
         NotCoveredError: the exact search does not support the problem.
@@ -451,6 +475,7 @@ def solve_exact(
     native.prepare(deadline.left_s)
     key_radices(space)
     search = _Search(space, build_lattice(space, orders), gap, deadline)
+    search._offer(start)
     search.run(progress)
     return search.result()
 
@@ -659,6 +684,7 @@ def find_exact(task: PlanningTask, progress: Progress, *, explains: bool = True)
             gap=request.gap,
             deadline=request.deadline,
             progress=progress,
+            start=_first_plan(task),
         )
     except NotCoveredError:
         # Programs cannot close the last thousandth in reasonable time.
@@ -666,6 +692,10 @@ def find_exact(task: PlanningTask, progress: Progress, *, explains: bool = True)
         return find_plan(replace(task, request=programs), progress)
     except OutOfTimeError:
         fallback = find_proportional(task)
+        if fallback is None and not request.deadline.has_passed:
+            # Labels were too many, where little or nothing fits.
+            programs = replace(request, gap=max(request.gap, DEFAULT_GAP))
+            return find_plan(replace(task, request=programs), progress)
         if fallback is None:
             raise
         return fallback
@@ -690,6 +720,29 @@ def find_exact(task: PlanningTask, progress: Progress, *, explains: bool = True)
     )
     late = solution.status != "optimal" and request.deadline.has_passed
     return _with_fallback(solution, find_proportional(task)) if late else solution
+
+
+FIRST_PLAN_S = 3.0
+FIRST_PLAN_SHARE = 0.25
+"""Longest search for a first plan by bitwidth transfer, also as a share of the time left."""
+
+
+def _first_plan(task: PlanningTask) -> Incumbent | None:
+    """Return the plan of bitwidth transfer where experts may be on hosts.
+
+    Plans near the relaxation are poor there, as both memories press, and a good plan rules out most
+    others. ``None`` under manual limits, which transfer ignores, and where it finds none.
+    """
+    if not task.apart or task.has_limits:
+        return None
+    left_s = task.request.deadline.left_s
+    deadline = task.request.deadline.within(min(FIRST_PLAN_S, FIRST_PLAN_SHARE * left_s))
+    limited = replace(task, request=replace(task.request, deadline=deadline))
+    try:
+        found = find_transfer(limited, silent)
+    except InfeasibleError:
+        return None
+    return Incumbent(found.problem, found.assignment, found.evaluation)
 
 
 def _with_fallback(found: Solution, fallback: Solution | None) -> Solution:

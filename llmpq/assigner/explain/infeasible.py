@@ -20,11 +20,18 @@ from llmpq.assigner.enumeration import (
     device_orders,
     layers_that_fit,
     leading_orders,
+    most_layers,
     num_orders,
 )
 from llmpq.assigner.milp.ilp import IlpOptions, solve_ilp
 from llmpq.assigner.objective import IntArray, PairCosts
-from llmpq.assigner.request import PlanningTask, PlanRequest, apart_bits, costs_of
+from llmpq.assigner.request import (
+    DEFAULT_GAP,
+    PlanningTask,
+    PlanRequest,
+    apart_variants,
+    costs_of,
+)
 from llmpq.costmodel import ClusterCosts
 from llmpq.costmodel.costs import kv_obstacle
 from llmpq.errors import InfeasibleError
@@ -241,10 +248,18 @@ def memory_error(request: PlanRequest) -> InfeasibleError:
     return InfeasibleError(
         f"{request.model.name} does not fit on {request.cluster.name}: {why}; needed: "
         f"{_listed({**wanted, **first})}; {len(devices)} device{'s' * (len(devices) > 1)} "
-        f"may use {format_bytes(usable)}{_reserve_text(costs)}; "
+        f"may use {format_bytes(usable)}{_reserve_text(costs)}{_hosts_text(request, pair)}; "
         f"smallest single fixes: {advice}",
         short=short,
     )
+
+
+def _hosts_text(request: PlanRequest, pair: PairCosts) -> str:
+    """Return the memory of hosts that may hold experts, empty where none does."""
+    if not pair.host_bytes.any():
+        return ""
+    own = [device.host.memory_bytes for device in request.cluster.devices if device.host]
+    return f", for experts their host{'s' * (len(own) > 1)} {format_bytes(sum(own))}"
 
 
 def _first_parts(request: PlanRequest, pair: PairCosts, costs: ClusterCosts) -> dict[str, int]:
@@ -289,7 +304,7 @@ def explain_budget(task: PlanningTask) -> str:
     found = [
         solve_ilp(
             replace(task.problem(timeless, order), theta_s=1.0, quality_budget=None),
-            IlpOptions(solver=request.program_solver),
+            IlpOptions(solver=request.program_solver, gap=DEFAULT_GAP),
         ).evaluation
         for order in orders
     ]
@@ -308,6 +323,13 @@ def held_layers(request: PlanRequest) -> int:
     """Return how many of the model's layers fit at the fewest bits, -1 when the master does not."""
     pair, _ = _smallest_pair(request)
     counts = np.array([len(members) for members in device_groups(request.cluster)])
+    return min(
+        _held_by_devices(request, pair, counts),
+        most_layers(pair, counts, request.model.layer_kinds),
+    )
+
+
+def _held_by_devices(request: PlanRequest, pair: PairCosts, counts: IntArray) -> int:
     if len(request.model.layer_types) > 1:
         modes: tuple[OrderSet, ...] = ("types",) if request.orders == "types" else ("all", "types")
         for mode in modes:  # where there are too many orders, count as if layers had one kind
@@ -358,7 +380,7 @@ def dropped_reasons(plan: Plan, costs: ClusterCosts) -> dict[int, str]:
 def _smallest_pair(request: PlanRequest) -> tuple[PairCosts, ClusterCosts]:
     """Return the pair of least memory; only bytes are needed, so no table is read."""
     costs = costs_of(replace(request, latency="roofline", profile_dir=None))
-    apart = apart_bits(request, costs)
+    apart = apart_variants(request, costs)
     (pair,) = build_pairs(costs, request.workload, request.bits, [SMALLEST], apart)
     return pair, costs
 

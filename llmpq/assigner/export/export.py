@@ -8,6 +8,10 @@ llama.cpp: one RPC server a stage, and the layers of each by ``--tensor-split``.
 output after the last layer as one more layer and gives layer ``i`` to the first device whose share
 of the running sum exceeds ``i / (L + 1)``. The number of layers of every stage, one more on the
 last, therefore is an exact split. Bits are the number formats of a GGUF file, by layer.
+``llama-quantize`` follows rules for tensors only where the file's own format is quantized. A plan
+with experts on the host is one process with the GPUs of its node, without RPC: llama.cpp computes
+on its own CPU what ``--n-cpu-moe`` or ``--override-tensor`` leaves there, and copies it to a GPU of
+its own for long prompts, which it does for no RPC server.
 
 vLLM 0.33 and SGLang 0.5: layers of every stage by an environment variable. Both give all nodes the
 same number of stages and all stages the same tensor parallelism, and name the ranks of a node by
@@ -29,7 +33,7 @@ from llmpq.spec.cluster import Device
 from llmpq.spec.fields import write_text
 from llmpq.spec.plan import Plan, StageAssignment, plan_text
 from llmpq.spec.precision import DTYPE_BYTES
-from llmpq.spec.runtime_constants import KV_CODE_BITS
+from llmpq.spec.runtime_constants import KV_CODE_BITS, PROMPT_CHUNK_TOKENS
 
 DOWNLOADED = "model"
 """Folder of the weights of a model that is known by name only."""
@@ -152,8 +156,11 @@ def weights_of(plan: Plan) -> tuple[str, tuple[Command, ...]]:
 
 
 RPC_PORT = 50052
+EXPERTS = r"\.ffn_(up|down|gate|gate_up)_(ch|)exps"
+"""Routed experts among the names of a layer's tensors; ``LLM_FFN_EXPS_REGEX`` of llama.cpp."""
 _TYPES = {3: "q3_k", 4: "q4_k", 8: "q8_0"}
 _PLAIN = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+_FILE_TYPE = "Q8_0"
 _PLAIN_MODEL, _MODEL, _TYPE_FILE = "model-plain.gguf", "model.gguf", "tensor_types.txt"
 
 
@@ -161,10 +168,14 @@ def llama_cpp_commands(plan: Plan) -> Export:
     """Return the commands with which llama.cpp serves a plan: servers of stages, then the main one.
 
     Raises:
-        SpecError: a stage is a team of devices, or stages differ in their number format.
+        SpecError: a stage is a team of devices, stages differ in their number format, or some of a
+            layer's experts are on the host and others are not.
     """
     dtype = _PLAIN[single_dtype(plan, "llama.cpp")]
-    servers = tuple(_stage_server(plan, stage) for stage in plan.stages)
+    has_host = any(stage.host_threads for stage in plan.stages)
+    if has_host:
+        _check_host(plan)
+    servers = () if has_host else tuple(_stage_server(plan, stage) for stage in plan.stages)
     weights, download = weights_of(plan)
     convert = Command(
         name="convert",
@@ -175,7 +186,7 @@ def llama_cpp_commands(plan: Plan) -> Export:
             *("--outtype", dtype, "--outfile", _PLAIN_MODEL),
         ),
     )
-    is_quantized = {*plan.bits, plan.head_width} != {16}
+    is_quantized = {*plan.bits, *_expert_bits(plan).values(), plan.head_width} != {16}
     # Without a type of its own, a tied embedding gets the output's, any other the file's.
     embedding = ("--token-embedding-type", dtype) if plan.head_width == 16 else ()
     quantize = Command(
@@ -185,16 +196,11 @@ def llama_cpp_commands(plan: Plan) -> Export:
         arguments=(
             *("llama-quantize", "--tensor-type-file", _TYPE_FILE),
             *("--output-tensor-type", _TYPES.get(plan.head_width, dtype), *embedding),
-            *(_PLAIN_MODEL, _MODEL, dtype.upper()),
+            *(_PLAIN_MODEL, _MODEL, _FILE_TYPE),
         ),
     )
-    first = plan.device_of(plan.stages[0]).node
-    main = Command(
-        name="main",
-        purpose=f"Run on node {first}, after the servers of all stages.",
-        node=first,
-        arguments=_main_arguments(plan, first, _MODEL if is_quantized else _PLAIN_MODEL),
-    )
+    model = _MODEL if is_quantized else _PLAIN_MODEL
+    main = _process_with_experts(plan, model) if has_host else _main(plan, model)
     prepare = (*download, convert, *((quantize,) if is_quantized else ()))
     return Export(
         commands=(*prepare, *servers, main),
@@ -203,18 +209,18 @@ def llama_cpp_commands(plan: Plan) -> Export:
             "3, 4 and 8 bits are q3_K, q4_K and q8_0: 3.44, 4.5 and 8.5 bits a weight. Rows of "
             "q3_K and q4_K are multiples of 256; llama-quantize falls back to other types.",
             "The head is on the last stage; the plan counts it on the first.",
-            "RPC servers have no authentication: keep them on a network of your own.",
+            "The plan's host computes experts for prompts too; llama.cpp copies those that a "
+            "prompt needs to its GPUs. A larger --ubatch-size makes that faster where memory is "
+            "left."
+            if has_host
+            else "RPC servers have no authentication: keep them on a network of your own.",
         ),
     )
 
 
 def _stage_server(plan: Plan, stage: StageAssignment) -> Command:
     own = plan.device_of(stage)
-    if own.members > 1:
-        raise SpecError(
-            f"export to llama.cpp: found {own.members} devices that share the layers of stage "
-            f"{stage.rank}, expected one device a stage"
-        )
+    _check_members(plan, stage)
     is_local = own.node == plan.device_of(plan.stages[0]).node
     kind = kind_of(plan, stage)
     arguments = [
@@ -236,19 +242,92 @@ def _stage_server(plan: Plan, stage: StageAssignment) -> Command:
     )
 
 
-def _main_arguments(plan: Plan, first: str, model: str) -> tuple[str, ...]:
+def _check_members(plan: Plan, stage: StageAssignment) -> None:
+    own = plan.device_of(stage)
+    if own.members > 1:
+        raise SpecError(
+            f"export to llama.cpp: found {own.members} devices that share the layers of stage "
+            f"{stage.rank}, expected one device a stage"
+        )
+
+
+def _check_host(plan: Plan) -> None:
+    """Check that one process with the GPUs of its node can run a plan with experts on the host."""
+    first = plan.device_of(plan.stages[0]).node
+    for stage in plan.stages:
+        own = plan.device_of(stage)
+        _check_members(plan, stage)
+        if own.node != first or kind_of(plan, stage) == "cpu":
+            raise SpecError(
+                f"export to llama.cpp: found experts on the host beside {own.label} of kind "
+                f"'{kind_of(plan, stage)}', expected all stages on GPUs of node {first}, whose "
+                "process computes the experts"
+            )
+        for one in () if stage.experts is None else stage.experts.layers:
+            if one.resident:
+                raise SpecError(
+                    f"export to llama.cpp: found {len(one.resident)} experts of layer {one.layer} "
+                    "on its device and others on the host, expected all or none there: the "
+                    "experts of a layer are one tensor"
+                )
+
+
+def _process_with_experts(plan: Plan, model: str) -> Command:
+    """Return the one command of a plan with experts on the host."""
+    apart = [
+        one.layer
+        for stage in plan.stages
+        if stage.experts is not None
+        for one in stage.experts.layers
+        if one.resident is not None
+    ]
+    if apart == list(range(len(apart))):
+        rule = "--n-cpu-moe", str(len(apart))
+    else:
+        rule = "--override-tensor", rf"blk\.({'|'.join(map(str, apart))}){EXPERTS}=CPU"
+    first = plan.device_of(plan.stages[0]).node
+    threads = max(stage.host_threads for stage in plan.stages)  # stages take turns
+    devices = [index for stage in plan.stages for index in local_devices(plan, stage)]
+    is_cuda = {kind_of(plan, stage) for stage in plan.stages} == {"cuda"}
+    return Command(
+        name="main",
+        purpose=f"Run on node {first}.",
+        node=first,
+        arguments=(
+            *("llama-server", "--model", model, *rule, "--threads", str(threads)),
+            *_shared_arguments(plan),
+        ),
+        environment={"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))} if is_cuda else {},
+    )
+
+
+def _main(plan: Plan, model: str) -> Command:
+    """Return the command of the process that uses a RPC server for each stage."""
     nodes = [plan.device_of(stage).node for stage in plan.stages]
-    hosts = ["127.0.0.1" if node == first else node for node in nodes]
+    hosts = ["127.0.0.1" if node == nodes[0] else node for node in nodes]
+    return Command(
+        name="main",
+        purpose=f"Run on node {nodes[0]}, after the servers of all stages.",
+        node=nodes[0],
+        arguments=(
+            *("llama-server", "--model", model),
+            *("--rpc", ",".join(f"{host}:{RPC_PORT + rank}" for rank, host in enumerate(hosts))),
+            *("--device", ",".join(f"RPC{rank}" for rank in range(len(hosts)))),
+            *_shared_arguments(plan),
+        ),
+    )
+
+
+def _shared_arguments(plan: Plan) -> tuple[str, ...]:
     sequences, tokens = plan.workload.batch, plan.workload.max_context_tokens
     form = {8: "q8_0", 4: "q4_0"}.get(plan.kv_bits)
     cache = () if form is None else ("--cache-type-k", form, "--cache-type-v", form)
+    rows = plan.micro_batching.prefill * plan.workload.prompt_tokens
     return (
-        *("llama-server", "--model", model),
-        *("--rpc", ",".join(f"{host}:{RPC_PORT + rank}" for rank, host in enumerate(hosts))),
-        *("--device", ",".join(f"RPC{rank}" for rank in range(len(hosts)))),
         *("--split-mode", "layer", "--tensor-split", tensor_split(plan)),
         *("--gpu-layers", str(plan.model.num_layers + 1)),
         *("--parallel", str(sequences), "--ctx-size", str(sequences * tokens)),
+        *("--ubatch-size", str(min(rows, PROMPT_CHUNK_TOKENS))),
         *cache,
     )
 
@@ -260,15 +339,32 @@ def tensor_split(plan: Plan) -> str:
     return ",".join(map(str, counts))
 
 
+def _expert_bits(plan: Plan) -> dict[int, int]:
+    """Return the bits of the experts of layers that have others than the rest of them."""
+    return {
+        one.layer: one.bits
+        for stage in plan.stages
+        if stage.experts is not None
+        for one in stage.experts.layers
+        if one.bits is not None
+    }
+
+
 def _tensor_types(plan: Plan, dtype: str) -> str:
-    """Return one rule a bitwidth: a pattern of tensor names, and their type."""
-    layers: dict[int, list[int]] = {}
-    for index, bits in enumerate(plan.bits):
-        layers.setdefault(bits, []).append(index)
+    """Return one rule a bitwidth: a pattern of tensor names, and their type; the first counts."""
+    experts, layers = _expert_bits(plan), dict(enumerate(plan.bits))
     return "".join(
-        rf"^blk\.({'|'.join(map(str, found))})\.={_TYPES.get(bits, dtype)}" + "\n"
-        for bits, found in layers.items()
+        rf"^blk\.({'|'.join(map(str, found))}){names}={_TYPES.get(bits, dtype)}" + "\n"
+        for widths, names in ((experts, EXPERTS), (layers, r"\."))
+        for bits, found in _by_bits(widths).items()
     )
+
+
+def _by_bits(widths: Mapping[int, int]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for layer, bits in widths.items():
+        found.setdefault(bits, []).append(layer)
+    return found
 
 
 MASTER_PORT = 29501
@@ -472,11 +568,18 @@ def export_plan(plan: Plan, engine: str) -> Export:
             f"export to {engine}: found stages that only prefill or only decode, expected stages "
             "that do both (plan without --schedule waa)"
         )
+    on_disk = [stage.rank for stage in plan.stages if stage.on_disk]
+    if on_disk:
+        raise SpecError(
+            f"export to {engine}: found weights on disk on stage {on_disk[0]}, expected all in "
+            "memory (plan with --no_streaming); llmpq-dist and llmpq-serve stream them"
+        )
     apart = [stage.rank for stage in plan.stages if stage.experts is not None]
-    if apart:
+    if apart and engine != "llama.cpp":
         raise SpecError(
             f"export to {engine}: found experts on the host or at bits of their own on stage "
-            f"{apart[0]}, expected none; llmpq-dist and llmpq-serve run such a plan"
+            f"{apart[0]}, expected none; llama.cpp, llmpq-dist and llmpq-serve "
+            "run such a plan"
         )
     empty = [stage.rank for stage in plan.stages if not stage.num_layers]
     if empty:

@@ -40,7 +40,7 @@ def additive_problem(problem: AssignmentProblem, layer_costs: FloatArray) -> Add
     positions = range(problem.num_positions)
     return AdditiveProblem(
         costs=layer_costs,
-        sizes=problem.costs.layer_bytes[list(problem.order)][:, problem.kinds],
+        sizes=problem.safe_bytes[list(problem.order)][:, problem.kinds],
         capacities=np.array([problem.capacity_bytes(position) for position in positions]),
     )
 

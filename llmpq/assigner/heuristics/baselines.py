@@ -361,7 +361,7 @@ def least_degradation_of_split(
     widths: list[int] = []
     for position in sorted(set(positions)):
         layers = [layer for layer, where in enumerate(positions) if where == position]
-        sizes = problem.costs.layer_bytes[problem.order[position]][problem.kinds[layers]]
+        sizes = problem.safe_bytes[problem.order[position]][problem.kinds[layers]]
         found = least_cost(
             AdditiveProblem(
                 costs=problem.omega[layers][None],

@@ -130,7 +130,7 @@ class Stages:
                 [
                     costs.prefill_s[group][kinds],
                     costs.decode_s[group][kinds],
-                    costs.layer_bytes[group][kinds].astype(np.float64),
+                    self.problem.safe_bytes[group][kinds].astype(np.float64),
                     self.problem.omega[layers],
                 ],
                 axis=2,

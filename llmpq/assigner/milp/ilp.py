@@ -277,6 +277,15 @@ class Program:
             sizes = [(item, scale * int(costs.layer_bytes[group, k, b])) for (k, b), item in cells]
             sizes += [(item, scale * size) for item, size in freed]
             self.lp.constrain(sizes, "<=", 1.0)
+            if costs.host_bytes[group].any():
+                self._add_host(position, cells)
+
+    def _add_host(self, position: int, cells: Sequence[tuple[tuple[int, int], int]]) -> None:
+        """What layers take of their host's memory below its capacity."""
+        group, capacity = self.problem.order[position], self.problem.host_capacity_bytes(position)
+        scale = 1.0 / (capacity * (1 - self.margin) + 0.5)
+        sizes = self.problem.costs.host_bytes[group]
+        self.lp.constrain(((item, scale * int(sizes[cell])) for cell, item in cells), "<=", 1.0)
 
     def _add_reads(
         self, group: int, cells: Sequence[tuple[tuple[int, int], int]]

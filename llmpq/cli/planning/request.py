@@ -92,6 +92,8 @@ def request_of(options: argparse.Namespace) -> PlanRequest:
         profile_dir=profile_dir,
         latency="fit" if devices.fit else "table",
         overrides=overrides,
+        # No other engine splits the experts of a layer.
+        whole_experts=getattr(options, "export", None) is not None,
     )
     if getattr(options, "policy", None) in get_args(SearchedPolicy):
         # Their searches move whole layers in memory.

@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-SLOTS = 2
-"""Of a ring: one is read by the device while the host writes the other."""
+from llmpq.spec.runtime_constants import HOST_LINK_SLOTS
+
 Rows = tuple[Tensor, Tensor, Tensor]
 """Rows ``[T, H]``, the experts of each ``[T, k]``, and their weights ``[T, k]``."""
 
@@ -59,7 +59,7 @@ class HostLink:
         self._is_pinned = is_pinned
         self._slots = [
             Slot(room=torch.empty(0, dtype=torch.uint8), sent=event(), read=event())
-            for _ in range(SLOTS)
+            for _ in range(HOST_LINK_SLOTS)
         ]
         self._next = 0
 
@@ -71,7 +71,7 @@ class HostLink:
             a tensor ``[T, H]`` of the dtype of the rows for their sum.
         """
         slot = self._slots[self._next]
-        self._next = (self._next + 1) % SLOTS
+        self._next = (self._next + 1) % HOST_LINK_SLOTS
         slot.read.synchronize()
         hidden, index, weights = rows
         forms = (

@@ -60,7 +60,8 @@ def test_limited_programs_equal_brute_force(block: int) -> None:
         groups = tuple(range(problem.num_positions))
         wide = {
             name: np.resize(values, (len(groups), *values.shape[1:]))
-            for name in ("prefill_s", "decode_s", "layer_bytes", "stream_bytes", "stream_prefill_s",
+            for name in ("prefill_s", "decode_s", "layer_bytes",
+                         "host_bytes", "host_capacity_bytes", "stream_bytes", "stream_prefill_s",
                 "stream_decode_s", "total_bytes", "runtime_bytes",
                          "temporary_bytes", "master_bytes", "master_prefill_s", "master_decode_s")
             for values in [getattr(problem.costs, name)]

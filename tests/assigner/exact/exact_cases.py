@@ -89,6 +89,8 @@ def _random_pair(
         prefill_s=prefill,
         decode_s=decode,
         layer_bytes=size,
+        host_bytes=np.zeros_like(size),
+        host_capacity_bytes=np.zeros(groups, dtype=np.int64),
         stream_bytes=np.zeros_like(size),
         stream_prefill_s=np.zeros(groups),
         stream_decode_s=np.zeros(groups),
@@ -125,6 +127,41 @@ def with_disks(rng: np.random.Generator, space: SearchSpace) -> SearchSpace:
             )
         )
     return replace(space, pairs=tuple(pairs))
+
+
+def with_hosts(rng: np.random.Generator, space: SearchSpace) -> SearchSpace:
+    """The same problem where hosts of some groups may hold a part of layers, as further widths."""
+    kept = rng.uniform(0.05, 0.5)
+    has_host = rng.random(space.num_groups) < 0.85
+    is_possible = (rng.random(space.pairs[0].layer_bytes.shape[:2]) < 0.85) & has_host[:, None]
+    # From room for less than a layer of a device to room for all layers at all widths.
+    room = np.exp(rng.uniform(-1, 2.5, space.num_groups)) * has_host
+    slower = np.exp(rng.normal(0, 1.0, space.num_groups))[:, None, None]
+    pairs = []
+    for pair in space.pairs:
+        own = np.where(is_possible[:, :, None], (kept * pair.layer_bytes).astype(np.int64), 10**9)
+        apart = np.where(is_possible[:, :, None], pair.layer_bytes - own, 0)
+        pairs.append(
+            replace(
+                pair,
+                prefill_s=np.concatenate([pair.prefill_s, slower * pair.prefill_s], axis=2),
+                decode_s=np.concatenate([pair.decode_s, slower * pair.decode_s], axis=2),
+                layer_bytes=np.concatenate([pair.layer_bytes, own], axis=2),
+                stream_bytes=np.tile(pair.stream_bytes, 2),
+                host_bytes=np.concatenate([0 * apart, apart], axis=2),
+                host_capacity_bytes=(room * pair.layer_bytes.mean()).astype(np.int64),
+            )
+        )
+    limits = (
+        None if space.limits is None else space.limits.of_columns([*range(len(space.bits))] * 2)
+    )
+    return replace(
+        space,
+        pairs=tuple(pairs),
+        bits=(*space.bits, *space.bits),
+        omega=np.tile(space.omega, 2),
+        limits=limits,
+    )
 
 
 def best_value(space: SearchSpace, orders: str) -> float:
@@ -195,6 +232,7 @@ def _values(
         held = pair.layer_bytes[cell].sum(axis=1) - read.sum(axis=1)
         held += STREAM_BUFFERS * read.max(axis=1, initial=0)
         fits &= held <= room
+        fits &= pair.host_bytes[cell].sum(axis=1) <= pair.host_capacity_bytes[group]
     hops = [(order[a], order[b]) for a, b in itertools.pairwise(used)]
     back = (order[used[-1]], order[0])
     alone = len(used) == 1

@@ -117,7 +117,7 @@ def test_too_many_kinds_of_layers_are_not_covered() -> None:
     pair = space.pairs[0]
     wide = {
         name: np.repeat(getattr(pair, name), 8, axis=1)
-        for name in ("prefill_s", "decode_s", "layer_bytes", "stream_bytes")
+        for name in ("prefill_s", "decode_s", "layer_bytes", "host_bytes", "stream_bytes")
     }
     spread = replace(pair, **wide, kv_bytes=np.zeros(8, dtype=np.int64))
     assert solve_exact(replace(space, pairs=(spread,), kinds=many), orders="types").value_s > 0

@@ -37,7 +37,7 @@ def noncontiguous_bound(space: SearchSpace, pair: PairCosts, multipliers: np.nda
     mu, nu = multipliers[:size], multipliers[2 * size : 3 * size]
     links = multipliers[size : 2 * size].sum(), multipliers[3 * size : 4 * size].sum()
     alpha, memory = multipliers[4 * size], multipliers[4 * size + 1 : 5 * size + 1]
-    kappa = multipliers[6 * size + 1]
+    kappa = multipliers[7 * size + 1]
     assert (multipliers >= 0).all()
     assert (counts * mu).sum() + links[0] <= peak_prefill * (1 + 1e-9) + 1e-12
     spent = (counts * nu).sum() + links[1] + branch * alpha

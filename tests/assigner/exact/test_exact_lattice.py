@@ -72,6 +72,8 @@ def test_interchangeable_groups_are_entered_in_one_order_only() -> None:
                 "prefill_s",
                 "decode_s",
                 "layer_bytes",
+                "host_bytes",
+                "host_capacity_bytes",
                 "stream_bytes",
                 "stream_prefill_s",
                 "stream_decode_s",

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from exact_cases import Shape, best_value, random_space, with_hosts
 from helpers.builders import cluster_of, layer_spec, model_spec, plan_request, sensitivity
 from helpers.small_clusters import optimum_s
 
 from llmpq.assigner.constraints.resolve import Overrides
+from llmpq.assigner.enumeration import device_orders, lower_bounds, most_layers
+from llmpq.assigner.exact.search import solve_exact
 from llmpq.assigner.forecast import evaluate_plan
+from llmpq.assigner.milp.ilp import IlpOptions, solve_ilp
+from llmpq.assigner.objective import SearchSpace
 from llmpq.assigner.planner import make_plan
-from llmpq.assigner.request import PlanRequest, build_task, omega_of
+from llmpq.assigner.request import PlanRequest, build_task, costs_of, omega_of
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec.cluster import DeviceHost, LinkSpec
 from llmpq.spec.devices.figures import DeviceEntry
 from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
-from llmpq.spec.plan import Plan
+from llmpq.spec.plan import MicroBatching, Plan
 from llmpq.spec.precision import BITS
 from llmpq.spec.workload import Workload
 
@@ -130,6 +136,84 @@ def test_plans_equal_trying_everything(block: int) -> None:
     assert apart >= BLOCK // 4
 
 
+SPACES = 20
+
+
+def random_shape(rng: np.random.Generator) -> Shape:
+    counts = [(1,), (2,), (1, 1), (1,), (2,), (1, 1), (1, 1, 1)]
+    chosen = counts[rng.integers(len(counts))]
+    return Shape(
+        counts=chosen,
+        layers=int(rng.integers(3, 8 - sum(chosen))),
+        widths=2,
+        kinds=int(rng.integers(1, 3)),
+        pairs=int(rng.integers(1, 3)),
+        formula=["steady", "paper"][rng.integers(2)],
+        memory=float(rng.choice([0.3, 0.5, 0.7, 0.9, 1.2])),
+        link=float(rng.choice([0, 0.3, 3])),
+        theta=float(rng.choice([0, 0.1, 1, 10])),
+        budget=[None, None, 0.3, 0.1][rng.integers(4)],
+    )
+
+
+def exact(space: SearchSpace):
+    try:
+        return solve_exact(space, orders="types")
+    except InfeasibleError:
+        return None
+
+
+def host_shares(space: SearchSpace, found) -> list[float]:
+    """The share of its host's memory that each stage with any takes."""
+    return [
+        stage.host_bytes / found.problem.host_capacity_bytes(stage.position)
+        for stage in found.evaluation.stages
+        if stage.host_bytes
+    ]
+
+
+@pytest.mark.parametrize(
+    "block",
+    [pytest.param(b, marks=[] if b < 4 else pytest.mark.slow) for b in range(15)],
+)
+def test_the_memory_of_hosts_is_a_second_limit(block: int) -> None:
+    """Searches, bounds and programs against every choice of layers, widths and places."""
+    rng = np.random.default_rng(9000 + block)
+    used, pressed = 0, 0
+    for _ in range(SPACES):
+        shape = random_shape(rng)
+        whole = random_space(rng, shape)
+        space = with_hosts(rng, whole)
+        want, found = best_value(space, "types"), exact(space)
+        held = [
+            most_layers(pair, np.array(space.group_counts), space.kinds.tolist())
+            for pair in space.pairs
+        ]
+        assert max(held) == space.num_layers or math.isinf(want), shape
+        programs = [
+            solve_ilp(space.problem(pair, order), IlpOptions(solver="highs")).evaluation
+            for pair in space.pairs
+            for order in device_orders(space.group_counts, "types")
+        ]
+        by_programs = min((one.objective_s for one in programs if one), default=math.inf)
+        assert by_programs == pytest.approx(want, rel=1e-6), shape
+        if found is None:
+            assert math.isinf(want), shape
+            continue
+        assert found.gap <= 1e-6
+        assert found.value_s == pytest.approx(want, rel=1e-9), shape
+        alone = exact(whole)
+        assert alone is None or found.value_s <= alone.value_s * (1 + 1e-9)
+        assert lower_bounds(space).min() <= want * (1 + 1e-9)
+        for proof in found.proofs:
+            assert proof.bound_s <= want * (1 + 1e-9) or proof.bound_s > found.value_s * (1 - 1e-9)
+        shares = host_shares(space, found)
+        used += bool(shares)
+        pressed += any(share > 0.6 for share in shares)
+    assert used >= SPACES // 4
+    assert pressed >= SPACES // 20
+
+
 @pytest.mark.parametrize("block", range(2))
 def test_programs_equal_trying_everything(block: int) -> None:
     for seed in range(500 + block * 6, 506 + block * 6):
@@ -150,6 +234,7 @@ def gpu_request(memory_bytes: int, **overrides) -> PlanRequest:
         "model": expert_model(6, has_dense=False),
         "cluster": replace(cluster, nodes=(node,), device_types=(XEON,)),
         "bits": (16,),
+        "whole_experts": True,
     }
     return plan_request(**(values | overrides))
 
@@ -160,17 +245,80 @@ def test_as_many_layers_as_needed_have_experts_apart():
     (stage,), (estimate,) = plan.stages, plan.estimate.stages
     assert 0 < stage.num_apart < 6
     assert stage.experts.threads == 4
-    assert estimate.memory.host == stage.num_apart * 8 * 3 * 512 * 512 * 2
+    buffers = buffers_of(request, plan, (16,))
+    assert estimate.memory.host == stage.num_apart * 8 * 3 * 512 * 512 * 2 + buffers
     assert plan.schema == 2
     with pytest.raises(InfeasibleError):
         make_plan(replace(request, whole_layers=True))
 
 
-def test_a_host_without_room_for_all_experts_gets_none():
-    most = 6 * 8 * 3 * 512 * 512 * 2
-    assert num_apart(make_plan(gpu_request(most))) > 0
+@pytest.mark.parametrize("less", [30, 40, 45])
+def test_a_share_of_experts_is_never_worse_than_all_or_none(less: int) -> None:
+    def at(**options) -> PlanRequest:
+        request = gpu_request(10**9, bits=(16, 4), theta_s=0.1, **options)
+        node = request.cluster.nodes[0]
+        device = node.devices[0]
+        device = replace(device, memory_bytes=device.memory_bytes - less * 10**6)
+        nodes = (replace(node, devices=(device,)),)
+        return replace(request, cluster=replace(request.cluster, nodes=nodes))
+
+    whole, shared = make_plan(at()), make_plan(at(whole_experts=False))
+    apart = whole.stages[0].experts
+    assert apart is None or {one.resident for one in apart.layers} == {()}
+    assert shared.estimate.objective_s <= whole.estimate.objective_s * (1 + 1e-9)
+    assert build_task(at(whole_experts=False)).apart[2:]
+
+
+def test_a_share_fills_the_memory_of_the_device():
+    plan = make_plan(gpu_request(10**9, whole_experts=False))
+    (stage,), (estimate,) = plan.stages, plan.estimate.stages
+    resident = {len(one.resident) for one in stage.experts.layers}
+    assert max(resident) > 0
+    free = estimate.capacity_bytes - estimate.memory.total
+    assert 0 <= free < 2 * EXPERTS  # of one layer
+
+
+EXPERTS = 8 * 3 * 512 * 512
+"""Experts of a layer: at 16 bits twice as many bytes."""
+
+
+def buffers_of(request: PlanRequest, plan: Plan, bits: tuple[int, ...]) -> int:
+    """Bytes beside experts of these bits in the memory of the host, at the plan's batch sizes."""
+    (device,), sizes = request.cluster.devices, plan.micro_batching
+    experts = [(0, width) for width in bits]
+    return costs_of(request).host_buffer_bytes(device, request.workload, sizes, experts)
+
+
+ONE_BATCH = Overrides(micro_batching=MicroBatching(prefill=1, decode=1))
+
+
+def test_a_host_holds_the_experts_of_as_many_layers_as_it_has_room_for():
+    request = gpu_request(10**9, overrides=ONE_BATCH)
+    plan = make_plan(request)
+    most = num_apart(plan) * 2 * EXPERTS + buffers_of(request, plan, (16,))
+    assert plan.estimate.stages[0].memory.host == most
+    assert num_apart(make_plan(gpu_request(most, overrides=ONE_BATCH))) == num_apart(plan)
     with pytest.raises(InfeasibleError):
-        make_plan(gpu_request(most - 1))
+        make_plan(gpu_request(most - 1, overrides=ONE_BATCH))
+
+
+def test_a_small_host_takes_fewer_bits_of_some_layers_only():
+    """A device with room for dense parts alone; a host for four layers at 16 bits, and 8 at 8."""
+    request = gpu_request(10**9, bits=(16, 8), theta_s=1e3, overrides=ONE_BATCH)
+    node = request.cluster.nodes[0]
+    plan = make_plan(replace(request, bits=(16,)))
+    needed = plan.estimate.stages[0].memory
+    host = replace(
+        node.devices[0].host,
+        memory_bytes=8 * EXPERTS + 5 * 8 * 512 * 8 + buffers_of(request, plan, (16, 8)),
+    )
+    dense = needed.weights - (6 - num_apart(plan)) * 2 * EXPERTS
+    device = replace(node.devices[0], memory_bytes=needed.total - needed.weights + dense, host=host)
+    cluster = replace(request.cluster, nodes=(replace(node, devices=(device,)),))
+    found = make_plan(replace(request, cluster=cluster))
+    assert num_apart(found) == 6
+    assert sorted(found.bits) == [8, 8, 8, 8, 16, 16]
+    assert found.estimate.stages[0].memory.host <= host.memory_bytes
 
 
 def test_the_rate_of_scattered_reads_of_a_host_is_needed():
@@ -200,8 +348,43 @@ def test_an_error_counts_layers_that_fit_with_experts_apart():
         assert "weights of 6 layers at 16 bits 84.1 MiB" in str(error.value)
 
 
+@pytest.mark.parametrize("budget", [None, 0.01])
+def test_a_host_that_is_too_small_is_named_at_once(budget: int | None) -> None:
+    """Devices alone would hold all layers with all experts apart, and the host none of these."""
+    small = gpu_request(10**9, whole_experts=False, bits=(16, 8))
+    node = small.cluster.nodes[0]
+    device = replace(node.devices[0], memory_bytes=node.devices[0].memory_bytes - 50 * 10**6)
+    host = replace(device.host, memory_bytes=4 * EXPERTS + 10**6)
+    nodes = (replace(node, devices=(replace(device, host=host),)),)
+    request = replace(small, cluster=replace(small.cluster, nodes=nodes), quality_budget=budget)
+    with pytest.raises(InfeasibleError, match=r"[2-5] of 6 layers fit at 8 bits") as error:
+        make_plan(request)
+    assert re.search(r"for experts their host 25\.\d MiB", str(error.value))
+
+
+def test_a_budget_that_the_host_forbids_is_explained():
+    plan = make_plan(gpu_request(10**9, bits=(16, 8), overrides=ONE_BATCH))
+    request = gpu_request(10**9, bits=(16, 8), overrides=ONE_BATCH, quality_budget=0.0)
+    assert set(make_plan(request).bits) == {16}
+    room = 3 * 2 * EXPERTS + buffers_of(request, plan, (16, 8))
+    small = gpu_request(room, bits=(16, 8), overrides=ONE_BATCH, quality_budget=0.0)
+    node = small.cluster.nodes[0]
+    device = replace(node.devices[0], memory_bytes=node.devices[0].memory_bytes - 45 * 10**6)
+    cluster = replace(small.cluster, nodes=(replace(node, devices=(device,)),))
+    with pytest.raises(InfeasibleError, match=r"quality budget 0 cannot be met: .*memory forces"):
+        make_plan(replace(small, cluster=cluster))
+
+
 def test_bits_that_are_fixed_stay_with_experts_apart():
     overrides = Overrides(layer_bits=((0, 3, 8),))
     plan = make_plan(gpu_request(10**9, bits=(16, 8), theta_s=1e3, overrides=overrides))
     assert plan.bits[:3] == (8, 8, 8)
     assert num_apart(plan) > 0
+
+
+def test_out_of_time_the_plan_is_no_worse_than_bitwidth_transfer():
+    request = gpu_request(10**9, bits=(16, 8, 4), theta_s=1e3, whole_experts=False)
+    plan = make_plan(replace(request, time_limit_s=1e-9))
+    transfer = make_plan(request, "heuristic")
+    assert num_apart(transfer) > 0
+    assert plan.estimate.objective_s <= transfer.estimate.objective_s * (1 + 1e-9)

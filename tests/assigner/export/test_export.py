@@ -10,10 +10,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers.ranks import with_weights_on_disk
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmpq.assigner.export.export import export_plan, tensor_split, write_export
+from llmpq.assigner.export.export import ENGINES, export_plan, tensor_split, write_export
 from llmpq.errors import SpecError
 from llmpq.spec.cluster import Cluster, DeviceGroup, Node
 from llmpq.spec.plan import (
@@ -28,6 +29,7 @@ from llmpq.spec.plan import (
     StageEstimate,
     read_plan,
 )
+from llmpq.spec.precision import LayerExperts, StageExperts
 from llmpq.spec.workload import Workload
 
 NODE = {"a": ("T4-16G", "V100-32G"), "b": ("T4-16G", "T4-16G")}
@@ -168,6 +170,90 @@ def test_llama_cpp_has_a_server_a_stage_and_types_by_layer():
         assert kind == {16: "f16", 8: "q8_0", 4: "q4_k"}[bits]
 
 
+def with_experts(plan, layers, *, threads=4, rank=0, **options):
+    """The plan with the experts of layers of a stage on the host."""
+    own = tuple(LayerExperts(layer=layer, **({"resident": ()} | options)) for layer in layers)
+    stages = list(plan.stages)
+    stages[rank] = replace(stages[rank], experts=StageExperts(threads=threads, layers=own))
+    return replace(plan, stages=tuple(stages))
+
+
+ONE_NODE = {"a": ("T4-16G", "V100-32G")}
+TWO_GPUS = [(1, [16] * 3), (0, [8, 4, 4])]
+
+
+def overridden(main, num_layers):
+    """The experts' tensors that llama.cpp leaves on its CPU, by its own reading of arguments."""
+    if "--n-cpu-moe" in main.arguments:
+        patterns = [
+            rf"blk\.{n}\.ffn_(up|down|gate|gate_up)_(ch|)exps"
+            for n in range(int(values(main, "--n-cpu-moe")))
+        ]
+    else:
+        rules = values(main, "--override-tensor").split(",")
+        patterns = [rule.partition("=")[0] for rule in rules]
+        assert {rule.partition("=")[2] for rule in rules} == {"CPU"}
+    parts = ("attn_q", "ffn_gate_inp", "ffn_up_shexp", "ffn_up_exps", "ffn_gate_up_exps")
+    names = [f"blk.{n}.{part}.weight" for n in range(num_layers) for part in parts]
+    return {name for name in names if any(re.search(pattern, name) for pattern in patterns)}
+
+
+@given(st.sets(st.integers(0, 11), min_size=1))
+def test_llama_cpp_leaves_experts_of_these_layers_on_its_cpu(layers):
+    plan = plan_of([(0, [4] * 12)], on=cluster({"a": ("T4-16G",)}))
+    main = export_plan(with_experts(plan, sorted(layers)), "llama.cpp").commands[-1]
+    assert overridden(main, 12) == {
+        f"blk.{n}.{part}.weight" for n in layers for part in ("ffn_up_exps", "ffn_gate_up_exps")
+    }
+    assert ("--n-cpu-moe" in main.arguments) == (layers == set(range(len(layers))))
+
+
+def test_llama_cpp_computes_experts_in_the_process_that_has_the_gpus():
+    plan = plan_of(TWO_GPUS, on=cluster(ONE_NODE), kv_bits=8)
+    plan = with_experts(plan, [1], threads=3)
+    plan = with_experts(plan, [4, 5], threads=6, rank=1, bits=3)
+    found = export_plan(plan, "llama.cpp")
+    assert [command.name for command in found.commands] == [
+        *("download", "convert", "quantize", "main"),
+    ]
+    main = found.commands[-1]
+    assert "--rpc" not in main.arguments
+    assert "--device" not in main.arguments
+    assert main.environment["CUDA_VISIBLE_DEVICES"] == "1,0"
+    assert values(main, "--tensor-split") == "3,4"
+    assert values(main, "--threads") == "6"
+    assert (values(main, "--ctx-size"), values(main, "--parallel")) == ("192", "4")
+    assert values(main, "--ubatch-size") == "32"
+    assert values(main, "--cache-type-v") == "q8_0"
+    rules = [line.split("=") for line in found.files["tensor_types.txt"].split()]
+
+    def type_of(name):
+        return next(kind for pattern, kind in rules if re.search(pattern, name))
+
+    kinds = ["f16", "f16", "f16", "q8_0", "q4_k", "q4_k"]
+    assert [type_of(f"blk.{n}.attn_q.weight") for n in range(6)] == kinds
+    assert [type_of(f"blk.{n}.ffn_up_exps.weight") for n in range(6)] == [
+        *kinds[:4],
+        *("q3_k", "q3_k"),
+    ]
+    assert type_of("blk.4.ffn_up_shexp.weight") == "q4_k"
+
+
+def test_rules_for_tensors_count_in_a_file_of_a_quantized_format():
+    """llama-quantize ignores them where the file's own format is not (llama_tensor_get_type)."""
+    found = export_plan(plan_of([(0, [16, 4])]), "llama.cpp")
+    assert named(found, "quantize").arguments[-1] == "Q8_0"
+    rules = [line.split("=") for line in found.files["tensor_types.txt"].split()]
+    assert {kind for pattern, kind in rules if re.search(pattern, "blk.0.attn_q.weight")} == {"f16"}
+
+
+def test_bits_of_experts_alone_make_a_file_of_types():
+    plan = with_experts(plan_of([(0, [16] * 2)]), [1], bits=8, resident=None)
+    found = export_plan(plan, "llama.cpp")
+    assert found.files["tensor_types.txt"].splitlines()[0].endswith("exps=q8_0")
+    assert named(found, "stage-0")
+
+
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=8))
 def test_tensor_split_gives_every_stage_its_layers(counts):
     """load_tensors of llama.cpp: upper_bound of float(i) / (L + 1) among the running shares."""
@@ -201,6 +287,27 @@ CPU = {"a": ("cpu",), "b": ("T4-16G",)}
         ("sglang", plan_of([(0, [16])], on=cluster(CPU)), "of kind 'cpu'"),
         ("llama.cpp", plan_of([(0, [16])], on=cluster(tensor_parallel=2)), "one device a stage"),
         ("vllm", plan_of([(0, []), (1, [4])]), "no layers on stage 0"),
+        ("vllm", with_experts(plan_of([(0, [4])]), [0]), "found experts on the host or at bits"),
+        ("sglang", with_experts(plan_of([(0, [4])]), [0]), "found experts on the host or at bits"),
+        (
+            "llama.cpp",
+            with_experts(plan_of([(0, [4]), (2, [4])]), [0]),
+            "found experts on the host beside b/T4-16G#0 .*expected all stages on GPUs of node a",
+        ),
+        (
+            "llama.cpp",
+            with_experts(plan_of([(0, [4])], on=cluster(CPU)), [0]),
+            "beside a/cpu#0 of kind 'cpu', expected all stages on GPUs of node a",
+        ),
+        (
+            "llama.cpp",
+            with_experts(plan_of([(0, [4])]), [0], resident=(2, 5)),
+            "found 2 experts of layer 0 on its device and others on the host, expected all or none",
+        ),
+        *(
+            (engine, with_weights_on_disk(plan_of([(0, [4])])), "found weights on disk on stage 0")
+            for engine in ENGINES
+        ),
         ("vllm", replace(plan_of([(0, [16])]), head_bits=8), "a head of 8 bits"),
         ("sglang", replace(plan_of([(0, [4])]), head_bits=8), "a head of 8 bits"),
     ],

@@ -440,7 +440,8 @@ def test_experts_of_a_gptq_checkpoint(order, share, model_dir, counts, pool, tmp
         _stage(tmp_path / "gptq", 4, experts=_apart(counts, share, 8), host=pool)
 
 
-def test_a_planned_strategy_runs_in_the_memory_that_it_states(model_dir, counts, expected):
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_planned_strategy_runs_in_the_memory_that_it_states(model_dir, whole, expected):
     """Two groups of cores, of which the first has too little memory for all experts."""
     host = DeviceHost(type="mine", threads=1, memory_bytes=10**9)
     entry = DeviceEntry(type="mine", like="cpu", gather_bytes_per_s=1e9)
@@ -457,18 +458,22 @@ def test_a_planned_strategy_runs_in_the_memory_that_it_states(model_dir, counts,
             kv_bits=32,
             bits=(16,),
             overrides=Overrides(micro_batching=MicroBatching(prefill=2, decode=4)),
+            whole_experts=whole,
             **options,
         )
 
     whole = planner.make_plan(request(10**10, whole_layers=True)).estimate.stages[0].memory
     plan = planner.make_plan(request(whole.total - 300_000))
-    assert plan.stages[0].num_apart == 2
+    assert plan.stages[0].num_apart == 2 + (not whole)
     answers, measured = run_threads(plan, model_dir, _requests())
     assert _tokens(answers) == expected
     planned, held = plan.estimate.stages[0].memory, measured.stages[0].held
     assert planned.weights == held.weights
-    assert planned.host == 2 * 10 * 3 * 64 * 32 * 4
-    assert planned.host <= held.host
+    buffers = 3 * 512 * (2 * 64 + 3 * 32) * 4  # choices of a call; rows in, between and out
+    on_host = sum(10 - len(one.resident) for one in plan.stages[0].experts.layers)
+    assert on_host == 20 if whole else 10 < on_host < 20
+    assert planned.host == on_host * 3 * 64 * 32 * 4 + buffers
+    assert planned.host == held.host or not HAS_STEPS
 
 
 def test_decode_steps_of_an_accelerator_are_not_captured(model_dir, counts):

@@ -13,6 +13,7 @@
 typedef struct {
     uint64_t counts;
     int64_t bytes, held; /* all, and at least in memory */
+    int64_t host;        /* of the device's host */
     double prefill, decode, degradation, price;
 } State;
 
@@ -95,9 +96,10 @@ static int extend(Sweep *w, const LagrangianTables *t, int k, int c, int size, d
             state.price += price[b];
             state.bytes += p->bytes[cell + b];
             state.held += p->bytes[cell + b] - p->streamable[cell + b];
+            state.host += p->host[cell + b];
             state.degradation += p->omega[c * B + b];
             if (state.price + rest >= limit || state.held > p->capacity[k] ||
-                state.degradation > p->budget)
+                state.host > p->host_capacity[k % p->groups] || state.degradation > p->budget)
                 continue;
             state.prefill += p->prefill[cell + b], state.decode += p->decode[cell + b];
             state.counts += w->radix[p->kind[c] * B + b];
@@ -205,11 +207,12 @@ static int emit(Sweep *w, Columns *s, const LagrangianTables *t, const double *x
                 int c, int size, double allowed) {
     const Problem *p = t->problem;
     int g = k % p->groups, found = 0;
-    double memory = x[at_memory(p, k)] / t->byte_unit;
+    double memory = x[at_memory(p, k)] / t->byte_unit, host = x[at_host(p, g)] / t->byte_unit;
     for (int j = 0; j < size; j++) {
         State *state = w->now + j;
         double prefill = state->prefill, decode = state->decode;
-        double price = state->price + memory * (double)(p->capacity[k] - state->bytes);
+        double price = state->price + memory * (double)(p->capacity[k] - state->bytes) +
+                       host * (double)(p->host_capacity[g] - state->host);
         if (state->held < state->bytes) {
             if (state->bytes > p->capacity[k]) {
                 int64_t read = least_streamed(w, p, state, k, a, c);

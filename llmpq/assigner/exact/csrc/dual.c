@@ -73,6 +73,7 @@ static double relaxed_layers(const Relaxation *r, const double *x, double *gradi
         gradient[at_decode(p, g)] += parts.decode;
         gradient[at_sum(p)] += parts.decode;
         gradient[at_memory(p, g)] += parts.bytes / r->byte_unit;
+        gradient[at_host(p, g)] += parts.host / r->byte_unit;
         gradient[at_budget(p)] += omega[best];
     }
     return total;
@@ -97,6 +98,9 @@ static double relaxed_evaluate(void *context, const double *x, double *gradient)
         double held = p->capacity[g] > 0 ? (double)p->capacity[g] / r->byte_unit : 0;
         bound -= r->lattice->count[g] * x[at_memory(p, g)] * held;
         gradient[at_memory(p, g)] -= r->lattice->count[g] * held;
+        double host = r->lattice->count[g] * ((double)p->host_capacity[g] / r->byte_unit);
+        bound -= x[at_host(p, g)] * host;
+        gradient[at_host(p, g)] -= host;
     }
     if (!isfinite(p->budget)) return bound;
     gradient[at_budget(p)] -= p->budget;
@@ -227,6 +231,7 @@ static void shape(const Dual *d, double value) {
     }
     d->weight[at_sum(p)] = p->steady ? p->rounds : 0;
     for (int k = 0; k < 2 * T; k++) d->weight[at_memory(p, k)] = k < d->memory;
+    for (int t = 0; t < T; t++) d->weight[at_host(p, t)] = d->memory > 0 && p->host_capacity[t] > 0;
     d->weight[at_budget(p)] = isfinite(p->budget);
     d->weight[at_floor(p)] = d->floor;
     for (int j = 0; j < multipliers(p); j++)

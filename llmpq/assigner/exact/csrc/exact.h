@@ -10,7 +10,7 @@
 #include <math.h>
 #include <stdint.h>
 
-#define EXACT_ABI 3
+#define EXACT_ABI 4
 enum { EXACT_DONE = 0, EXACT_OVERFLOW = 1, EXACT_DEADLINE = 2, EXACT_NO_MEMORY = 3 };
 
 /* One micro-batch pair. With P and D the largest prefill and decode times of stages and links,
@@ -23,6 +23,9 @@ typedef struct {
     const double *prefill, *decode;                /* [T, K, B] seconds of one layer */
     const int64_t *bytes;                          /* [T, K, B] */
     const int64_t *capacity;                       /* [C] */
+    /* What layers take of the memory of a device's host, and how much it has for a device. */
+    const int64_t *host;                           /* [T, K, B] bytes */
+    const int64_t *host_capacity;                  /* [T] */
     /* Weights that may rest on disk. A stage that does not fit reads the least bytes of whole
      * layers that let it fit, beside `buffers` of the largest of them; its times are then at least
      * those of reading. */
@@ -83,16 +86,18 @@ typedef struct {
 } Search;
 
 /* Multipliers: [T] prefill stages, [T] prefill links, [T] decode stages, [T] decode links,
- * [1] decode sum, [C] memory (seconds per mean layer), [1] quality budget, [1] prefill floor. */
+ * [1] decode sum, [C] memory (seconds per mean layer), [T] memory of hosts (the same), [1] quality
+ * budget, [1] prefill floor. */
 static inline int at_prefill(const Problem *p, int g) { return (void)p, g; }
 static inline int at_prefill_link(const Problem *p, int g) { return p->groups + g; }
 static inline int at_decode(const Problem *p, int g) { return 2 * p->groups + g; }
 static inline int at_decode_link(const Problem *p, int g) { return 3 * p->groups + g; }
 static inline int at_sum(const Problem *p) { return 4 * p->groups; }
 static inline int at_memory(const Problem *p, int k) { return 4 * p->groups + 1 + k; }
-static inline int at_budget(const Problem *p) { return 6 * p->groups + 1; }
-static inline int at_floor(const Problem *p) { return 6 * p->groups + 2; }
-static inline int multipliers(const Problem *p) { return 6 * p->groups + 3; }
+static inline int at_host(const Problem *p, int g) { return 6 * p->groups + 1 + g; }
+static inline int at_budget(const Problem *p) { return 7 * p->groups + 1; }
+static inline int at_floor(const Problem *p) { return 7 * p->groups + 2; }
+static inline int multipliers(const Problem *p) { return 7 * p->groups + 3; }
 
 /* The Lagrangian of one pair on the lattice, at given multipliers. */
 typedef struct {
@@ -164,7 +169,7 @@ double sum_price(const Problem *p, const double *x);
  * is at least (1 - split) of the one and split of the other; a layer is on disk where that is
  * cheaper than its memory. */
 typedef struct {
-    double prefill, decode, bytes;
+    double prefill, decode, bytes, host;
 } Parts;
 Parts layer_parts(const Problem *p, const double *x, int k, int kind, int b, double unit);
 /* Price of such parts on class k. */

@@ -32,18 +32,20 @@ double parts_price(const Problem *p, const double *x, int k, Parts parts, double
     int g = k % p->groups;
     return (1 + x[at_prefill(p, g)]) * parts.prefill +
            (sum_price(p, x) + x[at_decode(p, g)]) * parts.decode +
-           x[at_memory(p, k)] * (parts.bytes / unit);
+           x[at_memory(p, k)] * (parts.bytes / unit) + x[at_host(p, g)] * (parts.host / unit);
 }
 
 Parts layer_parts(const Problem *p, const double *x, int k, int kind, int b, double unit) {
     int g = k % p->groups, j = (g * p->kinds + kind) * p->bits + b;
-    Parts parts = {.prefill = p->prefill[j], .decode = p->decode[j], .bytes = (double)p->bytes[j]};
+    Parts parts = {.prefill = p->prefill[j], .decode = p->decode[j]};
+    parts.bytes = (double)p->bytes[j], parts.host = (double)p->host[j];
     double share = p->split[g], read = (double)p->streamable[j];
     parts.prefill *= 1 - share, parts.decode *= 1 - share;
     if (p->streamable[j] == 0) return parts;
     Parts on_disk = {.prefill = parts.prefill + share * p->stream_prefill[g] * read,
                      .decode = parts.decode + share * p->stream_decode[g] * read,
-                     .bytes = parts.bytes - read};
+                     .bytes = parts.bytes - read,
+                     .host = parts.host};
     int is_cheaper = parts_price(p, x, k, on_disk, unit) < parts_price(p, x, k, parts, unit);
     return is_cheaper ? on_disk : parts;
 }
@@ -154,7 +156,8 @@ static void fill_prices(LagrangianTables *t, const double *x) {
         double computed = 1 - p->split[g];
         t->fixed[k] = computed * (1 + x[at_prefill(p, g)]) * p->master_prefill[k] +
                       computed * (sum_price(p, x) + x[at_decode(p, g)]) * p->master_decode[k] -
-                      x[at_memory(p, k)] * ((double)p->capacity[k] / t->byte_unit);
+                      x[at_memory(p, k)] * ((double)p->capacity[k] / t->byte_unit) -
+                      x[at_host(p, g)] * ((double)p->host_capacity[g] / t->byte_unit);
     }
     tables_price_links(t, x);
 }
@@ -243,17 +246,19 @@ static void add_stage(const LagrangianTables *t, const double *x, int k, int fir
     int g = k % p->groups;
     double computed = 1 - p->split[g];
     double prefill = computed * p->master_prefill[k], decode = computed * p->master_decode[k];
-    double memory = -(double)p->capacity[k];
+    double memory = -(double)p->capacity[k], host = -(double)p->host_capacity[g];
     for (int i = first; i < end; i++) {
         int b = t->choice[(size_t)k * p->layers + i];
         Parts parts = layer_parts(p, x, k, p->kind[i], b, t->byte_unit);
-        prefill += parts.prefill, decode += parts.decode, memory += parts.bytes;
+        prefill += parts.prefill, decode += parts.decode;
+        memory += parts.bytes, host += parts.host;
         gradient[at_budget(p)] += p->omega[i * p->bits + b];
     }
     gradient[at_prefill(p, g)] += prefill;
     gradient[at_decode(p, g)] += decode;
     gradient[at_sum(p)] += decode;
     gradient[at_memory(p, k)] += memory / t->byte_unit;
+    gradient[at_host(p, g)] += host / t->byte_unit;
 }
 
 static void fill_gradient(const LagrangianTables *t, const double *x, double *gradient) {
