@@ -11,7 +11,8 @@ Random Llamas (benchmarks/sizes.py); layers and head have the same bits. The cas
   time of a plain sum of as many bytes;
 * ``prompts``: one prompt, by tokens and threads, beside llama.cpp;
 * ``batch16``: 16 prompts of 128 tokens, 32 new ones each: ``llmpq-dist`` with one stage of two
-  threads and with two stages of one, beside transformers' ``generate``.
+  threads and with two stages of one, beside transformers' ``generate``, and the share of the
+  speed of float32 products: the batch's products over the time of as many in one large product.
 
 Every run is a process of its own, the contenders run in turn. The first round searches the best
 settings of the others, one choice after another (``choices``); later rounds repeat the best. Ours
@@ -52,7 +53,8 @@ from workbench import (
 from llmpq.dist.launch.process_environment import cpu_environment
 from llmpq.spec.huggingface.families import load_model_dir
 
-OURS, LLAMA_CPP, TRANSFORMERS, MEMORY = "llmpq", "llama.cpp", "transformers", "memory"
+OURS, LLAMA_CPP, TRANSFORMERS = "llmpq", "llama.cpp", "transformers"
+MEMORY, PRODUCTS = "memory", "products"
 MODELS = ("125M", "594M", "1.5B")
 DECODE, PROMPTS, BATCH16 = "decode", "prompts", "batch16"
 TOKENS = (128, 512, 2048)
@@ -61,7 +63,7 @@ UBATCH = 512
 BATCH, PROMPT_TOKENS, NEW_TOKENS = 16, 128, 32
 WORKERS = 2
 """Threads of a run of ``batch16``: one stage has both, two stages one each."""
-EXPECTED_S = {DECODE: 6.0, PROMPTS: 8.0, BATCH16: 20.0, MEMORY: 4.0}
+EXPECTED_S = {DECODE: 6.0, PROMPTS: 8.0, BATCH16: 20.0, MEMORY: 4.0, PRODUCTS: 4.0}
 """Of a run with 125 M parameters until there are some; larger models take as much longer."""
 FACTORS = {"125M": 1.0, "594M": 4.0, "1.5B": 10.0}
 NOTES = {
@@ -69,7 +71,8 @@ NOTES = {
     "settings. The memory's speed is that of a plain sum of as many bytes by as many threads.",
     PROMPTS: "One prompt. llmpq: median; llama.cpp: best run of its best settings.",
     BATCH16: "16 prompts of 128 tokens, 32 new tokens each, two threads in all. llmpq: median; "
-    "transformers: best run of its faster format.",
+    "transformers: best run of its faster format. The float32 speed is that of torch's product of "
+    "two large matrices: 16 bits compute so where a processor has no bfloat16 products.",
 }
 TITLES = {DECODE: "Decode", PROMPTS: "Prompts", BATCH16: "A batch of 16"}
 COLUMNS = {
@@ -79,12 +82,13 @@ COLUMNS = {
     PROMPTS: ("model", "bits", "threads", "tokens", "llmpq, tokens/s", "least", "most",
               "llama.cpp, tokens/s", "llmpq / llama.cpp"),
     BATCH16: ("model", "bits", "stages", "llmpq, tokens/s", "least", "most",
-              "transformers, tokens/s", "its format", "llmpq / transformers"),
+              "transformers, tokens/s", "its format", "llmpq / transformers",
+              "of the float32 speed"),
 }  # fmt: skip
 BESIDE = {
     DECODE: ("llmpq, ms a step", "llmpq / llama.cpp", "of the memory's speed"),
     PROMPTS: ("llmpq, tokens/s", "llmpq / llama.cpp"),
-    BATCH16: ("llmpq, tokens/s", "llmpq / transformers"),
+    BATCH16: ("llmpq, tokens/s", "llmpq / transformers", "of the float32 speed"),
 }
 """Columns that pages show for every processor."""
 RANGES = {
@@ -93,6 +97,8 @@ RANGES = {
     BATCH16: {"of": "llmpq / transformers", "by": "stages"},
 }
 """Of which column pages state the range, by which other."""
+LIMITS = {DECODE: MEMORY, BATCH16: PRODUCTS}
+"""What bounds a case, measured beside it."""
 KEYS = {DECODE: 4, PROMPTS: 4, BATCH16: 3}
 """First columns of each table that tell its rows apart."""
 FIELDS = {
@@ -157,7 +163,7 @@ def measure_and_write(options: argparse.Namespace, folder: Path) -> None:
         return
     measure(kept, contenders, options.rounds, partial(run, folder, options))
     for topic in options.cases:
-        runs = [one for one in kept.runs if one["case"] in (topic, MEMORY)]
+        runs = [one for one in kept.runs if one["case"] in (topic, LIMITS.get(topic))]
         table = {
             "title": TITLES[topic], "columns": COLUMNS[topic], "keys": KEYS[topic],
             "beside": BESIDE[topic], "ranges": RANGES[topic],
@@ -222,6 +228,7 @@ def cases(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             if PROMPTS in options.cases:
                 yield from ({"case": PROMPTS, **same, "tokens": n} for n in options.tokens)
     for model in options.models if BATCH16 in options.cases else ():
+        yield {"case": PRODUCTS, "model": model}
         yield {"case": BATCH16, "model": model, "stages": 0}
         for bits, stages in product(options.bits, options.stages):
             yield {"case": BATCH16, "model": model, "bits": bits, "stages": stages}
@@ -229,8 +236,8 @@ def cases(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def names_of(case: Fields) -> tuple[str, ...]:
     """Return who runs a case, in turn."""
-    if case["case"] == MEMORY:
-        return (MEMORY,)
+    if case["case"] in LIMITS.values():
+        return (case["case"],)
     if case["case"] == BATCH16:
         return (OURS,) if case["stages"] else (TRANSFORMERS,)
     return OURS, LLAMA_CPP
@@ -344,6 +351,8 @@ def run(
         elif name == MEMORY:
             spec = load_model_dir(folder / case["model"])
             words = [MEMORY, str(sizes.read_bytes(spec, int(case["bits"])))]
+        elif name == PRODUCTS:
+            words = [PRODUCTS, case["model"]]
         else:
             count = case.get("sequences") or case["tokens"]
             words = [case["case"], case["model"], case["bits"], str(count)]
@@ -400,7 +409,26 @@ def _memory(_folder: Path, count: str) -> float:
     return int(count) / sizes.read_bytes_per_s(int(count))
 
 
-ONE = {DECODE: _decode, PROMPTS: _prompt, "generate": _generate, MEMORY: _memory}
+def _products(folder: Path, model: str) -> float:
+    spec = load_model_dir(folder / model)
+    in_layers = sizes.read_bytes(spec, 16) // 2 - spec.head_weights
+    per_sequence = (PROMPT_TOKENS + NEW_TOKENS - 1) * in_layers + NEW_TOKENS * spec.head_weights
+    return 2 * BATCH * per_sequence / float32_flops_per_s()
+
+
+def float32_flops_per_s(width: int = 2048) -> float:
+    """Return the operations a second of torch's product of two matrices, the best of ten."""
+    values, seconds = torch.ones(width, width), []
+    for _ in range(10):
+        start = time.perf_counter()
+        values @ values
+        seconds.append(time.perf_counter() - start)
+    return 2 * width**3 / min(seconds)
+
+
+ONE = {
+    DECODE: _decode, PROMPTS: _prompt, "generate": _generate, MEMORY: _memory, PRODUCTS: _products,
+}  # fmt: skip
 
 
 # Tables
@@ -455,6 +483,9 @@ def batch16_rows(_folder: Path, runs: Sequence[Fields]) -> list[list[Any]]:
     for key, found in groups(runs, BATCH16).items():
         ours = [BATCH * NEW_TOKENS / one["seconds"] for one in found[OURS]]
         others = [one for one in runs if one["run"] == TRANSFORMERS and one["model"] == key[0]]
+        limit = [
+            one["seconds"] for one in runs if one["run"] == PRODUCTS and one["model"] == key[0]
+        ]
         middle, theirs, dtype = statistics.median(ours), None, None
         if others:
             best = best_of(others)
@@ -462,6 +493,7 @@ def batch16_rows(_folder: Path, runs: Sequence[Fields]) -> list[list[Any]]:
         rows.append([
             *key, *rounded(middle, min(ours), max(ours), theirs), dtype,
             *rounded(theirs and middle / theirs),
+            *rounded(limit and middle * min(limit) / (BATCH * NEW_TOKENS)),
         ])  # fmt: skip
     return rows
 

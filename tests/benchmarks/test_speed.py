@@ -156,8 +156,11 @@ def test_rounds_run_in_turn_and_go_on_where_they_were(tmp_path):
 def test_all_cases_differ_and_can_be_selected():
     found = list(speed.cases(OPTIONS))
     assert len({tuple(sorted(one.items())) for one in found}) == len(found)
-    counts = {name: sum(one["case"] == name for one in found) for name in (*speed.TITLES, "memory")}
-    assert counts == {"decode": 16, "prompts": 16, "batch16": 2 * (4 + 1), "memory": 8}
+    counts = {name: sum(one["case"] == name for one in found)
+              for name in (*speed.TITLES, *speed.LIMITS.values())}  # fmt: skip
+    assert counts == {
+        "decode": 16, "prompts": 16, "batch16": 2 * (4 + 1), "memory": 8, "products": 2,
+    }  # fmt: skip
     only = Namespace(**{**vars(OPTIONS), "cases": ["prompts"], "models": ["594M"], "bits": ["3"]})
     assert {(one["case"], one["model"], one["bits"]) for one in speed.cases(only)} == {
         ("prompts", "594M", "3")
@@ -197,9 +200,26 @@ def test_prompts_and_batches_are_tokens_a_second():
         for dtype, s in (("float32", 4.0), ("bfloat16", 8.0))
     ]
     ours = {**batch, "bits": "4", "stages": 2, "run": "llmpq", "seconds": 2.0}
-    assert speed.batch16_rows(Path(), [*others, ours]) == [
-        ["125M", "4", 2, 256.0, 256.0, 256.0, 128.0, "float32", 2.0]
+    limit = {"case": "products", "model": "125M", "run": "products", "seconds": 1.5}
+    assert speed.batch16_rows(Path(), [*others, ours, limit]) == [
+        ["125M", "4", 2, 256.0, 256.0, 256.0, 128.0, "float32", 2.0, 0.75]
     ]
+    assert speed.batch16_rows(Path(), [*others, ours])[0][-1] is None
+
+
+def test_the_least_time_of_a_batch_is_that_of_its_products(tiny_model, monkeypatch):
+    model = tiny_model("llama")
+    spec = sizes.load_model_dir(model)
+    monkeypatch.setattr(speed, "float32_flops_per_s", lambda: 1e9)
+    layers = sum(
+        op.count * op.out_features * op.in_features
+        for kind in spec.layer_kinds
+        for op in spec.layer_types[kind].linears
+    )
+    tokens = 16 * (128 + 31)
+    assert speed._products(model.parent, model.name) == pytest.approx(
+        2e-9 * (tokens * layers + 16 * 32 * spec.head_weights), rel=0.05
+    )
 
 
 @pytest.mark.parametrize("topic", speed.TITLES)
