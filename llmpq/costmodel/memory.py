@@ -612,6 +612,8 @@ def _buffer_bytes(step: ForwardShape, layer: LayerSpec) -> int:
         mixed = _mixer(layer)
         channels, values = max(op.out_features for op in mixed[:-1]), mixed[-1].in_features
         width += values
+        if any("qkvz" in op.name for op in mixed):  # by key heads; copied apart
+            width += sum(op.out_features for op in mixed[:-1])
         choices += DTYPE_BYTES["float32"] * (channels + values)
     return rows * (width * DTYPE_BYTES[step.dtype] + codes + choices)
 

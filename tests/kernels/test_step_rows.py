@@ -142,6 +142,22 @@ def test_residuals_with_a_factor(dtype):
     assert not torch.allclose(x[ROWS:], expected[ROWS:])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_copy_of_heads_changes_nothing_between_them(dtype):
+    program = StepProgram(dtype)
+    joined, apart = program.buffer("joined", HEADS * 3 * 5), program.buffer("apart", 7 + HEADS * 5)
+    joined.copy_(_random(*joined.shape, dtype=dtype))
+    apart.fill_(-1.0)
+    part = joined.unflatten(1, (HEADS, 3 * 5))[:, :, 5:10]
+
+    program.copy(part, apart[:, 7:].unflatten(1, (HEADS, 5)))
+    _run(program)
+
+    assert torch.equal(apart[:ROWS, 7:], part[:ROWS].flatten(1))
+    assert (apart[:, :7] == -1).all()
+    assert (apart[ROWS:] == -1).all()
+
+
 def test_rows_of_other_sizes_have_no_operators():
     program = StepProgram(torch.float32)
     odd = program.buffer("odd", 24)

@@ -51,7 +51,7 @@ from llmpq.kernels.base import PackedWeight, PreparedWeight
 from llmpq.native_build import NotCompiledError, library_path
 from llmpq.spec.precision import Precision
 
-ABI = 24
+ABI = 25
 DONE = 0
 
 _COMMON = ("-std=gnu11", "-O3", "-Wno-psabi", "-fPIC", "-shared")

@@ -56,6 +56,7 @@ class Kind(IntEnum):
     DELTA_GATE = auto()
     MAMBA_FACTORS = auto()
     MAMBA_NORM = auto()
+    COPY = auto()
     PRODUCTS = auto()
     ATTEND = auto()
     GATHER = auto()
@@ -113,6 +114,15 @@ class GateRows(Structure):
         *((name, c_int64) for name in ("gate_row", "up_row", "y_row", "columns")),
         *((name, c_float) for name in ("alpha", "limit")),
         ("activation", c_int32),
+    )
+
+
+class CopyRows(Structure):
+    """A copy of heads."""
+
+    _fields_ = (
+        *((name, Heads) for name in ("x", "y")),
+        *((name, c_int64) for name in ("heads", "columns")),
     )
 
 
@@ -356,6 +366,11 @@ class StepProgram:
             activation: one of ``ACTIVATIONS``.
         """
         self.append(Kind.GATE, gate_rows(gate, up, y, activation))
+
+    def copy(self, x: Tensor, y: Tensor) -> None:
+        """Append ``y = x``, ``[R, H, d]``, both by any stride of rows and heads."""
+        heads, columns = x.shape[1:]
+        self.append(Kind.COPY, CopyRows(x=_heads(x), y=_heads(y), heads=heads, columns=columns))
 
     def products(
         self, x: Tensor, outputs: Sequence[tuple[Tensor, PreparedWeight | Tensor, Tensor | None]]

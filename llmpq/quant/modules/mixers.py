@@ -259,24 +259,26 @@ def _gated_delta(mixer: Any, dtype: torch.dtype) -> MixerForm | None:
     if not delta.fits(dtype):
         return None
     project: Callable[[Tensor], DeltaInputs]
+    inputs: Callable[[StepProgram, Sequence[Tensor]], DeltaInputs]
+    projections: tuple[str, ...]
     if _has(mixer, _APART):
-        project = partial(_project_apart, mixer)
+        projections, project, inputs = _APART, partial(_project_apart, mixer), _inputs_apart
     elif _has(mixer, _TOGETHER):
-        project = partial(_project_together, mixer)
+        projections, project = _TOGETHER[:2], partial(_project_together, mixer)
+        inputs = partial(_inputs_together, mixer)
     else:
         return None
 
     def append(program: StepProgram, made: Sequence[Tensor], states: States) -> Tensor:
-        mixed, gate, beta, decay = made
-        found = DeltaInputs(mixed=mixed, gate=gate, beta=beta, decay=decay)
+        found = inputs(program, made)
         return delta.append(program, found, states[CONVOLUTION], states[RECURRENCE])
 
     return MixerForm(
         run=lambda hidden, rows, states: delta(
             project(hidden), rows, states[CONVOLUTION], states[RECURRENCE]
         ),
-        projections=_APART,
-        append=append if _has(mixer, _APART) else None,
+        projections=projections,
+        append=append,
     )
 
 
@@ -297,3 +299,26 @@ def _project_together(mixer: Any, hidden: Tensor) -> DeltaInputs:
     query, key, value, gate, beta, decay = (part[0].flatten(1) for part in parts)
     mixed = torch.cat([query, key, value], dim=-1)
     return DeltaInputs(mixed=mixed, gate=gate, beta=beta, decay=decay)
+
+
+def _inputs_apart(_program: StepProgram, made: Sequence[Tensor]) -> DeltaInputs:
+    mixed, gate, beta, decay = made
+    return DeltaInputs(mixed=mixed, gate=gate, beta=beta, decay=decay)
+
+
+def _inputs_together(mixer: Any, program: StepProgram, made: Sequence[Tensor]) -> DeltaInputs:
+    """Append the copies that undo the order of the key heads."""
+    keys, values, heads = mixer.key_dim, mixer.value_dim, mixer.num_k_heads
+    sizes = {"mixed": 2 * keys + values, "gate": values, "beta": mixer.num_v_heads}
+    sizes["decay"] = sizes["beta"]
+    found = {name: program.buffer(f"mixer {name}", size) for name, size in sizes.items()}
+    query, key, value = torch.split(found["mixed"], [keys, keys, values], dim=1)
+    for joined, targets in (
+        (made[0], (query, key, value, found["gate"])),
+        (made[1], (found["beta"], found["decay"])),
+    ):
+        shares = [one.shape[1] // heads for one in targets]
+        parts = torch.split(joined.view(len(joined), heads, -1), shares, dim=2)
+        for part, target, share in zip(parts, targets, shares, strict=True):
+            program.copy(part, target.view(len(target), heads, share))
+    return DeltaInputs(**found)

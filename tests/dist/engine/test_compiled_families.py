@@ -116,6 +116,7 @@ CASES = {
     "solar_open": ("solar_open", {}),
     "lfm2": ("lfm2", _CONVOLUTIONS),
     "lfm2_moe": ("lfm2_moe", {**_CONVOLUTIONS, "num_dense_layers": 1}),
+    "qwen3_next": ("qwen3_next", _HYBRID),
     "qwen3_5_text": ("qwen3_5_text", _HYBRID),
     "qwen3_5_moe_text": ("qwen3_5_moe_text", _HYBRID),
     "granitemoehybrid": ("granitemoehybrid", {**_HYBRID, "attention_multiplier": 0.3}),
@@ -129,7 +130,6 @@ CASES = {
 }  # fmt: skip
 """Model type and fields of the configuration."""
 REFUSED = {
-    "inputs by key heads": ("qwen3_next", _HYBRID, "layer 0: the state of Qwen3NextGatedDeltaNet"),
     "groups of experts": (
         "glm4_moe", {"n_group": 2, "topk_group": 1}, "layer 1: the router Glm4MoeTopkRouter"
     ),
@@ -186,7 +186,7 @@ def test_tokens_are_those_of_generate(case, tmp_path, monkeypatch):
     _assert_few_bits_are_those_of_the_layers(path)
 
 
-@pytest.mark.parametrize("case", ["qwen3_5_text", "granitemoehybrid", "lfm2"])
+@pytest.mark.parametrize("case", ["qwen3_next", "qwen3_5_text", "granitemoehybrid", "lfm2"])
 def test_states_go_on_from_one_part_of_a_prompt_to_the_next(case, tmp_path):
     path = _save(tmp_path, *CASES[case])
     stage, reference = _stage(path, 16), load_reference(path)

@@ -206,5 +206,5 @@ int kernels_rows(const Weight *weight, const int64_t *rows, void *out, int64_t c
 }
 
 int kernels_abi(void) {
-    return 24;
+    return 25;
 }

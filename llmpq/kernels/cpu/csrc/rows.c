@@ -172,4 +172,14 @@ void gate_row(const GateRows *o, int64_t m, int type) {
         else clamp_typed(o, m, TYPE_BF16);
     }
 }
+
+/* ---- copies ---------------------------------------------------------------------------------- */
+
+void copy_row(const CopyRows *o, int64_t m, int type) {
+    const int64_t size = type == TYPE_F32 ? 4 : 2;
+    const char *x = (const char *)o->x.data + m * o->x.row * size;
+    char *y = (char *)o->y.data + m * o->y.row * size;
+    for (int64_t head = 0; head < o->heads; head++)
+        memcpy(y + head * o->y.head * size, x + head * o->x.head * size, o->columns * size);
+}
 #endif

@@ -39,9 +39,15 @@ typedef struct {
     int32_t activation;
 } GateRows;
 
+typedef struct {
+    Heads x, y;
+    int64_t heads, columns; /* of each head: y becomes x */
+} CopyRows;
+
 void norm_row_heads(const NormRows *o, int64_t m);
 void add_row(const AddRows *o, int64_t m, int type);
 void rotate_row(const RotateRows *o, int64_t m, int type);
 void gate_row(const GateRows *o, int64_t m, int type);
+void copy_row(const CopyRows *o, int64_t m, int type);
 
 #endif

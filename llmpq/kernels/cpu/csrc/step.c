@@ -20,8 +20,8 @@
 #include <stdlib.h>
 
 enum { NORM, ADD, ROTATE, GATE, PREPARE, STORE, ROUTE, COMBINE };
-enum { DELTA_FACTORS = COMBINE + 1, DELTA_GATE, MAMBA_FACTORS, MAMBA_NORM };
-enum { PRODUCTS = MAMBA_NORM + 1, ATTEND, GATHER, ACTIVATE, EXPERTS, CONVOLVE, DELTA, MAMBA };
+enum { DELTA_FACTORS = COMBINE + 1, DELTA_GATE, MAMBA_FACTORS, MAMBA_NORM, COPY };
+enum { PRODUCTS = COPY + 1, ATTEND, GATHER, ACTIVATE, EXPERTS, CONVOLVE, DELTA, MAMBA };
 enum { SUBMIT = MAMBA + 1, COLLECT };
 enum { DENSE_BF16, PLAIN, PACKED_BF16, PACKED_FLOAT, LLM_INT8, PACKED_INT8 };
 enum { MOST_PRODUCTS = 4, SPINS = 1000 };
@@ -142,6 +142,7 @@ static void on_row(const Step *step, const Slots *slots, const Operator *operato
     case DELTA_FACTORS: delta_factors((void *)what, m); break;
     case DELTA_GATE: delta_gate((void *)what, m); break;
     case MAMBA_NORM: mamba_norm((void *)what, m); break;
+    case COPY: copy_row(what, m, step->type); break;
     case MAMBA_FACTORS: {
         Mamba own = mamba_of(step, what);
         mamba_factors(&own, m);
