@@ -314,7 +314,10 @@ class ClusterCosts:
         """
         if bits not in self.specs[device.group].bits:
             return self.capacity_bytes(device) + 1
-        return memory.layer_weight_bytes(self.model, kind, bits, self.format_of(device))
+        form = self.format_of(device)
+        on_cpu = self.specs[device.group].kind == "cpu"
+        more = memory.absorbed_bytes(self.model, kind, form) if on_cpu else 0
+        return memory.layer_weight_bytes(self.model, kind, bits, form) + more
 
     def variant_bytes(self, device: Device, kind: int, variant: Variant) -> tuple[int, int]:
         """Return the bytes of one layer's weights on a device, and on its host."""

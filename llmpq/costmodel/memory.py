@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from llmpq.spec.devices.figures import DeviceKind
 from llmpq.spec.families import PIECE_TOKENS, family_of
-from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec
+from llmpq.spec.model import LayerSpec, LinearSpec, ModelSpec, most_absorbed
 from llmpq.spec.plan import MicroBatching
 from llmpq.spec.precision import BITS, DTYPE_BYTES, Dtype, needs_scratch, stored_bytes
 from llmpq.spec.runtime_constants import (
@@ -62,6 +62,18 @@ def layer_weight_bytes(
             plain = stored_bytes(None, precision, dtype, *shape)
             total += op.count * (stored_bytes(kernel, precision, dtype, *shape) - plain)
     return total
+
+
+def absorbed_bytes(model: ModelSpec, kind: int, dtype: Dtype) -> int:
+    """Return the bytes of what takes queries of latent attention to the latent vectors on a CPU.
+
+    It is the operator that makes keys and values, once more in the run's format, where the kernel
+    takes the vectors (``llmpq/quant/modules/latent.py``).
+    """
+    layer = model.layer_types[kind]
+    if not absorbs_latents(layer):
+        return 0
+    return sum(op.weight_parameters for op in _expanding(layer)) * DTYPE_BYTES[dtype]
 
 
 def expert_bytes(model: ModelSpec, kind: int, bits: int, dtype: Dtype) -> int:
@@ -225,6 +237,26 @@ def fits_kernel(layer: LayerSpec) -> bool:
     """Whether the kernel of CPUs that reads blocks in place takes a layer's heads."""
     lanes = layer.head_dim % HEAD_LANES
     return layer.value_dim is None and lanes == 0 and layer.head_dim <= MAX_PAGED_HEAD_DIM
+
+
+def absorbs_latents(layer: LayerSpec) -> bool:
+    """Whether the kernel of CPUs reads the latent vectors of a layer as keys and values."""
+    if layer.value_dim is None:
+        return False
+    read = layer.head_dim + layer.value_dim
+    return read % HEAD_LANES == 0 and read <= MAX_PAGED_HEAD_DIM
+
+
+def _most_absorbed(layer: LayerSpec, rotated: int) -> int:
+    keys_and_values = sum(op.out_features for op in _expanding(layer)) // layer.num_heads
+    queries = [op.out_features for op in layer.linears if op.name.endswith(("q_proj", "q_b_proj"))]
+    plain = queries[0] // layer.num_heads - rotated
+    return most_absorbed(layer.head_dim, rotated, plain, keys_and_values - plain)
+
+
+def _expanding(layer: LayerSpec) -> list[LinearSpec]:
+    """Return the operators that make keys and values of latent vectors."""
+    return [op for op in layer.linears if op.name.endswith("kv_b_proj")]
 
 
 def is_attention(op: LinearSpec) -> bool:
@@ -467,7 +499,8 @@ def _layer_bytes(
     bias = 4 * layer.num_heads * step.context if has_bias else 0
     mixed = _recurrence(step, layer, on_cpu=on_cpu) if layer.state_values else 0
     if layer.num_heads:  # both in layers of Falcon-H1
-        mixed += _attention(step, layer, in_place=in_place or has_parts)
+        absorbs = on_cpu and absorbs_latents(layer)
+        mixed += _attention(step, layer, in_place=in_place or has_parts or absorbs)
         mixed += decode_parts_bytes(step, layer) if has_parts else 0
     worst = max(
         step.of(2 * step.model.hidden_size, 4),  # a norm in float32
@@ -480,7 +513,7 @@ def _layer_bytes(
 
 def _attention(step: ForwardShape, layer: LayerSpec, *, in_place: bool) -> int:
     if layer.value_dim is not None:
-        return _latents(step, layer, layer.value_dim)
+        return _latents(step, layer, layer.value_dim, in_place=in_place)
     if not layer.num_heads:
         return 0
     value_bytes, family = DTYPE_BYTES[step.dtype], family_of(step.model.family)
@@ -553,16 +586,23 @@ def _mixer(layer: LayerSpec) -> list[LinearSpec]:
     return [op for op in mixed if op.name.startswith(f"{path}.")]
 
 
-def _latents(step: ForwardShape, layer: LayerSpec, value_dim: int) -> int:
+def _latents(step: ForwardShape, layer: LayerSpec, value_dim: int, *, in_place: bool) -> int:
     """Queries and outputs; latent vectors of the context, and what is made of them for all heads.
 
-    Whole prompts and chunks attend to what the cache returns of all their sequences.
+    Whole prompts and chunks attend to what the cache returns of all their sequences. In place,
+    queries and sums are latent vectors of every head, and long rows make keys and values of their
+    own alone.
     """
-    made = sum(op.out_features for op in layer.linears if op.name.endswith("kv_b_proj"))
+    made = sum(op.out_features for op in _expanding(layer))
     value, query = layer.num_heads * value_dim, layer.num_heads * layer.head_dim
     own = step.rows * (4 * query + made + 2 * value)
-    seen = step.batch * min(step.tokens, SCORE_BLOCK_TOKENS) * step.context
-    read = step.batch * step.context * 2 * (layer.kv_values_per_token + made + value)
+    rows = step.batch
+    if in_place:
+        most = _most_absorbed(layer, value_dim)
+        own += min(step.rows, step.batch * most) * 2 * query
+        rows = int(step.tokens > most)
+    seen = rows * min(step.tokens, SCORE_BLOCK_TOKENS) * step.context
+    read = rows * step.context * 2 * (layer.kv_values_per_token + made + value)
     return (own + read + seen) * DTYPE_BYTES[step.dtype]
 
 

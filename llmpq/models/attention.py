@@ -74,6 +74,11 @@ class KVShape:
         """Features of a key and of a value."""
         return self.head_dim, self.head_dim if self.value_dim is None else self.value_dim
 
+    @property
+    def read_dim(self) -> int:
+        """Features of a key as a kernel reads it: both of latent attention."""
+        return self.head_dim + (self.value_dim or 0)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedBatch:
@@ -317,8 +322,16 @@ class KVView(RowsView, Protocol):
         """Whether keys and values are read as they were written."""
         ...
 
-    def attend(self, query: Tensor, options: ScoreOptions) -> Tensor:
-        """Attend to the stored keys and values: ``[1, N, H, d]`` from ``[1, H, N, d]``."""
+    def attend(
+        self, query: Tensor, options: ScoreOptions, rows: Sequence[int] | None = None
+    ) -> Tensor:
+        """Attend to the stored keys and values: ``[1, N, H, d]`` from ``[1, H, N, d]``.
+
+        Args:
+            query: of the tokens of all rows, or of ``rows``.
+            options: of the scores.
+            rows: the same ones in every layer, in their order; ``None`` for all.
+        """
         ...
 
     def read(self, row: int) -> tuple[Tensor, Tensor]:
@@ -344,6 +357,11 @@ class KVView(RowsView, Protocol):
 
 class KVStore(Protocol):
     """Keys and values in blocks, such as ``llmpq.dist.kv.cache.KVCache``."""
+
+    @property
+    def attends(self) -> bool:
+        """Whether a compiled kernel attends to the blocks in place."""
+        ...
 
     def view(self, batch: PackedBatch, *, returns_all: bool = False) -> KVView:
         """Return the view of the rows of ``batch`` for one forward pass.
@@ -389,6 +407,8 @@ def on_device(values: NDArray[Any], device: torch.device) -> Tensor:
     return found.pin_memory().to(device, non_blocking=True)
 
 
+LATENT = "llmpq_latent"
+"""Name of the module, in one of latent attention, that attends to latent vectors as they are."""
 PACKED_ATTENTION = "llmpq_packed"
 """Name of :func:`attend` in the registry of transformers."""
 _REGISTRY = "ALL_ATTENTION_FUNCTIONS"
@@ -431,7 +451,6 @@ def attend(  # noqa: PLR0913  the arguments of attention functions
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention for transformers: ``[1, N, H, d]`` from ``[1, H, N, d]``."""
-    del module
     options = ScoreOptions(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=attention_mask.window,
@@ -439,7 +458,10 @@ def attend(  # noqa: PLR0913  the arguments of attention functions
         softcap=softcap,
         sinks=s_aux,
     )
-    return attention_mask.step.attend(query, key, value, options), None
+    step, latent = attention_mask.step, getattr(module, LATENT, None)
+    if latent is not None:
+        return latent(query, key, value, step, options), None
+    return step.attend(query, key, value, options), None
 
 
 AttentionInterface.register(PACKED_ATTENTION, attend)
@@ -498,6 +520,11 @@ class StepAttention:
     def batch(self) -> PackedBatch:
         """The rows."""
         return self._batch
+
+    @property
+    def paged_view(self) -> KVView | None:
+        """Their keys and values, where a kernel attends to them in place."""
+        return self._view if self._is_paged else None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions) -> Tensor:
         """Return ``[1, N, H, d]``; see :class:`Attention`."""

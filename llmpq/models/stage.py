@@ -141,6 +141,8 @@ class DecoderStage(nn.Module):
         self.attends_to_cache = (
             family.attends_to_cache and family.is_tested and not has_latent_attention(config)
         )
+        self.absorbs_latents = False
+        """Whether its latent attention reads latent vectors as they are, where a kernel can."""
         indices = range(first_layer, first_layer + len(layers))
         self.layout = layout_of(config)
         self._sources = [kv_sources(config)[index] for index in indices]
@@ -243,7 +245,8 @@ class DecoderStage(nn.Module):
             )
         if cache is None and any(batch.starts):
             raise SpecError("step: without a cache, expected rows that begin at position 0")
-        returns_all = not self.attends_to_cache
+        absorbs = self.absorbs_latents and cache is not None and cache.attends
+        returns_all = not (self.attends_to_cache or absorbs)
         view = None if cache is None else cache.view(batch, returns_all=returns_all)
         step = StepAttention(batch, view, returns_all=returns_all)
         positions = batch.positions.to(hidden.device)

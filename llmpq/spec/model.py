@@ -7,6 +7,7 @@ reads a ``config.json``; ``spec.catalog`` has named models.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -57,6 +58,24 @@ class LinearSpec:
     def active_weight_parameters(self) -> int:
         """Weights that one token is multiplied with."""
         return self.active * self.out_features * self.in_features
+
+
+def most_absorbed(latent: int, rotated: int, plain: int, width: int) -> int:
+    """Return the tokens of a row up to which absorbing them takes less arithmetic than expanding.
+
+    Of latent attention (DeepSeek-V2, Sec. 2.1): for each head and token so far, keys and values
+    take ``(n + v) L`` products once, and then a token of the row ``n + r + v``; absorbed, it takes
+    ``2 (L + r)``, as all cached features are summed. At least 1: a single token is in no block
+    before it attends.
+
+    Args:
+        latent: L, features of a latent vector.
+        rotated: r, of the rotated part of a key.
+        plain: n, of the rest.
+        width: v, of a value.
+    """
+    more = 2 * (latent + rotated) - (plain + rotated + width)
+    return max(1, (plain + width) * latent // more) if more > 0 else sys.maxsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

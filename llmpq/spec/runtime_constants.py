@@ -40,7 +40,7 @@ HOST_LINK_SLOTS: Final = 2
 writes the other."""
 HEAD_LANES: Final = 16
 """The attention kernel that reads blocks in place takes heads of a multiple of this size."""
-MAX_PAGED_HEAD_DIM: Final = 512
+MAX_PAGED_HEAD_DIM: Final = 576
 """Largest head of that kernel."""
 HEAD_ROW_MULTIPLE: Final = 16
 """Rows of a quantized head are filled up to a multiple of it, which the compiled kernels need."""

@@ -22,6 +22,7 @@ from llmpq.costmodel.memory import (
 from llmpq.dist.engine.executor import StageRunner, slot_row
 from llmpq.dist.kv.cache import KVCache
 from llmpq.models import DecoderStage, PackedBatch, build_layer, kv_shapes, load_config
+from llmpq.quant.modules.latent import absorb_latents_
 from llmpq.quant.modules.layer import fuse_norms_, quantize_layer_
 from llmpq.spec import catalog
 from llmpq.spec.huggingface.families import load_model_dir, model_from_config
@@ -171,6 +172,7 @@ def test_a_prompt_of_three_chunks_is_within_the_bound(tmp_path, monkeypatch, cas
     if not attends:  # heads that the kernel does not take
         monkeypatch.setattr("llmpq.dist.kv.cache.can_attend", lambda *_: False)
         monkeypatch.setattr(memory, "fits_kernel", lambda _: False)
+        monkeypatch.setattr(memory, "absorbs_latents", lambda _: False)
     model_type, changes = LONG[case]
     span = {"num_hidden_layers": 1, "max_position_embeddings": 4096, "n_layer": 1}
     fields = stored_fields(tiny_config(model_type, {**SIZES_OF_A_PROMPT, **span}, **changes))
@@ -189,10 +191,10 @@ def test_a_prompt_of_three_chunks_is_within_the_bound(tmp_path, monkeypatch, cas
         num_window_blocks=None if window is None else kept_blocks(tokens, window),
         dtype=torch.bfloat16,
     )
-    runner = StageRunner(
-        layers=DecoderStage(config, [layer], 0), cache=cache, device=torch.device("cpu"),
-        is_last=False,
-    )  # fmt: skip
+    stage = DecoderStage(config, [layer], 0)
+    stage.absorbs_latents = absorb_latents_(stage, torch.bfloat16)
+    device = torch.device("cpu")
+    runner = StageRunner(layers=stage, cache=cache, device=device, is_last=False)
     hidden = torch.randn(1, tokens, model.hidden_size).to(torch.bfloat16)
     with LiveTensors() as live:
         runner.run(hidden, [slot_row(0, (0, tokens), tokens, window=window)])

@@ -50,7 +50,8 @@ def _numbers(codes):
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim"), [(12, 4, 64), (4, 4, 16), (10, 2, 80), (7, 1, 128), (4, 2, 512)]
+    ("heads", "kv_heads", "dim"),
+    [(12, 4, 64), (4, 4, 16), (10, 2, 80), (7, 1, 128), (4, 2, 512), (20, 1, 576)],
 )
 @pytest.mark.parametrize("window", [None, 20])
 def test_each_row_attends_to_its_own_tokens(dtype, heads, kv_heads, dim, window, block_size):

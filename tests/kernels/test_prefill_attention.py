@@ -109,7 +109,7 @@ rows = st.lists(
 @given(
     rows=rows,
     heads=st.sampled_from([(1, 1), (6, 2), (4, 4), (7, 1), (40, 1)]),
-    dim=st.sampled_from([16, 48, 64, 80, 512]),
+    dim=st.sampled_from([16, 48, 64, 80, 512, 576]),
     block_size=st.sampled_from([16, 32]),
     kind=st.sampled_from(
         [

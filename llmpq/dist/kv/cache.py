@@ -177,11 +177,16 @@ class PlainKVStorage(KVStorage):
         self, shape: KVShape, size: tuple[int, int], dtype: torch.dtype, device: torch.device
     ) -> None:
         blocks, tokens = size
-        self._keys, self._values = (
-            torch.zeros((blocks, shape.heads, tokens, dim), dtype=dtype, device=device)
-            for dim in shape.dims
-        )
-        heads = PagedHeads(keys=self._keys, values=self._values)
+        whole = blocks, shape.heads, tokens
+        if shape.value_dim is None:
+            self._keys, self._values = (
+                torch.zeros((*whole, dim), dtype=dtype, device=device) for dim in shape.dims
+            )
+            heads = PagedHeads(keys=self._keys, values=self._values)
+        else:  # side by side, and read as keys that are values, too
+            both = torch.zeros((*whole, sum(shape.dims)), dtype=dtype, device=device)
+            self._keys, self._values = torch.split(both, list(shape.dims), dim=-1)
+            heads = PagedHeads(keys=both, values=both)
         super().__init__(shape, heads, (self._keys, self._values))
 
     def write(self, tokens: TokenIndex, key: Tensor, value: Tensor) -> None:
@@ -516,16 +521,16 @@ class KVCache:
 
         False if there is no such kernel: not a CPU, no compiler, an unsupported head size.
         """
-        if any(layer.shape.value_dim is not None for layer in self._layers):
-            return False
         stored = self._layers[0].paged_heads.keys.dtype
-        dims = {layer.shape.head_dim for layer in self._layers}
+        dims = {layer.shape.read_dim for layer in self._layers}
         is_known = all(can_attend(self.dtype, stored, dim, self.block_size) for dim in dims)
         return self.device.type == "cpu" and is_known
 
     @cached_property
     def attends_rows(self) -> bool:
         """Whether a kernel of GPUs attends to the blocks of rows of one token in place."""
+        if any(layer.shape.value_dim is not None for layer in self._layers):
+            return False
         dims = {dim for layer in self._layers for dim in layer.shape.dims}
         return not self.attends and paged_decode.can_attend(self.device, self.dtype, *dims)
 
@@ -735,7 +740,8 @@ class KVCacheView:
         self.attends = cache.attends and not returns_all
         self.attends_rows = cache.attends_rows and not returns_all
         self.is_exact = cache.is_exact
-        self._calls: dict[bool, PagedCall] = {}  # by whether a layer has blocks of its own
+        # By whether a layer has blocks of its own, and rows.
+        self._calls: dict[tuple[bool, tuple[int, ...] | None], PagedCall] = {}
         self._tokens: dict[bool, TokenIndex] = {}
         self._decode_rows: dict[bool, DecodeRows] = {}
         self._tables: dict[tuple[object, ...], tuple[Tensor, Tensor]] = {}
@@ -757,10 +763,14 @@ class KVCacheView:
         self._layer, self._layer_idx = (layer, key.dtype), layer_idx
         if not self.attends:
             layer.write(self._index(), key, value)
-        elif self._stores_late:
-            self._new = key, value
         else:
-            self._call().store((key, value), layer.paged_heads)
+            new = key, value
+            if layer.shape.value_dim is not None:
+                new = (torch.cat(new, dim=-1),) * 2
+            if self._stores_late:
+                self._new = new
+            else:
+                self._call().store(new, layer.paged_heads)
         if not self._returns_all:
             return key, value
         parts = []
@@ -773,11 +783,13 @@ class KVCacheView:
         """Let the next calls read a layer that has been updated and attended to in this step."""
         self._layer, self._layer_idx = (self._cache.layer(layer_idx), self._cache.dtype), layer_idx
 
-    def attend(self, query: Tensor, options: ScoreOptions) -> Tensor:
+    def attend(
+        self, query: Tensor, options: ScoreOptions, rows: Sequence[int] | None = None
+    ) -> Tensor:
         """Attend to the blocks in place; see ``KVView``."""
         layer, _ = self._last_update()
         new, self._new = self._new, None  # not kept beyond the layer
-        return self._call().attend(
+        return self._call(rows).attend(
             query,
             layer.paged_heads,
             new=new,
@@ -856,11 +868,13 @@ class KVCacheView:
         tables = self._cache.tables_of(self._batch, self._layer_idx)
         return tables, self._batch.starts, self._batch.counts
 
-    def _call(self) -> PagedCall:
-        """Return the kernel call of the layer's blocks."""
-        key = self._cache.has_window(self._layer_idx)
+    def _call(self, rows: Sequence[int] | None = None) -> PagedCall:
+        """Return the kernel call of the layer's blocks, for some rows or all."""
+        key = self._cache.has_window(self._layer_idx), None if rows is None else tuple(rows)
         if key not in self._calls:
-            self._calls[key] = PagedCall(*self._rows())
+            parts = self._rows()
+            chosen = parts if rows is None else [[part[row] for row in rows] for part in parts]
+            self._calls[key] = PagedCall(*chosen)
         return self._calls[key]
 
     def _index(self) -> TokenIndex:

@@ -118,7 +118,7 @@ class GateRows(Structure):
 
 
 class CopyRows(Structure):
-    """A copy of heads."""
+    """A copy of heads of rows, each with its strides."""
 
     _fields_ = (
         *((name, Heads) for name in ("x", "y")),

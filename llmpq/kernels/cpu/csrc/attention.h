@@ -6,7 +6,7 @@
 #include "step.h"
 #include <math.h>
 
-enum { MOST_DIM = 512, TYPE_INT8 = 3, TYPE_INT4 = 4 };
+enum { MOST_DIM = 576, TYPE_INT8 = 3, TYPE_INT4 = 4 };
 
 /* Where 16 tokens from position `at` (a multiple of 16) of a head begin. */
 INLINE int64_t place_of(const Attention *a, const int32_t *table, int64_t head, int64_t at) {
