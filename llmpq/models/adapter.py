@@ -813,7 +813,8 @@ def largest_window(config: PreTrainedConfig) -> int | None:
 
 def _kv_shape(config: PreTrainedConfig) -> KVShape:
     if has_latent_attention(config):
-        return KVShape(heads=1, head_dim=config.kv_lora_rank, value_dim=config.qk_rope_head_dim)
+        sizes = {"head_dim": config.kv_lora_rank, "value_dim": config.qk_rope_head_dim}
+        return KVShape(heads=1, **sizes, is_latent=True)
     head_dim = getattr(config, "head_dim", None) or (
         config.hidden_size // config.num_attention_heads
     )

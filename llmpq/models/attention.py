@@ -56,6 +56,8 @@ class KVShape:
         value_dim: features of a value; ``None`` for as many.
         window: tokens that a query sees, itself included; ``None`` for all.
         chunk: a query sees the tokens of its own chunk of this size; ``None`` for all.
+        is_latent: whether they are a latent vector and the rotated part of a key, which lie side by
+            side, and are read together.
     """
 
     heads: int
@@ -63,6 +65,7 @@ class KVShape:
     value_dim: int | None = None
     window: int | None = None
     chunk: int | None = None
+    is_latent: bool = False
 
     @property
     def kept_tokens(self) -> int | None:
@@ -76,8 +79,8 @@ class KVShape:
 
     @property
     def read_dim(self) -> int:
-        """Features of a key as a kernel reads it: both of latent attention."""
-        return self.head_dim + (self.value_dim or 0)
+        """Features of a key as a kernel reads it."""
+        return sum(self.dims) if self.is_latent else self.head_dim
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

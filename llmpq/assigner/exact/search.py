@@ -326,14 +326,15 @@ def _fitted(
         # Bytes over both memories, each relative to its own.
         excess = (np.maximum(0, after) / unit).sum(axis=0)
         dearer = prices - prices[rows, widths][:, None]
-        if (over > 0).any():
-            freed = (np.maximum(0, over) / unit[:, 0, 0]).sum() - excess
-            rate = np.where(freed > 0, dearer / np.where(freed > 0, freed, 1.0), np.inf)
-        else:
-            taken = (np.maximum(0, sizes - now[:, :, None]) / unit).sum(axis=0)
-            gains = (dearer < 0) & (excess <= 0)
-            rate = np.where(gains, dearer, np.inf) / np.maximum(taken, 1e-9)
-        if np.isinf(rate.min()):
+        with np.errstate(over="ignore"):  # prices of widths that no quality allows
+            if (over > 0).any():
+                freed = (np.maximum(0, over) / unit[:, 0, 0]).sum() - excess
+                rate = np.where(freed > 0, dearer / np.where(freed > 0, freed, 1.0), np.inf)
+            else:
+                taken = (np.maximum(0, sizes - now[:, :, None]) / unit).sum(axis=0)
+                gains = (dearer < 0) & (excess <= 0)
+                rate = np.where(gains, dearer, np.inf) / np.maximum(taken, 1e-9)
+        if rate.min() == np.inf:
             break
         layer, width = np.unravel_index(int(rate.argmin()), rate.shape)
         widths[layer] = width

@@ -178,7 +178,7 @@ class PlainKVStorage(KVStorage):
     ) -> None:
         blocks, tokens = size
         whole = blocks, shape.heads, tokens
-        if shape.value_dim is None:
+        if not shape.is_latent:
             self._keys, self._values = (
                 torch.zeros((*whole, dim), dtype=dtype, device=device) for dim in shape.dims
             )
@@ -521,6 +521,9 @@ class KVCache:
 
         False if there is no such kernel: not a CPU, no compiler, an unsupported head size.
         """
+        shapes = [layer.shape for layer in self._layers]
+        if any(one.value_dim is not None and not one.is_latent for one in shapes):
+            return False
         stored = self._layers[0].paged_heads.keys.dtype
         dims = {layer.shape.read_dim for layer in self._layers}
         is_known = all(can_attend(self.dtype, stored, dim, self.block_size) for dim in dims)
@@ -529,7 +532,7 @@ class KVCache:
     @cached_property
     def attends_rows(self) -> bool:
         """Whether a kernel of GPUs attends to the blocks of rows of one token in place."""
-        if any(layer.shape.value_dim is not None for layer in self._layers):
+        if any(layer.shape.is_latent for layer in self._layers):
             return False
         dims = {dim for layer in self._layers for dim in layer.shape.dims}
         return not self.attends and paged_decode.can_attend(self.device, self.dtype, *dims)
@@ -765,7 +768,7 @@ class KVCacheView:
             layer.write(self._index(), key, value)
         else:
             new = key, value
-            if layer.shape.value_dim is not None:
+            if layer.shape.is_latent:
                 new = (torch.cat(new, dim=-1),) * 2
             if self._stores_late:
                 self._new = new

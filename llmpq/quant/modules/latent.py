@@ -25,7 +25,9 @@ from llmpq.spec.model import most_absorbed
 from llmpq.spec.runtime_constants import KV_BLOCK_SIZE
 
 _logger = get_logger(__name__)
-_PARTS = ("kv_b_proj", "expand_kv", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+EXPANDING = "expand_kv"
+"""Method of transformers' modules of latent attention that makes keys and values."""
+_PARTS = ("kv_b_proj", EXPANDING, "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _PROOF_TOKENS = 3
 _PROOF_ERROR = 0.05
 """Largest error of a proof over the size of the output: formats of 16 bits round on the way."""
@@ -41,7 +43,7 @@ def absorb_latents_(stage: nn.Module, dtype: torch.dtype) -> bool:
         dtype: of hidden states.
     """
     parts = [one for one in stage.modules() if all(hasattr(one, name) for name in _PARTS)]
-    modules = [one for one in parts if _is_read(one, dtype)]
+    modules = [one for one in parts if can_absorb(one, dtype)]
     if len(modules) < len(parts):
         return False
     made = [AbsorbedLatents(module, dtype) for module in modules]
@@ -53,7 +55,7 @@ def absorb_latents_(stage: nn.Module, dtype: torch.dtype) -> bool:
     return True
 
 
-def _is_read(attention: nn.Module, dtype: torch.dtype) -> bool:
+def can_absorb(attention: nn.Module, dtype: torch.dtype) -> bool:
     """Return whether the kernel reads the latent vectors of a module of transformers."""
     module: Any = attention
     width = module.kv_b_proj.in_features + module.qk_rope_head_dim

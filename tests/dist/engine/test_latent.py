@@ -151,7 +151,7 @@ def test_the_plan_counts_both_copies(tmp_path, monkeypatch, dtype):
         return stored_bytes(stage.layers)
 
     both = held()
-    monkeypatch.setattr(latent, "_is_read", lambda *_: False)
+    monkeypatch.setattr(latent, "can_absorb", lambda *_: False)
     assert both - held() == sum(absorbed_bytes(spec, kind, dtype) for kind in spec.layer_kinds) > 0
 
 
