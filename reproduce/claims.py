@@ -949,6 +949,7 @@ NOT_CHECKED: Mapping[str, str] = {
     "kv-bits": MODELS,
     "kernels": "has ratios without their samples",
     "lanes": "counts tests",
+    "latent": MODELS,
     "loading": "reads cold files, which take thrice as long where others use the disk",
     "long-contexts": MODELS,
     "memory": MODELS,

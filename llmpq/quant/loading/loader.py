@@ -157,9 +157,8 @@ def load_stage(  # noqa: PLR0913  the stage, and where it goes; a worker has all
     use_huge_pages(*(part for place, part in enumerate(layers) if place not in on_disk))
     if any(hasattr(part, COMPILED) for part in stage.modules()):
         compile_mixers_(stage, dtype)
-    is_resident = load.device.type == "cpu" and not files
-    if is_resident and any(hasattr(part, EXPANDING) for part in stage.modules()):
-        stage.absorbs_latents = absorb_latents_(stage, dtype)
+    if load.device.type == "cpu" and any(hasattr(part, EXPANDING) for part in stage.modules()):
+        stage.absorbs_latents = not files and absorb_latents_(stage, dtype)
     if files:
         stage.streamed = StreamedWeights(
             {index - first_layer: _mapped_file(layer) for index, layer in files.items()}
