@@ -1,4 +1,4 @@
-"""Requests with the fields that Open WebUI, Continue and Cline send are answered.
+"""Requests with the fields that Open WebUI, Continue, Cline, Codex and Claude Code send.
 
 The bodies are written anew, from what the public code of these clients builds; texts are short.
 """
@@ -115,6 +115,97 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "continue: embeddings": ("embeddings", {"model": "demo", "input": ["def add(a, b):"]}),
+    "codex: a turn": (
+        "responses",
+        {
+            "model": "demo",
+            "instructions": "You are an agent",
+            "input": [
+                {
+                    "type": "message",
+                    "role": "developer",
+                    "content": [{"type": "input_text", "text": "<permissions>none</permissions>"}],
+                },
+                {
+                    "type": "message",
+                    "role": "user",
+                    "content": [{"type": "input_text", "text": "<environment_context/>"}],
+                },
+                {"type": "reasoning", "summary": [], "content": None, "encrypted_content": None},
+                {"type": "custom_tool_call", "call_id": "c", "name": "apply_patch", "input": "+"},
+                {"type": "custom_tool_call_output", "call_id": "c", "output": "Done"},
+            ],
+            "tools": [
+                {
+                    "type": "function",
+                    "name": "exec_command",
+                    "strict": False,
+                    "parameters": PARAMETERS,
+                },
+                {
+                    "type": "custom",
+                    "name": "apply_patch",
+                    "description": "Edits files",
+                    "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.+/s"},
+                },
+                {
+                    "type": "namespace",
+                    "name": "multi_agent",
+                    "tools": [{"type": "function", "name": "spawn", "parameters": PARAMETERS}],
+                },
+                {"type": "web_search", "external_web_access": False},
+            ],
+            "tool_choice": "auto",
+            "parallel_tool_calls": False,
+            "reasoning": {"effort": "medium", "summary": "auto"},
+            "store": False,
+            "stream": True,
+            "include": ["reasoning.encrypted_content"],
+            "prompt_cache_key": "key",
+            "client_metadata": {"x": "y"},
+        },
+    ),
+    "claude code: a turn": (
+        "messages?beta=true",
+        {
+            "model": "demo",
+            "max_tokens": 64,
+            "stream": True,
+            "metadata": {"user_id": "u"},
+            "thinking": {"type": "adaptive"},
+            "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+            "output_config": {"effort": "medium"},
+            "system": [
+                {"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=1;"},
+                {
+                    "type": "text",
+                    "text": "You are an agent",
+                    "cache_control": {"type": "ephemeral", "ttl": "1h"},
+                },
+            ],
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+                {
+                    "role": "system",
+                    "content": [
+                        {
+                            "type": "text",
+                            "text": "Agents: none",
+                            "cache_control": {"type": "ephemeral"},
+                        }
+                    ],
+                },
+            ],
+            "tools": [
+                {
+                    "name": "Read",
+                    "description": "d",
+                    "input_schema": PARAMETERS,
+                    "eager_input_streaming": True,
+                }
+            ],
+        },
+    ),
     "cline: chat": (
         "chat/completions",
         {
@@ -167,6 +258,10 @@ def test_the_request_is_answered(served, name):
         assert len(found.get("data") or found["choices"]) == len(body.get("input", [0]))
         return
     *events, last = [line for line in answer.text.split("\n\n") if line]
+    if not path.startswith("chat") and path != "completions":
+        end = {"responses": "response.completed"}.get(path, "message_stop")
+        assert json.loads(last.partition("data: ")[2])["type"] == end
+        return
     assert last == "data: [DONE]"
     chunks = [json.loads(event.removeprefix("data: ")) for event in events]
     if "stream_options" in body:

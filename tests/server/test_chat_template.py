@@ -58,6 +58,7 @@ CHATS = [
             "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}],
         },
     ],
+    [{"role": "assistant", "content": "I begin"}],
 ]
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "<é>"}}]
 
@@ -106,7 +107,64 @@ def render_both(tokenizer, template, messages, **options) -> tuple[str, str]:
 )
 def test_prompt_equals_that_of_transformers(tokenizer, template, messages, options):
     theirs, mine = render_both(tokenizer, template, messages, **options)
+    if template == STRICT and messages[0]["role"] == "system":
+        assert theirs == "TemplateError"
+        begin = {**messages[1], "content": "Sys\n\na\nb"}
+        theirs, _ = render_both(tokenizer, template, [begin, *messages[2:]], **options)
     assert mine == theirs
+
+
+QWEN_3_5 = """{%- if messages[0].role == 'system' %}<system>{{ messages[0].content }}|{% endif %}
+{%- for message in messages %}
+    {%- if message.role == 'system' %}
+        {%- if not loop.first %}{{- raise_exception('System message must be first') }}{% endif %}
+    {%- else %}<{{ message.role }}>{{ message.content }}|{% endif %}
+{%- endfor %}"""
+"""It rejects system messages that follow another one."""
+HARMONY = """{%- set rest = messages %}
+{%- if messages[0].role in ('system', 'developer') %}
+    {%- set rest = messages[1:] %}<system>{{ messages[0].content }}|
+{%- endif %}
+{%- for message in rest %}
+    {%- if message.role in ('user', 'assistant', 'tool') %}
+        {{- '<' + message.role + '>' + message.content + '|' }}
+    {%- endif %}
+{%- endfor %}"""
+"""It leaves them out."""
+
+
+ROLES = {"s": "system", "d": "developer", "u": "user", "a": "assistant", "t": "tool"}
+
+
+def _chat(text):
+    return [{"role": ROLES[word[0]], "content": word} for word in text.split()]
+
+
+@pytest.mark.parametrize("template", [QWEN_3_5, HARMONY])
+@pytest.mark.parametrize(
+    ("chat", "expected"),
+    [
+        ("s u1 a", "s:s u:u1 a:a"),
+        ("s1 s2 u a", "s:s1+s2 u:u a:a"),
+        ("s1 d2 u s3", "s:s1+d2 u:u+s3"),  # Claude Code sends its environment so
+        ("s1 u a t s2 s3 a t", "s:s1 u:u a:a t:t+s2+s3 a:a t:t"),  # and tokens that are left so
+        ("s1 u a s2 u2", "s:s1 u:u a:a u:s2+u2"),
+        ("s1 u a s2 t", "s:s1 u:u a:a t:s2+t"),
+        ("s1 u a s2", "s:s1 u:u a:a u:s2"),
+        ("u s1 a", "u:u+s1 a:a"),
+    ],
+)
+def test_system_messages_are_where_a_template_takes_them(template, chat, expected):
+    made = ChatTemplate(template, {}).render(_chat(chat))
+    parts = [part.split(":") for part in expected.split()]
+    texts = [text.replace("+", "\n\n") for _, text in parts]
+    roles = [ROLES[name] for name, _ in parts]
+    assert made == "".join(f"<{role}>{text}|" for role, text in zip(roles, texts, strict=True))
+
+
+def test_system_messages_stay_where_a_template_shows_them():
+    made = ChatTemplate(CHAT_ML, {}).render(_chat("s1 s2 u s3"))
+    assert made.count("<|im_start|>system") == 3
 
 
 IN_PARTS = """{%- for message in messages %}<{{ message.role }}>

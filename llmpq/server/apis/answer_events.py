@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from llmpq.server.service import ChoiceDelta, PreparedRequest
-from llmpq.server.tools import CallEnd, CallParser, Event, TextDelta
+from llmpq.server.tools import CallEnd, CallParser, CustomInputs, Event, TextDelta
 
 
 class _ReasoningCounter:
@@ -36,6 +36,8 @@ class AnswerSplitter:
             [] if tools is None else [tools.parser(text) for _ in range(request.num_choices)]
         )
         self._counters = [_ReasoningCounter() for _ in self._parsers]
+        custom = frozenset[str]() if tools is None else tools.custom_names
+        self._inputs = [CustomInputs(custom) for _ in self._parsers]
 
     def events(self, delta: ChoiceDelta) -> Sequence[Event]:
         """Return the events of a delta; a call that the limit of the answer cuts does not end."""
@@ -47,7 +49,7 @@ class AnswerSplitter:
         self._counters[delta.index].add(delta.offsets, parser)
         is_cut = delta.finish_reason == "length"
         kept = [event for event in last if not (is_cut and isinstance(event, CallEnd))]
-        return [*events, *kept]
+        return self._inputs[delta.index].events([*events, *kept])
 
     def reasoning_tokens(self, index: int | None = None) -> int:
         """Return the number of reasoning tokens so far, of one answer or of all."""

@@ -39,6 +39,11 @@ _CONTENT = {
 }
 _ROLES = ("user", "assistant", "system")
 _BLOCKS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
+_CHANGING_SYSTEM = "x-anthropic-"
+"""How a block of ``system`` begins that Claude Code changes in every request, for its own service.
+
+A model has no use of it, and no prefix of a prompt would be found again behind it.
+"""
 _DELTAS = {
     "text": ("text_delta", "text"),
     "reasoning": ("thinking_delta", "thinking"),
@@ -139,7 +144,10 @@ async def count_tokens(body: CountTokensRequest, model: ServedModel) -> int:
 
 def _chat_of(body: CountTokensRequest, **sampling: Any) -> ChatCompletionRequest:
     """Return a conversation as OpenAI's clients send it; a last answer is continued."""
-    messages = [] if body.system is None else [{"role": "system", "content": body.system}]
+    system = body.system
+    if isinstance(system, list):
+        system = [block for block in system if not _is_changing(block)]
+    messages = [{"role": "system", "content": system}] if system else []
     for number, turn in enumerate(body.messages):
         messages += _messages_of(turn, f"messages.{number}")
     choice, config = body.tool_choice, body.output_config or OutputConfig()
@@ -154,6 +162,11 @@ def _chat_of(body: CountTokensRequest, **sampling: Any) -> ChatCompletionRequest
         continue_final_message=body.messages[-1]["role"] == "assistant",
         **sampling,
     )
+
+
+def _is_changing(block: Mapping[str, Any]) -> bool:
+    text = block.get("text")
+    return isinstance(text, str) and text.startswith(_CHANGING_SYSTEM)
 
 
 def _messages_of(turn: Mapping[str, Any], place: str) -> list[Json]:

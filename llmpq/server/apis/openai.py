@@ -51,6 +51,7 @@ from llmpq.server.tools import (
     chat_delta,
     prepare,
     template_messages,
+    template_tools,
 )
 
 MAX_SHARED_IDS = 1 << 18
@@ -203,7 +204,7 @@ async def encode_chat(
     """
     tokenizer = model.need_tokenizer("chat needs one")
     messages = template_messages(body.messages or (), await tokenizer.template())
-    text = await _render(body, tokenizer, messages, body.tools or None)
+    text = await _render(body, tokenizer, messages, template_tools(body.tools or ()) or None)
     (token_ids,) = await tokenizer.encode_async(
         [text], max_tokens=model.max_model_len, add_special_tokens=add_special_tokens
     )

@@ -6,7 +6,7 @@ import json
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema, field_validator
@@ -29,12 +29,21 @@ from llmpq.server.tools import AnswerPart, AnswerParts, PartStep
 STORED_BYTES = 64 << 20
 """Conversations that ``previous_response_id`` finds, together; the oldest are dropped."""
 _TEXT_PARTS = ("input_text", "output_text", "text")
-_PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
+_PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc", "custom": "ctc"}
 _EVENTS = {
     "text": "response.output_text",
     "reasoning": "response.reasoning_text",
     "call": "response.function_call_arguments",
+    "custom": "response.custom_tool_call_input",
 }
+_HOSTED = (
+    "apply_patch", "code_interpreter", "computer", "file_search", "image_generation", "local_shell",
+    "mcp", "shell", "tool_search", "web_search",
+)  # fmt: skip
+"""Beginnings of the types of tools that OpenAI's service has; agents offer them to every server."""
+_TOOLS_EXPECTED = "tools: expected tools of type function, custom or namespace."
+_PLAIN_NAMESPACE = "functions"
+"""Whose tools have no longer name."""
 
 Input = Annotated[
     str | list[dict[str, Any]],
@@ -161,10 +170,12 @@ class ResponseStore:
         messages = [] if previous is None else self.messages(previous)
         messages += _messages_of(body.input)
         own = [] if body.instructions is None else [_system(body.instructions)]
-        tools = [_tool_of(tool) for tool in body.tools or ()]
+        tools = _tools_of(body.tools or ())
+        if body.tools and not tools:
+            raise bad_request(_TOOLS_EXPECTED, "tools")
         chat = chat_of(
             messages=_with_one_system_message([*own, *messages]),
-            tools=tools or None,
+            tools=[tool for _, tool in tools] or None,
             tool_choice=body.tool_choice,
             parallel_tool_calls=body.parallel_tool_calls,
             max_tokens=body.max_output_tokens,
@@ -174,7 +185,8 @@ class ResponseStore:
             reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
         )
         request = await chat_request(chat, model, cuts_max_tokens=True)
-        return ResponsesFormat(body, model, request, messages, self)
+        places = {_name_of(tool): namespace for namespace, tool in tools if namespace}
+        return ResponsesFormat(body, model, request, messages, self, places)
 
 
 def _system(text: str) -> Json:
@@ -201,14 +213,16 @@ def _add_item(messages: list[Json], item: Mapping[str, Any], place: str) -> None
             messages[-1]["content"] = content
         else:
             messages.append({"role": role, "content": content})
-    elif kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
-        call = {"id": item.get("call_id"), "type": "function", "function": function}
+    elif kind in ("function_call", "custom_tool_call"):
+        kind, field = ("function", "arguments") if kind == "function_call" else ("custom", "input")
+        name = _qualified(item.get("namespace"), item.get("name"))
+        called = {"name": name, field: item.get(field)}
+        call = {"id": item.get("call_id"), "type": kind, kind: called}
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
         messages[-1].setdefault("tool_calls", []).append(call)
-    elif kind == "function_call_output":
-        content = _content_of(item.get("output"), f"{place}.output")
+    elif kind in ("function_call_output", "custom_tool_call_output"):
+        content = _content_of(item.get("output"), f"{place}.output", is_result=True)
         found = {"role": "tool", "tool_call_id": item.get("call_id")}
         messages.append({**found, "content": content})
     elif kind == "reasoning":
@@ -218,7 +232,8 @@ def _add_item(messages: list[Json], item: Mapping[str, Any], place: str) -> None
             messages.append(message)
     else:
         raise bad_request(
-            f"{place}: expected a message, a function_call, a function_call_output or a reasoning.",
+            f"{place}: expected a message, a reasoning, a function_call, a custom_tool_call or the "
+            "output of one.",
             place,
         )
 
@@ -236,7 +251,7 @@ def _thought_of(content: object) -> str:
     return "\n".join(text for text in texts if isinstance(text, str))
 
 
-def _content_of(content: object, place: str) -> str | list[Json]:
+def _content_of(content: object, place: str, *, is_result: bool = False) -> str | list[Json]:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -245,6 +260,9 @@ def _content_of(content: object, place: str) -> str | list[Json]:
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         name = "refusal" if kind == "refusal" else "text"
+        if is_result and kind is not None and kind not in _TEXT_PARTS:
+            parts.append({"type": str(kind)})  # said to the model, which asked for it
+            continue
         if kind not in (*_TEXT_PARTS, "refusal") or not isinstance(part.get(name), str):
             raise bad_request(f"{place}: the model takes parts with text only.", place)
         parts.append({"type": "text", "text": part[name]})
@@ -265,10 +283,40 @@ def _with_one_system_message(messages: Sequence[Json]) -> list[Json]:
     return [{"role": "system", "content": parts}, *messages[count:]]
 
 
-def _tool_of(tool: Mapping[str, Any]) -> Json:
-    if tool.get("type") != "function":
-        raise bad_request("tools: expected tools of type function.", "tools")
-    return {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+def _tools_of(tools: Iterable[Any], namespace: str = "") -> list[tuple[str, Json]]:
+    """Return the tools that a model can be offered, in chat's form, each with its namespace."""
+    found: list[tuple[str, Json]] = []
+    for tool in tools:
+        kind = tool.get("type") if isinstance(tool, Mapping) else None
+        if kind in ("function", "custom"):
+            own = {name: value for name, value in tool.items() if name != "type"}
+            own["name"] = _qualified(namespace, own.get("name"))
+            found.append((namespace, {"type": kind, kind: own}))
+        elif kind == "namespace" and not namespace and isinstance(tool.get("tools"), list):
+            if not isinstance(tool.get("name"), str) or not tool["name"]:
+                raise bad_request("tools: expected a namespace with a name.", "tools")
+            found += _tools_of(tool["tools"], tool["name"])
+        elif not _is_hosted(tool):
+            raise bad_request(_TOOLS_EXPECTED, "tools")
+    return found
+
+
+def _is_hosted(tool: object) -> bool:
+    """Return whether a tool is one that OpenAI's service has; these are not offered."""
+    kind = tool.get("type") if isinstance(tool, Mapping) else None
+    return isinstance(kind, str) and kind.startswith(_HOSTED)
+
+
+def _name_of(tool: Json) -> str:
+    """Return the name by which a model calls a tool."""
+    return str(tool[tool["type"]].get("name"))
+
+
+def _qualified(namespace: object, name: object) -> object:
+    """Return the name by which a model calls a tool of a namespace."""
+    if not isinstance(namespace, str) or namespace in ("", _PLAIN_NAMESPACE):
+        return name
+    return f"{namespace.removesuffix('__')}__{name}"
 
 
 def _response_format(text: TextOptions | None) -> Json | None:
@@ -289,6 +337,7 @@ class ResponsesFormat:
         request: what is answered.
         messages: of the conversation, without instructions.
         store: keeps the conversation with the answer, unless the body says otherwise.
+        namespaces: of tools that are in one, by the name by which the model calls them.
     """
 
     list_field = "output"
@@ -301,12 +350,14 @@ class ResponsesFormat:
         request: PreparedRequest,
         messages: Sequence[Json],
         store: ResponseStore,
+        namespaces: Mapping[str, str],
     ) -> None:
         self.request = request
         self._body = body
         self._model = model
         self._messages = messages
         self._store = store
+        self._namespaces = namespaces
         name = uuid.uuid4().hex  # random: the id is all that it takes to go on with a conversation
         self._id, self._name = f"resp_{name}", name
         self._created_s = int(time.time())
@@ -376,10 +427,11 @@ class ResponsesFormat:
         place = {"item_id": self._item_id(step.place, part), **head}
         logprobs: Json = {"logprobs": []} if kind == "text" else {}
         is_call = kind == "call"
+        events = _EVENTS["custom" if part.is_custom else kind]
         if not is_call:
             place["content_index"] = 0
         if step.kind == "delta":
-            return [self._event(f"{_EVENTS[kind]}.delta", **place, delta=step.text, **logprobs)]
+            return [self._event(f"{events}.delta", **place, delta=step.text, **logprobs)]
         item = self._item(step.place, part)
         content = [] if is_call else [_content(part)]
         if step.kind == "begin":
@@ -389,9 +441,10 @@ class ResponsesFormat:
                 self._event("response.content_part.added", **place, part=one) for one in content
             )
             return [added, *parts]
-        text = {"arguments" if is_call else "text": part.text}
+        field = "input" if part.is_custom else "arguments" if is_call else "text"
+        text = {field: part.text}
         return [
-            self._event(f"{_EVENTS[kind]}.done", **place, **text, **logprobs),
+            self._event(f"{events}.done", **place, **text, **logprobs),
             *(self._event("response.content_part.done", **place, part=one) for one in content),
             self._event("response.output_item.done", **head, item=item),
         ]
@@ -406,11 +459,17 @@ class ResponsesFormat:
             return {**head, "type": "message", "role": "assistant", "content": [_content(part)]}
         if part.kind == "reasoning":
             return {**head, "type": "reasoning", "summary": [], "content": [_content(part)]}
-        call = {"call_id": part.id, "name": part.name, "arguments": part.text}
-        return {**head, "type": "function_call", **call}
+        call: Json = {"call_id": part.id, "name": part.name}
+        namespace = self._namespaces.get(part.name)
+        if namespace is not None:
+            own = part.name.removeprefix(str(_qualified(namespace, "")))
+            call |= {"namespace": namespace, "name": own}
+        if part.is_custom:
+            return {**head, "type": "custom_tool_call", **call, "input": part.text}
+        return {**head, "type": "function_call", **call, "arguments": part.text}
 
     def _item_id(self, place: int, part: AnswerPart) -> str:
-        return f"{_PREFIXES[part.kind]}_{self._name}_{place}"
+        return f"{_PREFIXES['custom' if part.is_custom else part.kind]}_{self._name}_{place}"
 
     def _response(self, status: str, usage: TokenUsage | None) -> Json:
         body, sampling = self._body, self.request.sampling
@@ -436,7 +495,7 @@ class ResponsesFormat:
             "temperature": sampling.temperature,
             "text": {"format": shown},
             "tool_choice": body.tool_choice or "auto",
-            "tools": body.tools or [],
+            "tools": [tool for tool in body.tools or () if not _is_hosted(tool)],
             "top_p": sampling.top_p,
             "truncation": "disabled",
             "usage": None if usage is None else self._usage(usage),

@@ -25,6 +25,7 @@ from llmpq.server.errors import bad_request
 Message = Mapping[str, Any]
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 DEVELOPER = "developer"
+SYSTEM_ROLES = ("system", DEVELOPER)
 _REJECTIONS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
 _FAILURES = (ArithmeticError, MemoryError, RecursionError)
 _PROBE = "the content of a message"
@@ -45,6 +46,7 @@ class ChatTemplate:
         self._source = source
         self._special_tokens = dict(special_tokens)
         self._parts: dict[str, bool] = {}  # by template, whether it takes content in parts only
+        self._places: dict[str, tuple[bool, bool]] = {}  # where it takes system messages
 
     def render(
         self,
@@ -67,6 +69,7 @@ class ChatTemplate:
         ]
         if DEVELOPER not in source:
             chat = [_without_developer(message) for message in chat]
+        chat = self._with_system_messages(source, chat)
         final = _tag_final_message(chat) if continue_final_message else None
         if self._takes_parts(source):
             chat = [_with_parts(message) for message in chat]
@@ -103,15 +106,66 @@ class ChatTemplate:
     def _takes_parts(self, source: str) -> bool:
         """Return whether a template shows content in parts and none that is a text."""
         if source not in self._parts:
-            part = {"type": "text", "text": _PROBE}
-            self._parts[source] = not self._shows(source, _PROBE) and self._shows(source, [part])
+            text, parts = ([_user(content)] for content in (_PROBE, [_part(_PROBE)]))
+            self._parts[source] = not self._shows(source, text) and self._shows(source, parts)
         return self._parts[source]
 
-    def _shows(self, source: str, content: object) -> bool:
-        messages = [{"role": "user", "content": content}]
+    def _with_system_messages(
+        self, source: str, chat: list[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Return a conversation whose system messages are where a template takes them.
+
+        Agents send them in any place. Many templates take one at the beginning or none: those that
+        follow each other are joined, and others go with the message before them, as the beginning
+        of the prompt must not change for a prefix cache.
+        """
+        if not any(message.get("role") in SYSTEM_ROLES for message in chat):
+            return chat
+        takes_first, takes_later = self._system_places(source)
+        if takes_later:
+            return chat
+        found: list[dict[str, Any]] = []
+        waiting: list[str] = []  # texts that go with the next message
+        for message in chat:
+            role, content = message.get("role"), message.get("content")
+            if role not in SYSTEM_ROLES:
+                if waiting and role in ("user", "tool"):
+                    texts = [*waiting, content_text(content)]
+                    found.append({**message, "content": "\n\n".join(texts)})
+                    waiting = []
+                else:
+                    found.append(message)
+                continue
+            text = content_text(content)
+            if not found and takes_first:
+                found.append({**message, "content": text})
+            elif found and found[-1]["role"] in (*SYSTEM_ROLES, "user", "tool"):
+                texts = [content_text(found[-1].get("content")), text]
+                found[-1] = {**found[-1], "content": "\n\n".join(filter(None, texts))}
+            else:
+                waiting.append(text)
+        return [*found, _user("\n\n".join(waiting))] if waiting else found
+
+    def _system_places(self, source: str) -> tuple[bool, bool]:
+        """Return whether a template shows a system message at the beginning, and a later one."""
+        if source not in self._places:
+            probes = (
+                [_system(_PROBE), _user("a")],
+                [_system("a"), _user("b"), _system(_PROBE)],
+            )
+            takes_parts = self._takes_parts(source)
+            first, later = (
+                self._shows(source, [*map(_with_parts, probe)] if takes_parts else probe)
+                for probe in probes
+            )
+            self._places[source] = first, later
+        return self._places[source]
+
+    def _shows(self, source: str, messages: Sequence[Message]) -> bool:
+        """Return whether the prompt of a conversation has the text of the probe."""
         try:
             text = _compile(source).render(
-                messages=messages,
+                messages=list(messages),
                 tools=None,
                 documents=None,
                 add_generation_prompt=True,
@@ -122,8 +176,13 @@ class ChatTemplate:
         return _PROBE in text
 
 
-def content_text(content: object) -> str:
+def content_text(content: object, *, is_result: bool = False) -> str:
     """Return the text of a message's content: a text, or a list of parts of type ``text``.
+
+    Args:
+        content: of the message.
+        is_result: whether it is what a tool returned: the model reads that there are other parts,
+            as the conversation, which holds them from then on, could not go on otherwise.
 
     Raises:
         ApiError: a part is of another type.
@@ -141,9 +200,23 @@ def content_text(content: object) -> str:
             texts.append(part)
         elif kind in ("text", "refusal") and isinstance(part.get(kind), str):
             texts.append(part[kind])
+        elif is_result and isinstance(kind, str):
+            texts.append(f"[{kind.removeprefix('input_'):.40}: this model reads text only]")
         else:
             raise bad_request("messages: the model takes parts of type text only.", "messages")
     return "\n".join(texts)
+
+
+def _user(content: object) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def _system(text: str) -> dict[str, Any]:
+    return {"role": "system", "content": text}
+
+
+def _part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
 
 
 def _without_developer(message: dict[str, Any]) -> dict[str, Any]:
@@ -156,7 +229,7 @@ def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     if not isinstance(content, str):
         return message
-    return {**message, "content": [{"type": "text", "text": content}] if content else []}
+    return {**message, "content": [_part(content)] if content else []}
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ follows from its text alone, whatever its parts.
 
 from llmpq.server.tools.call_format import CallFormat, ReasoningFormat, TemplateFormat
 from llmpq.server.tools.call_parser import CallParser
+from llmpq.server.tools.custom import CustomInputs
 from llmpq.server.tools.events import (
     AnswerPart,
     AnswerParts,
@@ -36,7 +37,7 @@ from llmpq.server.tools.events import (
     join_events,
 )
 from llmpq.server.tools.read_template import read_template
-from llmpq.server.tools.requests import PreparedTools, prepare, template_messages
+from llmpq.server.tools.requests import PreparedTools, prepare, template_messages, template_tools
 
 __all__ = [
     "AnswerPart",
@@ -46,6 +47,7 @@ __all__ = [
     "CallEnd",
     "CallFormat",
     "CallParser",
+    "CustomInputs",
     "Event",
     "PartStep",
     "PreparedTools",
@@ -58,4 +60,5 @@ __all__ = [
     "prepare",
     "read_template",
     "template_messages",
+    "template_tools",
 ]

@@ -30,19 +30,22 @@ class CallBegin:
         index: number of the call in the answer, from 0.
         id: that the result names.
         name: of the function.
+        is_custom: whether it is a custom tool, whose arguments are any text.
     """
 
     index: int
     id: str
     name: str
+    is_custom: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ArgumentsDelta:
-    """New text of the arguments of a call, which together are JSON."""
+    """New text of the arguments of a call, which together are JSON, or a custom tool's input."""
 
     index: int
     text: str
+    is_custom: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,8 @@ class CallEnd:
     index: int
 
 
+_FIELDS = {False: ("function", "arguments"), True: ("custom", "input")}
+"""Of calls in chat completions: the object, and its field of the arguments."""
 Event = TextDelta | ReasoningDelta | CallBegin | ArgumentsDelta | CallEnd
 
 
@@ -89,15 +94,21 @@ def chat_delta(events: Iterable[Event]) -> dict[str, Any]:
             case ReasoningDelta(text):
                 text = delta.get("reasoning_content", "") + text
                 delta |= {"reasoning_content": text, "reasoning": text}
-            case CallBegin(index, id, name):
-                function = {"name": name, "arguments": ""}
-                calls[index] = {"index": index, "id": id, "type": "function", "function": function}
-            case ArgumentsDelta(index, text):
-                call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
-                call["function"]["arguments"] += text
+            case CallBegin(index, id, name, is_custom):
+                calls[index] = {"index": index, **chat_call(id, name, "", is_custom=is_custom)}
+            case ArgumentsDelta(index, text, is_custom):
+                kind, key = _FIELDS[is_custom]
+                call = calls.setdefault(index, {"index": index, kind: {key: ""}})
+                call[kind][key] += text
             case CallEnd():
                 pass
     return delta | {"tool_calls": list(calls.values())} if calls else delta
+
+
+def chat_call(id: str, name: str, arguments: str, *, is_custom: bool) -> dict[str, Any]:
+    """Return a call as chat completions have it."""
+    kind, key = _FIELDS[is_custom]
+    return {"id": id, "type": kind, kind: {"name": name, key: arguments}}
 
 
 @dataclass(slots=True)
@@ -110,6 +121,7 @@ class AnswerPart:
         name: of the function that is called.
         pieces: of its text so far.
         is_complete: whether the model has ended it, or begun another one.
+        is_custom: whether a custom tool is called.
     """
 
     kind: Literal["text", "reasoning", "call"]
@@ -117,6 +129,7 @@ class AnswerPart:
     name: str = ""
     pieces: list[str] = field(default_factory=list)
     is_complete: bool = False
+    is_custom: bool = False
 
     @property
     def text(self) -> str:
@@ -164,11 +177,7 @@ class AnswerParts:
     def calls(self) -> list[dict[str, Any]]:
         """The calls in OpenAI's form."""
         return [
-            {
-                "id": part.id,
-                "type": "function",
-                "function": {"name": part.name, "arguments": part.text},
-            }
+            chat_call(part.id, part.name, part.text, is_custom=part.is_custom)
             for part in self.parts
             if part.kind == "call"
         ]
@@ -209,8 +218,8 @@ class AnswerParts:
                 yield from self._extend("text", text)
             case ReasoningDelta(text):
                 yield from self._extend("reasoning", text)
-            case CallBegin(_, id, name):
-                yield from self._begin(AnswerPart("call", id=id, name=name))
+            case CallBegin(_, id, name, is_custom):
+                yield from self._begin(AnswerPart("call", id=id, name=name, is_custom=is_custom))
             case ArgumentsDelta(_, text):
                 yield from self._extend("call", text)
             case CallEnd():

@@ -14,6 +14,7 @@ from llmpq.server.protocol import check_json_text
 from llmpq.server.text.chat_template import content_text
 from llmpq.server.tools.call_format import TemplateFormat
 from llmpq.server.tools.call_parser import CallParser
+from llmpq.server.tools.custom import CUSTOM, as_function, as_function_call
 from llmpq.server.tools.grammar import answer_grammar
 
 Json = dict[str, Any]
@@ -54,11 +55,13 @@ class Function:
         name: of the function.
         parameters: JSON schema of its arguments.
         is_strict: whether the arguments must satisfy the schema in any case.
+        is_custom: whether it stands for a custom tool.
     """
 
     name: str
     parameters: Mapping[str, Any]
     is_strict: bool = False
+    is_custom: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +107,11 @@ class PreparedTools:
             is_reasoning=self.is_reasoning(prompt),
         )
 
+    @property
+    def custom_names(self) -> frozenset[str]:
+        """Names of functions that stand for custom tools."""
+        return frozenset(function.name for function in self.functions if function.is_custom)
+
     def grammar(self, prompt: str, special_tokens: Mapping[str, int]) -> str | None:
         """Return the grammar of answers to a rendered prompt; ``None`` where any text may come.
 
@@ -147,7 +155,7 @@ def prepare(body: ToolBody, template: TemplateFormat) -> PreparedTools:
     calls = template.calls if is_offered or _is_harmony(template) else None
     return PreparedTools(
         messages=tuple(template_messages(body.messages, template)),
-        tools=tuple(dict(tool) for tool in tools) if is_offered else None,
+        tools=tuple(template_tools(tools)) if is_offered else None,
         functions=((chosen,) if chosen else functions) if is_offered else (),
         choice=choice,
         is_parallel=is_parallel and (calls is None or calls.is_parallel),
@@ -180,16 +188,19 @@ def _function_name(value: object) -> object:
     """Return the name of the function in a tool or a choice; ``None`` where there is none."""
     if not isinstance(value, Mapping):
         return None
-    function = value.get("function")
-    return (function if isinstance(function, Mapping) else value).get("name")
+    found = value.get("function", value.get(CUSTOM))
+    return (found if isinstance(found, Mapping) else value).get("name")
 
 
 def _functions(tools: Sequence[Mapping[str, Any]]) -> tuple[Function, ...]:
     found: dict[str, Function] = {}
     for place, tool in enumerate(tools):
-        function = tool.get("function")
-        if tool.get("type") != "function" or not isinstance(function, Mapping):
-            raise _bad_tool(place, "expected type 'function' with a function")
+        offered = as_function(tool)
+        function = offered.get("function")
+        if offered.get("type") != "function" or not isinstance(function, Mapping):
+            raise _bad_tool(
+                place, "expected type 'function' with a function, or 'custom' with a custom"
+            )
         name = function.get("name")
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise _bad_tool(
@@ -201,7 +212,10 @@ def _functions(tools: Sequence[Mapping[str, Any]]) -> tuple[Function, ...]:
         if not isinstance(parameters, Mapping | None):
             raise _bad_tool(place, "expected parameters to be a JSON schema")
         found[name] = Function(
-            name=name, parameters=parameters or {}, is_strict=function.get("strict") is True
+            name=name,
+            parameters=parameters or {},
+            is_strict=function.get("strict") is True,
+            is_custom=offered is not tool,
         )
     return tuple(found.values())
 
@@ -235,6 +249,11 @@ def _choice(value: Any, functions: Sequence[Function]) -> tuple[Choice, Function
     )
 
 
+def template_tools(tools: Sequence[Mapping[str, Any]]) -> list[Json]:
+    """Return tools as templates know them: functions."""
+    return [dict(as_function(tool)) for tool in tools]
+
+
 def template_messages(
     messages: Sequence[Mapping[str, Any]], template: TemplateFormat
 ) -> list[Json]:
@@ -250,7 +269,9 @@ def template_messages(
 def _message(
     place: int, message: Mapping[str, Any], template: TemplateFormat, names: dict[str, str]
 ) -> Json:
-    plain: Json = {**message, "content": content_text(message.get("content"))}
+    is_result = message.get("role") in ("tool", "function")
+    content = content_text(message.get("content"), is_result=is_result)
+    plain: Json = {**message, "content": content}
     calls = message.get("tool_calls")
     old = plain.pop("function_call", None)
     if calls is None and isinstance(old, Mapping):
@@ -269,6 +290,7 @@ def _message(
 
 
 def _call(place: int, call: object, template: TemplateFormat, names: dict[str, str]) -> Json:
+    call = as_function_call(call) if isinstance(call, Mapping) else call
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping):
         raise bad_request(f"messages.{place}: expected tool_calls with a function.", "messages")

@@ -279,6 +279,59 @@ def test_a_message_goes_on_with_the_results_of_its_calls():
         assert own == prompt_of_chat(server, conversation(ids))
 
 
+def test_a_conversation_goes_on_after_a_tool_returned_an_image():
+    """The image stays in the history: refused, no later request could be answered."""
+    call = chat_calls(["a", "b"])[:1]
+    note = "[image: this model reads text only]"
+    chat = [
+        TURN,
+        {"role": "assistant", "content": "", "tool_calls": call},
+        {"role": "tool", "tool_call_id": "a", "content": f"Seen\n{note}"},
+    ]
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+    name, arguments = CALLS[0]
+    use = {"type": "tool_use", "id": "a", "name": name, "input": arguments}
+    result = {"type": "tool_result", "tool_use_id": "a"}
+    turns = [
+        TURN,
+        {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [{**result, "content": [
+            {"type": "text", "text": "Seen"}, image]}]},
+    ]  # fmt: skip
+    items = [
+        TURN,
+        {"type": "function_call", "call_id": "a", **call[0]["function"]},
+        {"type": "function_call_output", "call_id": "a", "output": [
+            {"type": "input_text", "text": "Seen"},
+            {"type": "input_image", "image_url": "data:image/png;base64,"}]},
+    ]  # fmt: skip
+    with serving_answer("qwen3", "ok") as server:
+        found = [prompt_of_chat(server, chat)]
+        asks = {"messages": message_ask(messages=turns), "responses": response_ask(input=items)}
+        for path, body in asks.items():
+            answer = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=PATIENCE_S)
+            assert answer.is_success, answer.text
+            found.append(last_request(server).prompt_token_ids)
+    assert found[0] == found[1] == found[2]
+
+
+def test_what_claude_code_changes_in_each_request_is_not_in_the_prompt():
+    """So the next request finds the prefix of this one in the cache."""
+    prompts = []
+    with serving_answer("qwen3", "ok") as server:
+        for head in ("x-anthropic-billing-header: cch=1;", "x-anthropic-billing-header: cch=2;"):
+            blocks = [{"type": "text", "text": text} for text in (head, "You are an agent")]
+            for path in ("messages", "messages/count_tokens"):
+                body = message_ask(system=blocks)
+                answer = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=PATIENCE_S)
+                assert answer.is_success
+            prompts.append(last_request(server).prompt_token_ids)
+            assert answer.json()["input_tokens"] == len(prompts[-1])
+        plain = [{"role": "system", "content": "You are an agent"}, TURN]
+        prompts.append(prompt_of_chat(server, plain))
+    assert prompts[0] == prompts[1] == prompts[2]
+
+
 def conversation(ids: list[str]) -> list:
     """Return the conversation after ``PLAN`` as chat has it."""
     return [
