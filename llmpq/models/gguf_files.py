@@ -62,6 +62,7 @@ _MTP_NAMES = {
 }
 """What is around the layer for multi-token prediction, which follows the others in all families.
 Copies of embedding and head are left out: those of the model are used."""
+_FACTORS = ("scale", "input_scale")
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -303,6 +304,27 @@ class JoinedRows(Encoded):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScaledRows(JoinedRows):
+    """Rows whose factors are in another tensor: one for all, or one for each expert."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the scaled tensor."""
+        return self.one.shape
+
+    def open(self, read: Read) -> Decode:
+        """Return a function that decodes rows and multiplies them by their factor."""
+        decode, count = self.one.open(read), self.other.shape[0]
+        factors = self.other.open(read)(0, count)
+        size = self.shape[0] // count
+
+        def rows(first: int, end: int) -> Tensor:
+            return decode(first, end) * factors[torch.arange(first, end) // size, None]
+
+        return rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AlternatingRows(JoinedRows):
     """A row, or a column, of one tensor after each of another.
 
@@ -383,11 +405,6 @@ class _Part:
     rows: Encoded
     shape: tuple[int, ...]
 
-    @classmethod
-    def of(cls, name: str, tensor: GgufTensor) -> _Part:
-        """Return a tensor as it is stored."""
-        return cls(rows=_encoded(name, tensor), shape=tensor.shape)
-
     def source(self) -> DecodedSource:
         """Return the source of the whole tensor."""
         return DecodedSource.of((self.rows,), self.shape)
@@ -415,7 +432,10 @@ class _Sources:
         self._joined = {part for join in self._form.joins for part in join.parts}
         self._parts: dict[str, dict[str, _Part]] = {}  # of tensors stored as several, by layer
         self.found: dict[str, DecodedSource] = {}
+        self._tensors = header.tensors
         for stored, tensor in header.tensors.items():
+            if self._scaled_by(stored) is not None:
+                continue
             if stored.startswith("blk."):
                 self._add_of_layer(stored, tensor)
             elif stored in self._outer_names:
@@ -428,6 +448,42 @@ class _Sources:
                 if any(name in parts for name in join.parts):
                     name = f"model.layers.{layer}.{join.name}"
                     self.found[name] = _join(join, parts, config, where=where)
+
+    def _scaled_by(self, stored: str) -> str | None:
+        """Return the matrix that a tensor has factors of, ``None`` for a tensor of the model.
+
+        llama.cpp's converter writes them beside matrices in NVFP4: ``scale`` of the weights, and
+        ``input_scale`` of quantized activations, which are not used.
+        """
+        base, _, kind = stored.rpartition(".")
+        if kind not in _FACTORS or self._is_known(stored):
+            return None
+        matrix = f"{base.removesuffix('.weight')}.weight"
+        return matrix if matrix in self._tensors else None
+
+    def _is_known(self, stored: str) -> bool:
+        rest = stored.split(".", 2)[-1] if stored.startswith("blk.") else stored
+        return rest in self._layer_names or rest in self._joined or stored in self._outer_names
+
+    def _rows(self, stored: str, tensor: GgufTensor) -> Encoded:
+        """Return the rows of a tensor, with their factors.
+
+        Raises:
+            SpecError: it is not one factor for all or for each expert.
+        """
+        rows, base = _encoded(stored, tensor), stored.removesuffix(".weight")
+        names = (f"{base}.scale", f"{stored}.scale")
+        given = (one for one in names if one in self._tensors)
+        found = next((one for one in given if self._scaled_by(one) == stored), None)
+        if found is None:
+            return rows
+        factors, experts = self._tensors[found], tensor.shape[0] if len(tensor.shape) > 2 else 1
+        if factors.shape not in ((1,), (experts,)):
+            raise SpecError(
+                f"{factors.file}: tensor '{found}': found shape {list(factors.shape)}, expected "
+                f"[{experts}]"
+            )
+        return ScaledRows(one=rows, other=_encoded(found, factors))
 
     def _add_of_layer(self, stored: str, tensor: GgufTensor) -> None:
         layer, _, rest = stored.removeprefix("blk.").partition(".")
@@ -442,12 +498,13 @@ class _Sources:
             if not is_known:  # of drafts of another kind
                 return
         if rest in self._joined:
-            self._parts.setdefault(layer, {})[rest] = _Part.of(stored, tensor)
+            part = _Part(rows=self._rows(stored, tensor), shape=tensor.shape)
+            self._parts.setdefault(layer, {})[rest] = part
         elif rest in self._layer_names:
             self._add(f"{prefix}.{self._layer_names[rest]}", stored, tensor)
         elif expert and len(tensor.shape) == 3:
             module = f"{prefix}.{self._form.experts}"
-            self.found |= _expert_sources(module, expert, stored, tensor)
+            self.found |= _expert_sources(module, expert, self._rows(stored, tensor), tensor)
         else:
             raise self._misplaced(stored, tensor)
 
@@ -456,7 +513,8 @@ class _Sources:
             raise SpecError(
                 f"{tensor.file}: tensor '{stored}': found '{self.found[name].name}' in its place"
             )
-        self.found[name] = _changed(name, stored, tensor, self._form, self._config)
+        rows = self._rows(stored, tensor)
+        self.found[name] = _changed(name, rows, tensor.shape, self._form, self._config)
 
     def _misplaced(self, stored: str, tensor: GgufTensor) -> SpecError:
         return SpecError(
@@ -465,10 +523,9 @@ class _Sources:
 
 
 def _expert_sources(
-    module: str, matrix: str, stored: str, tensor: GgufTensor
+    module: str, matrix: str, whole: Encoded, tensor: GgufTensor
 ) -> Iterable[tuple[str, DecodedSource]]:
     """Yield name and source of a matrix of every expert."""
-    whole = _encoded(stored, tensor)
     count, rows, columns = tensor.shape
     for index in range(count):
         part = RowSlice(stored=whole, first=index * rows, end=(index + 1) * rows)
@@ -538,14 +595,13 @@ _JOININGS: dict[Joining, Callable[[list[_Part], Mapping[str, Any]], DecodedSourc
 
 
 def _changed(
-    name: str, stored: str, tensor: GgufTensor, form: GgufForm, config: Mapping[str, Any]
+    name: str, rows: Encoded, shape: tuple[int, ...], form: GgufForm, config: Mapping[str, Any]
 ) -> DecodedSource:
     """Return a tensor with what llama.cpp's converter changed undone.
 
     Raises:
         SpecError: its rows are not those of whole heads.
     """
-    rows, shape = _encoded(stored, tensor), tensor.shape
     for change in reversed(form.changes_of(name)):
         if change == "single_channels":
             shape = (shape[0], 1, *shape[1:]) if len(shape) == 2 else shape

@@ -79,8 +79,8 @@ def _mtp_name(name: str, count: int) -> str:
     return f"model.layers.{count}.{part.removeprefix('layers.0.')}"
 
 
-def rewritten(source: Path, target: Path, tensors) -> Path:
-    """Copy a file with some tensors replaced: ``(data, type)`` by name."""
+def rewritten(source: Path, target: Path, tensors, extra=()) -> Path:
+    """Copy a file with some tensors replaced: ``(data, type)`` by name; ``extra`` are added."""
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
     for name, entry in reader.fields.items():
@@ -89,6 +89,8 @@ def rewritten(source: Path, target: Path, tensors) -> Path:
     for tensor in reader.tensors:
         data, type_ = tensors.get(tensor.name, (tensor.data, tensor.tensor_type))
         writer.add_tensor(tensor.name, data, raw_dtype=type_)
+    for name in extra:
+        writer.add_tensor(name, extra[name])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

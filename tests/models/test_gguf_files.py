@@ -90,6 +90,48 @@ def random_blocks(kind, rows):
     return blocks
 
 
+@pytest.mark.parametrize("form", ["{}.scale", "{}.weight.scale"])
+def test_factors_of_nvfp4_are_in_tensors_of_their_own(form, model_of, tmp_path):
+    """As llama.cpp's converter writes it; factors of activations are not used."""
+    kind = gguf.GGMLQuantizationType.NVFP4
+    plain = write_gguf(model_of("mixtral"), tmp_path / "plain.gguf", "F32")
+    counts = {"blk.0.attn_q": (1, 1), "blk.1.attn_output": (1, 1), "blk.0.ffn_up_exps": (4, 4),
+              "blk.1.ffn_gate_exps": (1, 4)}  # fmt: skip
+    stored, factors, expected = {}, {}, {}
+    shapes = {one.name: one.data.shape for one in gguf.GGUFReader(plain).tensors}
+    for number, (name, (count, experts)) in enumerate(counts.items()):
+        *_, rows, columns = shapes[f"{name}.weight"]
+        blocks = np.random.default_rng(number).integers(
+            0, 120, (experts * rows, columns // 64 * 36), dtype=np.uint8
+        )
+        factor = np.linspace(0.5, 2, count, dtype=np.float32)
+        whole = gguf.dequantize(blocks, kind).reshape(experts, rows, columns)
+        expected[name] = whole * factor[:, None, None]
+        shape = (experts, rows, -1) if experts > 1 else (rows, -1)
+        stored[f"{name}.weight"] = blocks.reshape(shape), kind
+        factors[form.format(name)] = factor
+        factors[f"{name}.input_scale"] = np.ones(1, np.float32)
+    file = rewritten(plain, tmp_path / "model.gguf", stored, factors)
+    layers = [Checkpoint(file).layer_state_dict(layer) for layer in range(2)]
+    found = layers[1]["self_attn.o_proj.weight"]
+    assert np.array_equal(found.numpy(), expected["blk.1.attn_output"][0])
+    queries = torch.from_numpy(expected["blk.0.attn_q"][0])
+    halves = queries.view(SHAPE["heads"], -1, 2, queries.shape[1]).transpose(1, 2)
+    assert torch.equal(layers[0]["self_attn.q_proj.weight"], halves.reshape(queries.shape))
+    gate, up = (layer["mlp.experts.gate_up_proj"].numpy() for layer in reversed(layers))
+    rows = up.shape[1] // 2
+    assert np.array_equal(up[:, rows:], expected["blk.0.ffn_up_exps"])
+    assert np.array_equal(gate[:, :rows], expected["blk.1.ffn_gate_exps"])
+
+
+def test_factors_of_another_shape_are_an_error(model_of, tmp_path):
+    plain = write_gguf(model_of("llama"), tmp_path / "plain.gguf", "F32")
+    factors = {"blk.0.attn_q.scale": np.ones(3, np.float32)}
+    file = rewritten(plain, tmp_path / "model.gguf", {}, factors)
+    with pytest.raises(SpecError, match=r"'blk.0.attn_q.scale': found shape \[3\], expected \[1\]"):
+        Checkpoint(file)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_plan_bits_quantize_what_was_decoded(bits, model_of, tmp_path):
     model_dir = model_of("mixtral")

@@ -448,6 +448,7 @@ GGML_TYPES: dict[int, GgmlType] = {
         (34, "TQ1_0", 256, 54),
         (35, "TQ2_0", 256, 66),
         (39, "MXFP4", 32, 17),
+        (40, "NVFP4", 64, 36),
     )
 }
 """The number formats that are read, by their number in a file."""
