@@ -20,6 +20,10 @@ def dump_json(value: object) -> bytes:
     return _ENCODER.encode(value).encode("utf-8", "backslashreplace")
 
 
+PING = b":\n\n"
+"""A comment, which is no event of a stream."""
+
+
 def event_of(value: Mapping[str, Any]) -> bytes:
     """Return a server-sent event; in the APIs whose events have types, the type is its name."""
     name = f"event: {value['type']}\n".encode() if "type" in value else b""

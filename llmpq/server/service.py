@@ -327,14 +327,24 @@ class ChoiceStream:
         cached = sum(self._num_cached[:: self._request.n])
         return TokenUsage(self._request.prompt_tokens, cached, sum(self._num_tokens))
 
-    async def deltas(self) -> AsyncGenerator[dict[int, ChoiceDelta], None]:
+    async def deltas(
+        self, silence_s: float | None = None
+    ) -> AsyncGenerator[dict[int, ChoiceDelta], None]:
         """Yield what is new of all answers that have any, until all answers are finished.
+
+        Args:
+            silence_s: seconds after which nothing is yielded as well, ``None`` for never.
 
         Raises:
             LlmpqError: the engine failed.
         """
         while True:
-            await self._changed.wait()
+            try:
+                async with asyncio.timeout(silence_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                yield {}
+                continue
             self._changed.clear()
             deltas, self._deltas = self._deltas, {}
             if deltas:
@@ -493,11 +503,13 @@ class AnswerFormat(Protocol):
     Attributes:
         request: what is answered.
         list_field: the field of a whole answer, or of a chunk, that lists its items.
+        ping: bytes that say that a stream goes on; clients pass them over.
         end_of_stream: bytes after the last event of a stream.
     """
 
     request: PreparedRequest
     list_field: str
+    ping: bytes
     end_of_stream: bytes
 
     def items(self, delta: ChoiceDelta) -> list[Json]:
@@ -540,6 +552,8 @@ class Service:
         admission: limits and counts.
         metrics: of the server.
         streams: answers that are being made.
+        ping_s: seconds without an event after which a stream has a ping: clients and proxies end
+            one that is silent while a long prompt is computed, and ask again.
     """
 
     engine: EngineClient
@@ -547,6 +561,7 @@ class Service:
     admission: RequestAdmission
     metrics: ServerMetrics
     streams: set[ChoiceStream] = field(default_factory=set)
+    ping_s: float = 15.0
 
     @property
     def is_ready(self) -> bool:
@@ -684,12 +699,13 @@ class RequestHandler:
         Raises:
             ApiError: the server is full; before the first event only.
         """
-        form = self._form
+        form, ping_s = self._form, self._service.ping_s
         async with self._run() as stream:
             yield b""
             yield b"".join(map(event_of, form.opening()))
+            last_s = time.monotonic()
             try:
-                async with contextlib.aclosing(stream.deltas()) as batches:
+                async with contextlib.aclosing(stream.deltas(ping_s)) as batches:
                     async for deltas in batches:
                         made: list[bytes] = []
                         for delta in deltas.values():
@@ -698,6 +714,11 @@ class RequestHandler:
                                 made += map(event_of, events)
                             else:
                                 made += await self._in_parts(events)
+                        now_s = time.monotonic()
+                        if not made and (not deltas or now_s - last_s >= ping_s):
+                            made.append(form.ping)
+                        if made:
+                            last_s = now_s
                         yield b"".join(made)
             except LlmpqError as error:
                 logger.error("a request failed: %s", type(error).__name__)

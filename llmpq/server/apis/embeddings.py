@@ -12,6 +12,7 @@ from llmpq.errors import SpecError
 from llmpq.options.run import Pooling
 from llmpq.server.apis.openai import check_count, check_tokens, encode_prompts
 from llmpq.server.errors import ApiError, bad_request
+from llmpq.server.json_output import PING
 from llmpq.server.protocol import EmbeddingRequest
 from llmpq.server.service import (
     ChoiceDelta,
@@ -89,6 +90,7 @@ class EmbeddingFormat:
     """
 
     list_field = "data"
+    ping = PING
     end_of_stream = b""
 
     def __init__(

@@ -11,6 +11,7 @@ from pydantic import Field, WithJsonSchema
 from llmpq.server.apis.answer_events import AnswerSplitter
 from llmpq.server.apis.openai import chat_of, chat_request, encode_chat
 from llmpq.server.errors import ApiError, anthropic_error, bad_request
+from llmpq.server.json_output import event_of
 from llmpq.server.protocol import (
     MAX_MESSAGES,
     ChatCompletionRequest,
@@ -231,6 +232,7 @@ class MessagesFormat:
     """
 
     list_field = "content"
+    ping = event_of({"type": "ping"})
     end_of_stream = b""
 
     def __init__(

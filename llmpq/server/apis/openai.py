@@ -20,7 +20,7 @@ from llmpq.dist.io.sampling_params import (
 from llmpq.errors import SpecError
 from llmpq.server.apis.answer_events import AnswerSplitter
 from llmpq.server.errors import ApiError, bad_request, validation_error
-from llmpq.server.json_output import SharedItems, SharedList
+from llmpq.server.json_output import PING, SharedItems, SharedList
 from llmpq.server.protocol import (
     ChatBody,
     ChatCompletionRequest,
@@ -487,6 +487,7 @@ class _OpenAIFormat(Generic[OwnBody]):
     """
 
     list_field = "choices"
+    ping = PING
     end_of_stream = b"data: [DONE]\n\n"
     kind, chunk_kind = "text_completion", "text_completion"
 

@@ -14,7 +14,7 @@ from pydantic import Field, WithJsonSchema, field_validator
 from llmpq.server.apis.answer_events import AnswerSplitter
 from llmpq.server.apis.openai import chat_of, chat_request
 from llmpq.server.errors import ApiError, bad_request
-from llmpq.server.json_output import dump_json
+from llmpq.server.json_output import PING, dump_json
 from llmpq.server.protocol import (
     MAX_MESSAGES,
     JsonField,
@@ -341,6 +341,7 @@ class ResponsesFormat:
     """
 
     list_field = "output"
+    ping = PING
     end_of_stream = b""
 
     def __init__(
