@@ -82,8 +82,11 @@ def read_tags(
     value_close = pieces(form.value_close)[0]
     # The line ends of a value belong to the marks where the template writes them.
     ends: tuple[str, ...] = (value_close,)
+    others: tuple[str, ...] = ()
     if form.value_close.startswith("\n"):
         ends = ("\n" + value_close, value_close)
+        # Models leave the mark out: a value ends where the next one or the end of the call begins.
+        others = ("\n" + form.key_open.strip(), "\n" + form.call_close.strip())
     is_first = True
     while (yield from source.tokens(pieces(form.key_open))):
         key, mark = yield from source.collect(lambda take: source.until(key_close[:1], take))
@@ -97,13 +100,18 @@ def read_tags(
         wanted = properties.get(key)
         if value_types(wanted) == {"string"}:
             emit('"')
-            mark = yield from source.until(ends, lambda text: emit(escaped(text)))
+            mark = yield from source.until(
+                (*ends, *others), lambda text: emit(escaped(text)), is_read=False
+            )
             emit('"' * bool(mark))
         else:
-            value, mark = yield from source.collect(lambda take: source.until(ends, take))
+            value, mark = yield from source.collect(
+                lambda take: source.until((*ends, *others), take, is_read=False)
+            )
             emit(value_json(value, wanted) if mark else value)
         if not mark:
             return
+        yield from source.any_of(ends)
     emit("{}" if is_first else "}")
 
 

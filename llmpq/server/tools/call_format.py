@@ -85,6 +85,12 @@ class CallFormat:
         return found[0] if found else self.optional_open
 
     @property
+    def second_trigger(self) -> str:
+        """The mark behind the first, with which models begin calls as well; empty for none."""
+        found = pieces(self.group_open + self.call_open)
+        return found[1] if self.kind == "tags" and len(found) == 2 else ""
+
+    @property
     def texts(self) -> tuple[str, ...]:
         """The texts that may hold special tokens."""
         return (

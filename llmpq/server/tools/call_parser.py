@@ -125,8 +125,8 @@ class CallParser:
 
     def _answer(self, is_reasoning: bool) -> Steps[None]:
         calls, reasoning, source = self._form.calls, self._form.reasoning, self._source
-        trigger = "" if calls is None else calls.trigger
-        marks = [mark for mark in (trigger, reasoning.open if reasoning else "") if mark]
+        triggers = () if calls is None else (calls.trigger, calls.second_trigger)
+        marks = [mark for mark in (*triggers, reasoning.open if reasoning else "") if mark]
         if reasoning is not None and is_reasoning:
             yield from self._reasoning(reasoning.close)
         while True:
@@ -139,8 +139,8 @@ class CallParser:
             mark = yield from source.until(marks, self._text)
             if not mark:
                 break
-            if calls is not None and mark == trigger:
-                yield from self._group(calls)
+            if calls is not None and mark in triggers:
+                yield from self._group(calls, mark)
             elif reasoning is not None and self._at_start:
                 yield from self._reasoning(reasoning.close)
             else:
@@ -189,15 +189,16 @@ class CallParser:
         self._blanks = self._reasoning_blanks = ""
         self._strips = True
 
-    def _group(self, calls: CallFormat) -> Steps[None]:
-        """Read a group of calls behind its first mark."""
+    def _group(self, calls: CallFormat, mark: str) -> Steps[None]:
+        """Read a group of calls behind its first mark, or behind the second without the first."""
         source = self._source
         source.mark()
         opening = pieces(calls.group_open + calls.call_open)
-        is_opened = yield from source.tokens(opening[1:])
-        if not (is_opened and (yield from self._call(calls))):
+        is_whole = mark == calls.trigger
+        is_opened = yield from source.tokens(opening[1 if is_whole else 2 :])
+        if not (is_opened and (yield from self._call(calls, any_name=is_whole))):
             source.rewind()
-            self._text(calls.trigger)
+            self._text(mark)
             return
         group, separator = pieces(calls.group_open), pieces(calls.separator)
         while group:
@@ -211,27 +212,32 @@ class CallParser:
         for piece in pieces(calls.group_close):
             yield from source.tokens((piece,))
 
-    def _call(self, calls: CallFormat) -> Steps[bool]:
-        """Read a call up to its end; ``False`` where there is none."""
-        read = self._object_call if calls.kind == "object" else self._named_call
-        if not (yield from read(calls)):
+    def _call(self, calls: CallFormat, *, any_name: bool = True) -> Steps[bool]:
+        """Read a call up to its end; ``False`` where there is none, or not of a function."""
+        if calls.kind == "object":
+            is_call = yield from self._object_call(calls)
+        else:
+            is_call = yield from self._named_call(calls, any_name=any_name)
+        if not is_call:
             return False
         close = pieces(calls.call_close)
         if close and not (yield from self._source.tokens(close)):
             # What stands between the arguments and the end of the call has no meaning.
             marks = tuple(dict.fromkeys((close[0], calls.trigger)))
             mark = yield from self._source.until(marks, lambda _: None, is_read=False)
-            if mark == close[0]:
-                yield from self._source.tokens(close)
+            if mark == close[0]:  # the marks that follow may be missing
+                for piece in close:
+                    yield from self._source.tokens((piece,))
         return True
 
-    def _named_call(self, calls: CallFormat) -> Steps[bool]:
+    def _named_call(self, calls: CallFormat, *, any_name: bool) -> Steps[bool]:
         """Read a call whose name stands before its arguments."""
         source = self._source
         yield from source.blanks()
         name, _ = yield from source.collect(lambda take: source.run(_NAME, take, is_kept=True))
         found = _KIMI_ID.fullmatch(name) if calls.id_style == "kimi" else None
-        if not name or not (yield from self._arguments_follow(calls)):
+        is_name = bool(name) and (any_name or name in self._schemas)
+        if not is_name or not (yield from self._arguments_follow(calls, is_sure=any_name)):
             return False
         index = self._begin(found[1] if found else name, found[0] if found else None)
         emit = self._arguments_of(index)
@@ -249,10 +255,15 @@ class CallParser:
         self._end(index)
         return True
 
-    def _arguments_follow(self, calls: CallFormat) -> Steps[bool]:
-        """Read what stands between the name and the arguments; ``False`` where there are none."""
+    def _arguments_follow(self, calls: CallFormat, *, is_sure: bool) -> Steps[bool]:
+        """Read what stands between the name and the arguments; ``False`` where there are none.
+
+        Args:
+            calls: their format.
+            is_sure: whether a name is enough.
+        """
         close = pieces(calls.name_close)
-        if close and (yield from self._source.tokens(close)):
+        if close and (yield from self._source.tokens(close)) and is_sure:
             return True
         follows = [*pieces(calls.key_open)[:1], *pieces(calls.call_close)[:1]]
         for text in follows if calls.kind == "tags" else ["{"]:

@@ -58,6 +58,48 @@ def test_a_call_is_parsed_exactly(name):
     assert (parts.text, parts.reasoning) == ("", "")
 
 
+VALUE = {"city": "a <b>\nc", "days": 2}
+PARTS = "<parameter=city>\na <b>\nc\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
+CALL = f"<function=get_weather>\n{PARTS}</function>"
+NO_CLOSE = CALL.replace("\n</parameter>", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "close"), [("qwen_coder", "</tool_call>"), ("seed_oss", "</seed:tool_call>")]
+)
+def test_marks_that_models_leave_out_may_be_missing(name, close):
+    """Qwen's coders often begin a call with its second mark, and skip the end of a value."""
+    trigger = close.replace("/", "")
+    answers = {
+        CALL: ("", 1),
+        f"I look.\n{CALL}\n{close}": ("I look.", 1),
+        f"{CALL}\n{close}\n{trigger}\n{CALL}\n{close}": ("", 2),
+        f"{CALL}\n{CALL}": ("", 2),
+        f"{trigger}\n{CALL}": ("", 1),
+        f"{trigger}\n{CALL}\nBye": ("Bye", 1),
+        f"{trigger}\n{NO_CLOSE}\n{close}": ("", 1),
+    }
+    for answer, (text, count) in answers.items():
+        whole = parts_of(parser_of(name), answer)
+        assert (whole.text, calls_of(whole)) == (text, [("get_weather", VALUE)] * count), answer
+        cut = AnswerParts()
+        cut.add(events_of(parser_of(name), answer))
+        assert cut.message() == whole.message()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Use <function=get_weather> for it",
+        "<function=get_weather>",
+        CALL.replace("get_weather", "unknown"),
+    ],
+)
+def test_a_second_mark_alone_is_text(text):
+    parts = parts_of(parser_of("qwen_coder"), text)
+    assert (parts.text, parts.calls) == (text, [])
+
+
 @pytest.mark.parametrize("name", PARALLEL)
 def test_parallel_calls_are_parsed_exactly(name):
     parts = parts_of(parser_of(name), MODELS[name].both)
