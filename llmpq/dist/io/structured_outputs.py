@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import threading
 import weakref
 from collections import OrderedDict
@@ -35,6 +36,8 @@ LARGE_FORM_BYTES = 16 << 20
 _PANIC = "<backtrace>"
 """In messages of llguidance about a failure of its own."""
 _FIELD = "structured_outputs"
+_SLASHES = re.compile(r"\\.|/|\n", re.DOTALL)
+_ESCAPES = {"/": r"\/", "\n": r"\n"}
 _JSON_OPTIONS = {"whitespace_pattern": r"[ ]?|\r?\n[ \t]{0,64}"}
 """White space between the parts of JSON: one space, or a new line with indentation. Without a limit
 the answers of some models go on with it for ever."""
@@ -85,6 +88,27 @@ def _format_and_text(params: StructuredOutputsParams) -> tuple[str, str]:
     if params.grammar is not None:
         return "grammar", params.grammar
     return "json", json.dumps({"type": "object", "x-guidance": _JSON_OPTIONS})
+
+
+def lark_rule(params: StructuredOutputsParams) -> str | None:
+    """Return a form as the body of a rule in llguidance's Lark; ``None`` for a whole grammar.
+
+    Raises:
+        SpecError: its JSON is not valid.
+    """
+    name, text = _format_and_text(params)
+    if name == "grammar":
+        return None
+    if name == "json":
+        return f"%json {text}"
+    if name == "regex":
+        return f"/{lark_regex(text)}/"
+    return " | ".join(json.dumps(one, ensure_ascii=False) for one in params.choice or ())
+
+
+def lark_regex(text: str) -> str:
+    """Return a regular expression as it stands between slashes in Lark."""
+    return _SLASHES.sub(lambda found: _ESCAPES.get(found[0], found[0]), text)
 
 
 class GrammarCompiler:

@@ -162,7 +162,12 @@ async def chat_request(
         echoes = (content_text(last.get("content")),)
     sampling = await _sampling(body, model, max_tokens)
     grammar = tools.grammar(text, tokenizer.special_tokens)
+    form = sampling.structured_outputs
     sampling = _with_grammar(sampling, tools, grammar)
+    if form is not None and not body.continue_final_message:
+        behind = tools.form_grammar(form, text, tokenizer.special_tokens)
+        if behind is not None:
+            sampling = replace(sampling, structured_outputs=StructuredOutputsParams(grammar=behind))
     request = _prepared(
         body,
         model,

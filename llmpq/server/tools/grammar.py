@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from llmpq.dist.io.structured_outputs import lark_regex
 from llmpq.server.tools.arguments import value_types
 from llmpq.server.tools.call_format import ID_PLACE, CallFormat, TemplateFormat, pieces
 
@@ -83,6 +84,29 @@ def answer_grammar(
     else:
         start += f" ({grammar.triggered(inner)}){'*' if is_parallel else '?'} TEXT"
     return grammar.text_of(start)
+
+
+def form_grammar(
+    template: TemplateFormat, form: str, special_tokens: Mapping[str, int], *, is_reasoning: bool
+) -> str:
+    """Return the grammar of an answer that has a form behind its reasoning.
+
+    Args:
+        template: how reasoning is written.
+        form: body of a rule.
+        special_tokens: of the tokenizer, by their texts.
+        is_reasoning: whether the prompt has opened the reasoning.
+    """
+    grammar = _Grammar(template.calls or CallFormat(kind="json"), special_tokens)
+    rule = grammar.rule("form", form)
+    if template.calls is not None and template.calls.kind == "harmony":
+        return grammar.text_of(grammar.final_message(rule))
+    found = template.reasoning
+    assert found is not None
+    before = f"{grammar.until(found.close)} BLANKS"
+    if not is_reasoning:
+        before = f"(BLANKS {grammar.literal(found.open)} {before})?"
+    return grammar.text_of(f"{before} {rule}")
 
 
 class _Grammar:
@@ -211,7 +235,7 @@ class _Grammar:
         if isinstance(pattern, str):
             start, end = "" if pattern[:1] == "^" else "(?s:.*)", "(?s:.*)"
             end = "" if pattern[-1:] == "$" else end
-            pattern = pattern.removeprefix("^").removesuffix("$").replace("/", r"\/")
+            pattern = lark_regex(pattern.removeprefix("^").removesuffix("$"))
             terms.append(f"/{start}({pattern}){end}/")
         if mark not in self._special:
             terms.append(f"~/(?s:.*){_SPECIAL_LETTERS.sub(_escaped, mark)}(?s:.*)/")
@@ -260,10 +284,20 @@ class _Grammar:
             first = self.rule("first", f"{item} {rest}" + f" | {first}" * (not is_needed))
         return f'"{{" {first} "}}"'
 
+    def _messages_before(self, heads: Sequence[str]) -> str:
+        """Return the expression of messages of channels before the last one."""
+        opened, body = self.literal("<|channel|>"), self.literal("<|message|>")
+        again = f'{self.literal("<|end|>")} {self.literal("<|start|>")} "assistant"'
+        return f"({opened} ({' | '.join(map(_quoted, heads))}) {body} TEXT {again})*"
+
+    def final_message(self, rule: str) -> str:
+        """Return the expression of messages of channels of which the last has a form."""
+        opened, body = self.literal("<|channel|>"), self.literal("<|message|>")
+        return f'{self._messages_before(("analysis",))} {opened} "final" {body} {rule}'
+
     def harmony(self, functions: Sequence[CallableFunction], *, is_forced: bool) -> str:
         """Return the grammar of messages of channels; the token behind a call ends the answer."""
         opened, body = self.literal("<|channel|>"), self.literal("<|message|>")
-        again = f'{self.literal("<|end|>")} {self.literal("<|start|>")} "assistant"'
         kind = self.literal("<|constrain|>")
         calls = [
             f"{_quoted(f'commentary to=functions.{function.name} ')} {kind} "
@@ -271,8 +305,7 @@ class _Grammar:
             + self.json(object_schema(function.parameters), is_strict=function.is_strict)
             for function in functions
         ]
-        heads = ['"analysis"'] if is_forced else ['"analysis"', '"commentary"']
-        before = f"({opened} ({' | '.join(heads)}) {body} TEXT {again})*"
+        before = self._messages_before(("analysis",) if is_forced else ("analysis", "commentary"))
         last = " | ".join(calls if is_forced else [*calls, f'"final" {body} TEXT'])
         return self.text_of(f"{before} {opened} ({last})")
 

@@ -9,13 +9,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
+from llmpq.dist.io.sampling_params import StructuredOutputsParams
+from llmpq.dist.io.structured_outputs import lark_rule
+from llmpq.errors import SpecError
 from llmpq.server.errors import ApiError, bad_request
 from llmpq.server.protocol import check_json_text
 from llmpq.server.text.chat_template import content_text
 from llmpq.server.tools.call_format import TemplateFormat
 from llmpq.server.tools.call_parser import CallParser
 from llmpq.server.tools.custom import CUSTOM, as_function, as_function_call
-from llmpq.server.tools.grammar import answer_grammar
+from llmpq.server.tools.grammar import answer_grammar, form_grammar
 
 Json = dict[str, Any]
 Choice = Literal["auto", "none", "required"]
@@ -98,6 +101,28 @@ class PreparedTools:
         """Return the special tokens that must stay in the text of answers, for the parser."""
         marks = self.template.marks
         return frozenset(token for token in special_tokens if any(token in mark for mark in marks))
+
+    def form_grammar(
+        self, form: StructuredOutputsParams, prompt: str, special_tokens: Mapping[str, int]
+    ) -> str | None:
+        """Return the grammar of answers that have a form behind their reasoning.
+
+        ``None`` where the form itself is that of the answer: there is no reasoning, or the form is
+        a grammar, which says what an answer begins with.
+
+        Raises:
+            ApiError: the form is not valid.
+        """
+        if self.template.reasoning is None and not _is_harmony(self.template):
+            return None
+        try:
+            rule = lark_rule(form)
+        except SpecError as error:
+            raise bad_request(str(error), "structured_outputs") from None
+        if rule is None:
+            return None
+        is_reasoning = self.is_reasoning(prompt)
+        return form_grammar(self.template, rule, special_tokens, is_reasoning=is_reasoning)
 
     def parser(self, prompt: str) -> CallParser:
         """Return the parser of one answer to a rendered prompt."""

@@ -13,6 +13,8 @@ from helpers.served import Served, demo_tokenizer
 from model_templates import CALLS, MODELS, TOOLS
 from served_answer import serving_answer
 
+from llmpq.dist.io.structured_outputs import grammar_of
+
 MESSAGES = [{"role": "user", "content": "hi"}]
 NAMES = ["qwen3", "glm", "llama3", "mistral_args", "gemma", "harmony"]
 CASE = [
@@ -173,6 +175,20 @@ def test_a_required_call_gives_the_answer_a_form():
             ask(client, tool_choice="required", response_format={"type": "json_object"})
         with pytest.raises(openai.BadRequestError, match="name 'a b'"):
             ask(client, tools=[{"type": "function", "function": {"name": "a b"}}])
+
+
+def test_the_form_of_an_answer_begins_behind_its_reasoning():
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    with asking("nemotron", 'Hm.\n</think>\n\n{"a": 1}') as (client, engine):
+        message = ask(client, response_format=form, tools=openai.NOT_GIVEN).choices[0].message
+        assert (message.content, message.reasoning_content) == ('{"a": 1}', "Hm.")
+        sent = list(engine.requests.values())[-1].sampling.structured_outputs
+        assert "</think>" in sent.grammar
+        assert '"integer"' in sent.grammar
+        grammar_of(sent)
+        with pytest.raises(openai.BadRequestError, match="structured_outputs"):
+            ask(client, extra_body={"structured_outputs": {"json": "{"}})
 
 
 def test_a_history_with_malformed_arguments_goes_on():

@@ -131,6 +131,42 @@ def test_the_answers_of_a_model_have_the_form(name, is_special):
     assert not words.accepts(prepared(name, choice=only).grammar(prompt, words.special), model.one)
 
 
+FORMS = {
+    "json": (StructuredOutputsParams(json={"type": "object", "properties": {"a": {"enum": ["/\n"]}},
+                                           "required": ["a"]}), '{"a":"/\\n"}', '{"a":"x"}'),
+    "regex": (StructuredOutputsParams(regex=r"a/b\n\d+"), "a/b\n12", "a/b\n"),
+    "escaped": (StructuredOutputsParams(regex=r"https?:\/\/\w\d"), "https://a1", "https:/a1"),
+    "choice": (StructuredOutputsParams(choice=("yes", 'n"o\n')), 'n"o\n', "ye"),
+    "object": (StructuredOutputsParams(json_object=True), '{"b": [1]}', "[1]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize("name", [name for name in MODELS if MODELS[name].thinking])
+def test_a_form_holds_behind_the_reasoning(name, kind):
+    model, words = MODELS[name], vocabulary(MODELS[name].special)
+    params, right, wrong = FORMS[kind]
+    tools = prepared(name, tools=(), choice="auto")
+    grammar = tools.form_grammar(params, opening(name), words.special)
+    before = model.thinking.removesuffix("<|return|>").removesuffix("Hello")
+    assert words.accepts(grammar, before + right)
+    assert not words.accepts(grammar, before + wrong)
+    assert not words.accepts(grammar, before + right + "more")
+    if name != "harmony":
+        assert words.accepts(grammar, right) != model.is_opened
+    parts = AnswerParts()
+    parser = tools.parser(opening(name))
+    parts.add([*parser.feed(before + right), *parser.finish()])
+    assert (parts.text.strip(), parts.reasoning.strip()) == (right.strip(), "Hm.")
+
+
+def test_a_grammar_and_a_model_without_reasoning_keep_their_form():
+    whole = StructuredOutputsParams(grammar='start: "a"')
+    assert prepared("nemotron", (), "auto").form_grammar(whole, "<think>\n", {}) is None
+    form = FORMS["json"][0]
+    assert prepared("llama3", (), "auto").form_grammar(form, "", {}) is None
+
+
 @pytest.mark.parametrize("name", [name for name in MODELS if MODELS[name].thinking])
 def test_reasoning_may_stand_before_a_call(name):
     model, words = MODELS[name], vocabulary(MODELS[name].special)
@@ -185,10 +221,11 @@ def test_a_strict_function_has_the_form_from_where_its_call_begins(name):
         assert not words.accepts(grammar, f"I look.\n{model.one.replace('city', 'town')}")
 
 
+@pytest.mark.parametrize("slash", ["/", r"\/"])
 @pytest.mark.parametrize("name", ["qwen_coder", "gemma", "qwen3"])
-def test_limits_of_texts_hold_in_every_form(name):
+def test_limits_of_texts_hold_in_every_form(name, slash):
     words = vocabulary(MODELS[name].special)
-    schema = {"type": "string", "pattern": "^[A-Z]{2}/[0-9]+$", "maxLength": 5}
+    schema = {"type": "string", "pattern": f"^[A-Z]{{2}}{slash}[0-9]+$", "maxLength": 5}
     properties = {"city": schema, "days": {"type": "integer"}}
     tool = strict({"type": "object", "properties": properties}, "get_weather")
     grammar = prepared(name, [tool]).grammar("", words.special)
