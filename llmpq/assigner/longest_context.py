@@ -11,14 +11,15 @@ context is not worth bits or speed: few answers come near it, and every answer h
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from llmpq.assigner.constraints.fixed_bits import with_stored_bits
-from llmpq.assigner.planner import make_plan
+from llmpq.assigner.planner import best_plan
 from llmpq.assigner.request import PlanRequest
 from llmpq.errors import InfeasibleError, SpecError
+from llmpq.spec.cluster import Cluster
 from llmpq.spec.plan import Plan
 from llmpq.spec.workload import Workload
 
@@ -42,6 +43,7 @@ def plan_longest_context(
     request: PlanRequest,
     max_model_len: int | None = None,
     *,
+    others: Sequence[Cluster] = (),
     usual: tuple[int, int] | None = None,
     command: str = "",
 ) -> Plan:
@@ -50,6 +52,8 @@ def plan_longest_context(
     Args:
         request: its workload gives the number of sequences; their lengths are chosen here.
         max_model_len: tokens of prompt and answer together, ``None`` for the longest that fit.
+        others: clusters that the plan may be for instead of the request's: the best of all plans is
+            returned.
         usual: tokens of prompt and answer of the requests for which the plan is fast, together no
             more than ``max_model_len``; ``None`` where they are not known.
         command: the command line, for the plan's provenance.
@@ -60,29 +64,35 @@ def plan_longest_context(
     """
     if max_model_len is not None and max_model_len < 2:
         raise SpecError(f"max_model_len: found {max_model_len}, expected at least 2")
-    last: InfeasibleError | None = None
+    clusters = (request.cluster, *others)
+    wanted: PlanRequest | None = None
     least: float | None = None
     resident = replace(request, no_streaming=True)
+
+    def planned(own: PlanRequest, context: int, aims: dict[str, Any]) -> Plan:
+        nonlocal wanted
+        wanted = _with_context(own, context, usual, aims)
+        # Most attempts without a plan are followed by others: why they fail is not asked for.
+        return best_plan(replace(wanted, gives_reasons=False), clusters, command=command)
+
     for context, aims in _attempts(resident, max_model_len):
-        wanted = _with_context(resident, context, usual, aims)
         try:
-            found = make_plan(wanted, command=command)
-        except InfeasibleError as error:
-            last = error
+            found = planned(resident, context, aims)
+        except InfeasibleError:
             continue
         if max_model_len is not None or context <= SHORT_CONTEXT:
             return found
         if least is None:
-            short = make_plan(_with_context(resident, SHORT_CONTEXT, usual, aims), command=command)
-            least = NEXT_TO * _speed(short)
+            least = NEXT_TO * _speed(planned(resident, SHORT_CONTEXT, aims))
         if _speed(found) >= least:
             return found
-    assert last is not None
+    assert wanted is not None
+    last = wanted
     if not request.no_streaming:
         for context, aims in _reading_attempts(request, max_model_len):
             with contextlib.suppress(InfeasibleError):
-                return make_plan(_with_context(request, context, usual, aims), command=command)
-    raise last
+                return planned(request, context, aims)
+    return best_plan(last, clusters, command=command)
 
 
 def _reading_attempts(

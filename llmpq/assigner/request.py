@@ -62,6 +62,9 @@ HEAD_SHARE = 0.5
 """Loss of a head that was not measured, over that of all layers at its bits. The shipped model's
 is 0.57 at 4 bits (``docs/how/head.md``)."""
 
+NO_PLAN = "no plan fits in memory and within the quality budget"
+"""Message of an error without reasons."""
+
 Progress = Callable[[int, int, float | None], None]
 """Called with candidates settled, candidates in all, and the best objective so far."""
 
@@ -98,6 +101,7 @@ class PlanRequest(SearchOptions):
         overrides: manual decisions of the user.
         whole_layers: leave no experts to hosts.
         whole_experts: leave all routed experts of a layer to a host, or none.
+        gives_reasons: find out why there is no plan where there is none, which takes programs.
     """
 
     model: ModelSpec
@@ -114,6 +118,7 @@ class PlanRequest(SearchOptions):
     overrides: Overrides = NO_OVERRIDES
     whole_layers: bool = False
     whole_experts: bool = False
+    gives_reasons: bool = True
 
     def with_deadline(self) -> PlanRequest:
         """Return the request with the deadline of its time limit, counted from now if not set."""

@@ -52,6 +52,7 @@ from llmpq.assigner.request import (
     DEFAULT_GAP,
     GAP_ROUNDING,
     KEY_BITS,
+    NO_PLAN,
     OutOfTimeError,
     PlanningTask,
     Progress,
@@ -527,7 +528,7 @@ class _Search:
                     "the exact search found no plan within its limits of time and memory; "
                     "raise the time limit"
                 )
-            raise InfeasibleError("no plan fits in memory and within the quality budget")
+            raise InfeasibleError(NO_PLAN)
         proofs = tuple(_proof(item) for item in self.candidates)
         self.stats.total_s = time.monotonic() - self.started
         return ExactResult(
@@ -672,11 +673,8 @@ def _proof(candidate: _Candidate) -> PairProof:
     )
 
 
-def find_exact(task: PlanningTask, progress: Progress, *, explains: bool = True) -> Solution:
-    """Find the best plan; by integer programs where the exact search does not support a task.
-
-    Without ``explains``, the error does not say why there is no plan, which takes programs.
-    """
+def find_exact(task: PlanningTask, progress: Progress) -> Solution:
+    """Find the best plan; by integer programs where the exact search does not support a task."""
     request = task.request
     try:
         result = solve_exact(
@@ -701,7 +699,7 @@ def find_exact(task: PlanningTask, progress: Progress, *, explains: bool = True)
             raise
         return fallback
     except InfeasibleError as error:
-        if not explains:
+        if not request.gives_reasons:
             raise
         if request.quality_budget is None:
             raise memory_error(request) from error
