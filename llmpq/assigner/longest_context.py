@@ -16,8 +16,10 @@ from dataclasses import replace
 from typing import Any
 
 from llmpq.assigner.constraints.fixed_bits import with_stored_bits
-from llmpq.assigner.planner import best_plan
-from llmpq.assigner.request import PlanRequest
+from llmpq.assigner.explain.infeasible import SMALLEST
+from llmpq.assigner.objective import QUALITY_SLACK
+from llmpq.assigner.planner import best_plan, solve_request
+from llmpq.assigner.request import NO_PLAN, PlanRequest
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec.cluster import Cluster
 from llmpq.spec.plan import Plan
@@ -65,34 +67,45 @@ def plan_longest_context(
     if max_model_len is not None and max_model_len < 2:
         raise SpecError(f"max_model_len: found {max_model_len}, expected at least 2")
     clusters = (request.cluster, *others)
-    wanted: PlanRequest | None = None
+    last: PlanRequest | None = None
     least: float | None = None
     resident = replace(request, no_streaming=True)
-
-    def planned(own: PlanRequest, context: int, aims: dict[str, Any]) -> Plan:
-        nonlocal wanted
-        wanted = _with_context(own, context, usual, aims)
-        # Most attempts without a plan are followed by others: why they fail is not asked for.
-        return best_plan(replace(wanted, gives_reasons=False), clusters, command=command)
-
     for context, aims in _attempts(resident, max_model_len):
-        try:
-            found = planned(resident, context, aims)
-        except InfeasibleError:
+        last = _with_context(resident, context, usual, aims)
+        found = _plan_or_none(last, clusters, command)
+        if found is None:
             continue
         if max_model_len is not None or context <= SHORT_CONTEXT:
             return found
         if least is None:
-            least = NEXT_TO * _speed(planned(resident, SHORT_CONTEXT, aims))
+            wanted = _with_context(resident, SHORT_CONTEXT, usual, aims)
+            short = _plan_or_none(wanted, clusters, command)
+            assert short is not None, "it fits with a longer context"
+            least = NEXT_TO * _speed(short)
         if _speed(found) >= least:
             return found
-    assert wanted is not None
-    last = wanted
-    if not request.no_streaming:
-        for context, aims in _reading_attempts(request, max_model_len):
-            with contextlib.suppress(InfeasibleError):
-                return planned(request, context, aims)
-    return best_plan(last, clusters, command=command)
+    assert last is not None
+    attempts = () if request.no_streaming else _reading_attempts(request, max_model_len)
+    for context, aims in attempts:
+        found = _plan_or_none(_with_context(request, context, usual, aims), clusters, command)
+        if found is not None:
+            return found
+    return best_plan(last, clusters, command=command)  # raises the error with its reasons
+
+
+def _plan_or_none(request: PlanRequest, clusters: Sequence[Cluster], command: str) -> Plan | None:
+    """Return the best plan on any of the clusters, ``None`` where nothing fits.
+
+    Most attempts without a plan are followed by others: why they fail is not asked for.
+    """
+    request = replace(request, gives_reasons=False)
+    try:
+        if request.theta_s == LEAST_LOSS_THETA_S and request.workload.batch > 1:
+            budget = _least_loss(request, clusters)
+            request = replace(request, theta_s=None, quality_budget=budget)
+        return best_plan(request, clusters, command=command)
+    except InfeasibleError:
+        return None
 
 
 def _reading_attempts(
@@ -125,6 +138,26 @@ def _with_context(
         context_tokens=context,
     )
     return with_stored_bits(replace(request, workload=work, **aims))
+
+
+def _least_loss(request: PlanRequest, clusters: Sequence[Cluster]) -> float:
+    """Return the least degradation that memory allows on any of the clusters.
+
+    Micro-batches of one sequence take the least memory, so that no others have to be searched: at
+    a high price of degradation, bounds would hardly tell them apart.
+
+    Raises:
+        InfeasibleError: nothing fits.
+    """
+    overrides = replace(request.overrides, micro_batching=SMALLEST)
+    found = []
+    for cluster in clusters:
+        with contextlib.suppress(InfeasibleError):
+            own = replace(request, cluster=cluster, overrides=overrides)
+            found.append(solve_request(own, "llmpq")[1].evaluation.quality)
+    if not found:
+        raise InfeasibleError(NO_PLAN)
+    return min(found) * (1 + QUALITY_SLACK)
 
 
 def _speed(plan: Plan) -> float:

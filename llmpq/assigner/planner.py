@@ -28,6 +28,7 @@ from llmpq.assigner.objective import relative_gap
 from llmpq.assigner.request import (
     DEFAULT_HEAD_LOSS,
     DEFAULT_OMEGA,
+    FIRST_PLAN_GAP,
     NO_PLAN,
     OutOfTimeError,
     PlanningTask,
@@ -80,9 +81,6 @@ METHODS: Mapping[str, Method] = {
     "heuristic": transfer.find_transfer,
 }
 """The planning methods by name."""
-
-FIRST_PLAN_GAP = 0.99
-"""Gap at which a search stops with the first plan that it finds."""
 
 EXPLANATION_LIMIT_S = 20.0
 """Seconds of each search for the manual decision that leaves no plan."""
@@ -146,6 +144,7 @@ def best_plan(request: PlanRequest, clusters: Sequence[Cluster], *, command: str
         request = replace(request, theta_s=found.search.theta_s)
         if best is None or found.estimate.objective_s < best.estimate.objective_s:
             best = found
+            request = replace(request, below_s=found.estimate.objective_s)
     if best is None:
         assert first is not None, "there is a cluster"
         raise first

@@ -53,6 +53,8 @@ from llmpq.spec.workload import Workload
 
 DEFAULT_GAP = 1e-3
 """Of integer programs; the exact search goes on to a gap of 0."""
+FIRST_PLAN_GAP = 0.99
+"""Gap at which a search stops with the first plan that it finds."""
 GAP_ROUNDING = 1e-9
 KEY_BITS = 63
 """Of a stage's key in the exact search: how many layers of each kind and column it has."""
@@ -101,6 +103,7 @@ class PlanRequest(SearchOptions):
         overrides: manual decisions of the user.
         whole_layers: leave no experts to hosts.
         whole_experts: leave all routed experts of a layer to a host, or none.
+        below_s: the search may leave out plans whose objective is not below this.
         gives_reasons: find out why there is no plan where there is none, which takes programs.
     """
 
@@ -118,6 +121,7 @@ class PlanRequest(SearchOptions):
     overrides: Overrides = NO_OVERRIDES
     whole_layers: bool = False
     whole_experts: bool = False
+    below_s: float = math.inf
     gives_reasons: bool = True
 
     def with_deadline(self) -> PlanRequest:

@@ -18,10 +18,13 @@ A device *class* is a group, or (``T`` further on) the same group as the first d
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -31,7 +34,7 @@ from llmpq.assigner.enumeration import layers_that_fit, most_layers
 from llmpq.assigner.exact import native
 from llmpq.assigner.exact.lattice import OrderLattice, Orders, build_lattice
 from llmpq.assigner.exact.native import NotCoveredError
-from llmpq.assigner.explain.infeasible import explain_budget, memory_error
+from llmpq.assigner.explain.infeasible import SMALLEST, explain_budget, memory_error
 from llmpq.assigner.heuristics.baselines import find_proportional
 from llmpq.assigner.heuristics.transfer import find_transfer
 from llmpq.assigner.milp.search import find_plan
@@ -50,6 +53,7 @@ from llmpq.assigner.objective import (
 )
 from llmpq.assigner.request import (
     DEFAULT_GAP,
+    FIRST_PLAN_GAP,
     GAP_ROUNDING,
     KEY_BITS,
     NO_PLAN,
@@ -187,6 +191,23 @@ class Incumbent(NamedTuple):
     problem: AssignmentProblem
     assignment: Assignment
     evaluation: Evaluation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What is known before a search.
+
+    Attributes:
+        first_plan: returns a feasible plan of the space, or ``None``; called unless the first
+            bounds settle all pairs.
+        below_s: plans whose objective is not below this do not count.
+    """
+
+    first_plan: Callable[[], Incumbent | None] = lambda: None
+    below_s: float = math.inf
+
+
+NOTHING_KNOWN = Known()
 
 
 def _schedule(
@@ -461,13 +482,12 @@ def solve_exact(
     gap: float = 0.0,
     deadline: Deadline = NEVER,
     progress: Progress = silent,
-    start: Incumbent | None = None,
+    known: Known = NOTHING_KNOWN,
 ) -> ExactResult:
     """Minimise latency plus priced degradation over pairs, orders, placements and bitwidths.
 
     Stops at the relative optimality ``gap``. After the deadline the core is not compiled, pairs are
-    bounded in fewer steps, and the best or the first plan is returned with its bound. ``start`` is
-    a feasible plan of the space, if one is known.
+    bounded in fewer steps, and the best or the first plan is returned with its bound.
 
     Raises:
         NotCoveredError: the exact search does not support the problem.
@@ -477,8 +497,8 @@ def solve_exact(
     native.prepare(deadline.left_s)
     key_radices(space)
     search = _Search(space, build_lattice(space, orders), gap, deadline)
-    search._offer(start)
-    search.run(progress)
+    search.best_s = known.below_s
+    search.run(progress, known.first_plan)
     return search.result()
 
 
@@ -500,11 +520,13 @@ class _Search:
     def cutoff_s(self) -> float:
         return self.best_s * self.keep
 
-    def run(self, progress: Progress) -> None:
+    def run(self, progress: Progress, first_plan: Callable[[], Incumbent | None]) -> None:
         """Visit the pair of least bound until that bound cannot win."""
         self._bound_without_contiguity()
         heap = [(c.bound_s, c.index, c) for c in self.candidates if c.reason == "open"]
         heapq.heapify(heap)
+        if heap and heap[0][0] < self.cutoff_s:
+            self._offer(first_plan())
         total, parked = len(heap), []
         while heap and (self.deadline.left_s > 0 or self.best is None):
             candidate = heapq.heappop(heap)[2]
@@ -677,13 +699,14 @@ def find_exact(task: PlanningTask, progress: Progress) -> Solution:
     """Find the best plan; by integer programs where the exact search does not support a task."""
     request = task.request
     try:
+        _check_budget(task)
         result = solve_exact(
             task.space,
             orders=task.fixed_order or request.orders,
             gap=request.gap,
             deadline=request.deadline,
             progress=progress,
-            start=_first_plan(task),
+            known=Known(first_plan=partial(_first_plan, task), below_s=request.below_s),
         )
     except NotCoveredError:
         # Programs cannot close the last thousandth in reasonable time.
@@ -699,7 +722,7 @@ def find_exact(task: PlanningTask, progress: Progress) -> Solution:
             raise
         return fallback
     except InfeasibleError as error:
-        if not request.gives_reasons:
+        if not request.gives_reasons or math.isfinite(request.below_s):
             raise
         if request.quality_budget is None:
             raise memory_error(request) from error
@@ -719,6 +742,24 @@ def find_exact(task: PlanningTask, progress: Progress) -> Solution:
     )
     late = solution.status != "optimal" and request.deadline.has_passed
     return _with_fallback(solution, find_proportional(task)) if late else solution
+
+
+def _check_budget(task: PlanningTask) -> None:
+    """Raise ``InfeasibleError`` where memory does not allow the quality of the budget.
+
+    Micro-batches of one sequence take the least memory: what does not fit with these, never does.
+    Bounds of other pairs would have to grow without limit to show the same.
+    """
+    smallest = tuple(pair for pair in task.pairs if pair.micro_batching == SMALLEST)
+    if task.request.quality_budget is None or not smallest or len(task.pairs) == len(smallest):
+        return
+    with contextlib.suppress(OutOfTimeError):
+        solve_exact(
+            replace(task.space, pairs=smallest),
+            orders=task.fixed_order or task.request.orders,
+            gap=FIRST_PLAN_GAP,
+            deadline=task.request.deadline,
+        )
 
 
 FIRST_PLAN_S = 3.0

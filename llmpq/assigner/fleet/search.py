@@ -32,8 +32,9 @@ from llmpq.assigner.exact.search import find_exact
 from llmpq.assigner.explain.infeasible import SMALLEST
 from llmpq.assigner.fleet.partition import DeviceCounts, DevicePools
 from llmpq.assigner.objective import Assignment, FloatArray, IntArray, evaluate, relative_gap
-from llmpq.assigner.planner import FIRST_PLAN_GAP, find_best, plan_of, solve_task
+from llmpq.assigner.planner import find_best, plan_of, solve_task
 from llmpq.assigner.request import (
+    FIRST_PLAN_GAP,
     GAP_ROUNDING,
     OutOfTimeError,
     PlanningTask,
