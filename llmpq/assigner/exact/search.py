@@ -748,17 +748,19 @@ def _check_budget(task: PlanningTask) -> None:
     """Raise ``InfeasibleError`` where memory does not allow the quality of the budget.
 
     Micro-batches of one sequence take the least memory: what does not fit with these, never does.
-    Bounds of other pairs would have to grow without limit to show the same.
+    Bounds of other pairs would have to grow without limit to show the same. Limited time is left to
+    the search.
     """
+    request = task.request
     smallest = tuple(pair for pair in task.pairs if pair.micro_batching == SMALLEST)
-    if task.request.quality_budget is None or not smallest or len(task.pairs) == len(smallest):
+    has_others = 0 < len(smallest) < len(task.pairs)
+    if request.quality_budget is None or request.deadline != NEVER or not has_others:
         return
     with contextlib.suppress(OutOfTimeError):
         solve_exact(
             replace(task.space, pairs=smallest),
-            orders=task.fixed_order or task.request.orders,
+            orders=task.fixed_order or request.orders,
             gap=FIRST_PLAN_GAP,
-            deadline=task.request.deadline,
         )
 
 
