@@ -576,6 +576,11 @@ class _Search:
             warm = warm or (pair, start_multipliers(self.space, pair))
             steps = NONCONTIGUOUS if self.deadline.left_s > 0 else NONCONTIGUOUS_OUT_OF_TIME
             bound_s, multipliers = noncontiguous_bound(self.space, pair, self.lattice, warm, steps)
+            if costs.host_bytes.any() and warm[0] is not pair:
+                # Both memories press unlike those of the last pair: prices of its may start badly.
+                cold = pair, start_multipliers(self.space, pair)
+                found = noncontiguous_bound(self.space, pair, self.lattice, cold, steps)
+                bound_s, multipliers = max((bound_s, multipliers), found, key=lambda one: one[0])
             for split in SPLITS if pair.streams and math.isfinite(bound_s) else ():
                 other = NativePair(self.space, costs, split)
                 found = noncontiguous_bound(self.space, other, self.lattice, warm, steps)
