@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -136,6 +137,17 @@ def test_bad_values_are_one_error(command, words, message, capsys):
 def test_without_devices_it_is_an_error(capsys):
     assert check.main(["--model", MODEL, *SIZES, "--host_gib", "5950X=8"]) == 2
     assert "--host_gib: found without devices, expected --cluster" in capsys.readouterr().err
+
+
+def test_many_micro_batches_on_four_gpus_are_planned_in_10_s_of_processor_time(capsys):
+    words = ["--device_names", "RTX4090", "--device_numbers", "4", "--host_gib", "Xeon-8480=512"]
+    sizes = ["--global_bz", "32", "--s", "512", "--n", "128", "--output", "p.json", "--no_explain"]
+    begun_s = time.process_time()
+    assert algo.main(["--model", "Qwen/Qwen3-235B-A22B", *words, *sizes]) == 0
+    assert time.process_time() - begun_s < 10
+    plan = read_plan("p.json")
+    assert plan.search.status == "optimal"
+    assert sum(stage.num_apart for stage in plan.stages) > 0
 
 
 def test_replicas_keep_layers_whole(capsys):

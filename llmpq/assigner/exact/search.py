@@ -778,9 +778,10 @@ def _first_plan(task: PlanningTask) -> Incumbent | None:
     """Return the plan of bitwidth transfer where experts may be on hosts.
 
     Plans near the relaxation are poor there, as both memories press, and a good plan rules out most
-    others. ``None`` under manual limits, which transfer ignores, and where it finds none.
+    others. ``None`` under manual limits, which transfer ignores, where a value to be below is known,
+    and where it finds none.
     """
-    if not task.apart or task.has_limits:
+    if not task.apart or task.has_limits or math.isfinite(task.request.below_s):
         return None
     left_s = task.request.deadline.left_s
     deadline = task.request.deadline.within(min(FIRST_PLAN_S, FIRST_PLAN_SHARE * left_s))
