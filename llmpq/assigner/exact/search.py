@@ -577,7 +577,7 @@ class _Search:
             steps = NONCONTIGUOUS if self.deadline.left_s > 0 else NONCONTIGUOUS_OUT_OF_TIME
             bound_s, multipliers = noncontiguous_bound(self.space, pair, self.lattice, warm, steps)
             if costs.host_bytes.any() and warm[0] is not pair:
-                # Both memories press unlike those of the last pair: prices of its may start badly.
+                # The last pair's prices of both memories may start a bound far below 0.
                 cold = pair, start_multipliers(self.space, pair)
                 found = noncontiguous_bound(self.space, pair, self.lattice, cold, steps)
                 bound_s, multipliers = max((bound_s, multipliers), found, key=lambda one: one[0])
@@ -778,8 +778,8 @@ def _first_plan(task: PlanningTask) -> Incumbent | None:
     """Return the plan of bitwidth transfer where experts may be on hosts.
 
     Plans near the relaxation are poor there, as both memories press, and a good plan rules out most
-    others. ``None`` under manual limits, which transfer ignores, where a value to be below is known,
-    and where it finds none.
+    others. ``None`` under manual limits, which transfer ignores, where the objective of a good plan
+    is known, and where it finds none.
     """
     if not task.apart or task.has_limits or math.isfinite(task.request.below_s):
         return None
