@@ -11,14 +11,17 @@ context is not worth bits or speed: few answers come near it, and every answer h
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from llmpq.assigner.constraints.fixed_bits import with_stored_bits
-from llmpq.assigner.planner import make_plan
-from llmpq.assigner.request import PlanRequest
+from llmpq.assigner.explain.infeasible import SMALLEST
+from llmpq.assigner.objective import QUALITY_SLACK
+from llmpq.assigner.planner import best_plan, solve_request
+from llmpq.assigner.request import NO_PLAN, PlanRequest
 from llmpq.errors import InfeasibleError, SpecError
+from llmpq.spec.cluster import Cluster
 from llmpq.spec.plan import Plan
 from llmpq.spec.workload import Workload
 
@@ -42,6 +45,7 @@ def plan_longest_context(
     request: PlanRequest,
     max_model_len: int | None = None,
     *,
+    others: Sequence[Cluster] = (),
     usual: tuple[int, int] | None = None,
     command: str = "",
 ) -> Plan:
@@ -50,6 +54,8 @@ def plan_longest_context(
     Args:
         request: its workload gives the number of sequences; their lengths are chosen here.
         max_model_len: tokens of prompt and answer together, ``None`` for the longest that fit.
+        others: clusters that the plan may be for instead of the request's: the best of all plans is
+            returned.
         usual: tokens of prompt and answer of the requests for which the plan is fast, together no
             more than ``max_model_len``; ``None`` where they are not known.
         command: the command line, for the plan's provenance.
@@ -60,29 +66,46 @@ def plan_longest_context(
     """
     if max_model_len is not None and max_model_len < 2:
         raise SpecError(f"max_model_len: found {max_model_len}, expected at least 2")
-    last: InfeasibleError | None = None
+    clusters = (request.cluster, *others)
+    last: PlanRequest | None = None
     least: float | None = None
     resident = replace(request, no_streaming=True)
     for context, aims in _attempts(resident, max_model_len):
-        wanted = _with_context(resident, context, usual, aims)
-        try:
-            found = make_plan(wanted, command=command)
-        except InfeasibleError as error:
-            last = error
+        last = _with_context(resident, context, usual, aims)
+        found = _plan_or_none(last, clusters, command)
+        if found is None:
             continue
         if max_model_len is not None or context <= SHORT_CONTEXT:
             return found
         if least is None:
-            short = make_plan(_with_context(resident, SHORT_CONTEXT, usual, aims), command=command)
+            wanted = _with_context(resident, SHORT_CONTEXT, usual, aims)
+            short = _plan_or_none(wanted, clusters, command)
+            assert short is not None, "it fits with a longer context"
             least = NEXT_TO * _speed(short)
         if _speed(found) >= least:
             return found
     assert last is not None
-    if not request.no_streaming:
-        for context, aims in _reading_attempts(request, max_model_len):
-            with contextlib.suppress(InfeasibleError):
-                return make_plan(_with_context(request, context, usual, aims), command=command)
-    raise last
+    attempts = () if request.no_streaming else _reading_attempts(request, max_model_len)
+    for context, aims in attempts:
+        found = _plan_or_none(_with_context(request, context, usual, aims), clusters, command)
+        if found is not None:
+            return found
+    return best_plan(last, clusters, command=command)  # raises the error with its reasons
+
+
+def _plan_or_none(request: PlanRequest, clusters: Sequence[Cluster], command: str) -> Plan | None:
+    """Return the best plan on any of the clusters, ``None`` where nothing fits.
+
+    Most attempts without a plan are followed by others: why they fail is not asked for.
+    """
+    request = replace(request, gives_reasons=False)
+    try:
+        if request.theta_s == LEAST_LOSS_THETA_S and request.workload.batch > 1:
+            budget = _least_loss(request, clusters)
+            request = replace(request, theta_s=None, quality_budget=budget)
+        return best_plan(request, clusters, command=command)
+    except InfeasibleError:
+        return None
 
 
 def _reading_attempts(
@@ -115,6 +138,26 @@ def _with_context(
         context_tokens=context,
     )
     return with_stored_bits(replace(request, workload=work, **aims))
+
+
+def _least_loss(request: PlanRequest, clusters: Sequence[Cluster]) -> float:
+    """Return the least degradation that memory allows on any of the clusters.
+
+    Micro-batches of one sequence take the least memory, so that no others have to be searched: at
+    a high price of degradation, bounds would hardly tell them apart.
+
+    Raises:
+        InfeasibleError: nothing fits.
+    """
+    overrides = replace(request.overrides, micro_batching=SMALLEST)
+    found = []
+    for cluster in clusters:
+        with contextlib.suppress(InfeasibleError):
+            own = replace(request, cluster=cluster, overrides=overrides)
+            found.append(solve_request(own, "llmpq")[1].evaluation.quality)
+    if not found:
+        raise InfeasibleError(NO_PLAN)
+    return min(found) * (1 + QUALITY_SLACK)
 
 
 def _speed(plan: Plan) -> float:

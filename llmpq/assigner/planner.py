@@ -28,6 +28,8 @@ from llmpq.assigner.objective import relative_gap
 from llmpq.assigner.request import (
     DEFAULT_HEAD_LOSS,
     DEFAULT_OMEGA,
+    FIRST_PLAN_GAP,
+    NO_PLAN,
     OutOfTimeError,
     PlanningTask,
     PlanRequest,
@@ -80,9 +82,6 @@ METHODS: Mapping[str, Method] = {
 }
 """The planning methods by name."""
 
-FIRST_PLAN_GAP = 0.99
-"""Gap at which a search stops with the first plan that it finds."""
-
 EXPLANATION_LIMIT_S = 20.0
 """Seconds of each search for the manual decision that leaves no plan."""
 
@@ -114,9 +113,42 @@ def make_plan(
     try:
         task, solution = solve_request(request, method, progress or silent)
     except InfeasibleError as error:
+        if not request.gives_reasons:
+            raise
         raise explain_infeasible_overrides(request, method, error) from None
     planning_s = time.perf_counter() - started
     return plan_of(task, solution, method=method, command=command, planning_s=planning_s)
+
+
+def best_plan(request: PlanRequest, clusters: Sequence[Cluster], *, command: str = "") -> Plan:
+    """Return the plan of least objective on any of some clusters, the first of equal ones.
+
+    One unit of degradation costs the same on all.
+
+    Args:
+        request: what to plan; its own cluster does not count.
+        clusters: to choose from.
+        command: as in ``make_plan``.
+
+    Raises:
+        InfeasibleError: no plan exists on any; the message is about the first.
+    """
+    best: Plan | None = None
+    first: InfeasibleError | None = None
+    for cluster in clusters:
+        try:
+            found = make_plan(replace(request, cluster=cluster), command=command)
+        except InfeasibleError as error:
+            first = first or error
+            continue
+        request = replace(request, theta_s=found.search.theta_s)
+        if best is None or found.estimate.objective_s < best.estimate.objective_s:
+            best = found
+            request = replace(request, below_s=found.estimate.objective_s)
+    if best is None:
+        assert first is not None, "there is a cluster"
+        raise first
+    return best
 
 
 def plan_task(
@@ -188,7 +220,7 @@ def _tasks_by_head(request: PlanRequest) -> list[PlanningTask]:
 def solve_task(task: PlanningTask, method: str, progress: Progress = silent) -> Solution:
     """Return a method's solution; raises ``InfeasibleError`` as ``make_plan`` does."""
     if not task.pairs:
-        raise memory_error(task.request)
+        raise memory_error(task.request) if task.request.gives_reasons else InfeasibleError(NO_PLAN)
     return METHODS[method](task, progress)
 
 
@@ -241,8 +273,9 @@ def explain_infeasible_overrides(
 
 def _has_plan(request: PlanRequest, method: str) -> bool:
     deadline = request.deadline.within(EXPLANATION_LIMIT_S)
+    request = replace(request, gap=FIRST_PLAN_GAP, deadline=deadline, gives_reasons=False)
     try:
-        solve_request(replace(request, gap=FIRST_PLAN_GAP, deadline=deadline), method)
+        solve_request(request, method)
     except (InfeasibleError, SpecError):
         return False
     return True

@@ -53,6 +53,8 @@ from llmpq.spec.workload import Workload
 
 DEFAULT_GAP = 1e-3
 """Of integer programs; the exact search goes on to a gap of 0."""
+FIRST_PLAN_GAP = 0.99
+"""Gap at which a search stops with the first plan that it finds."""
 GAP_ROUNDING = 1e-9
 KEY_BITS = 63
 """Of a stage's key in the exact search: how many layers of each kind and column it has."""
@@ -61,6 +63,9 @@ DEFAULT_HEAD_LOSS = "default: half of what all layers lose"
 HEAD_SHARE = 0.5
 """Loss of a head that was not measured, over that of all layers at its bits. The shipped model's
 is 0.57 at 4 bits (``docs/how/head.md``)."""
+
+NO_PLAN = "no plan fits in memory and within the quality budget"
+"""Message of an error without reasons."""
 
 Progress = Callable[[int, int, float | None], None]
 """Called with candidates settled, candidates in all, and the best objective so far."""
@@ -98,6 +103,8 @@ class PlanRequest(SearchOptions):
         overrides: manual decisions of the user.
         whole_layers: leave no experts to hosts.
         whole_experts: leave all routed experts of a layer to a host, or none.
+        below_s: the search may leave out plans whose objective is not below this.
+        gives_reasons: find out why there is no plan where there is none, which takes programs.
     """
 
     model: ModelSpec
@@ -114,6 +121,8 @@ class PlanRequest(SearchOptions):
     overrides: Overrides = NO_OVERRIDES
     whole_layers: bool = False
     whole_experts: bool = False
+    below_s: float = math.inf
+    gives_reasons: bool = True
 
     def with_deadline(self) -> PlanRequest:
         """Return the request with the deadline of its time limit, counted from now if not set."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,18 +16,23 @@ from llmpq.batching.length import (
     make_predictor,
 )
 from llmpq.batching.policies.multibin import DEFAULT_BINS, quantile_boundaries
+from llmpq.costmodel.host_clusters import with_experts_on_hosts
 from llmpq.errors import SpecError
 from llmpq.options.declare import add_options, read_options
 from llmpq.options.quality import CalibrationOptions
 from llmpq.options.run import BatchingOptions, DriftOptions
 from llmpq.spec.catalog import GPUS, device, load_devices, with_device_types, with_known_types
-from llmpq.spec.cluster import Cluster, DeviceGroup
+from llmpq.spec.cluster import Cluster, DeviceGroup, Node
+from llmpq.spec.devices.figures import DeviceEntry
 from llmpq.spec.plan import Plan, Schedule, default_schedule
 from llmpq.spec.workload import TraceRequest
 from llmpq.units import GIB, format_bytes
 
 if TYPE_CHECKING:
     from llmpq.calibration import CalibrationSet
+
+MAX_GIB = 1e6
+"""Most memory of a processor, in GiB."""
 
 
 def add_policy_options(parser: argparse.ArgumentParser) -> None:
@@ -119,6 +125,70 @@ def with_reserve(cluster: Cluster, reserve_gib: float | None) -> Cluster:
 
     nodes = (replace(node, devices=tuple(map(limited, node.devices))) for node in cluster.nodes)
     return replace(cluster, nodes=tuple(nodes))
+
+
+def with_host(
+    cluster: Cluster, host_gib: str | None, devices: str | None, sequences: int
+) -> Cluster:
+    """Return a cluster in which a processor beside the GPUs of each node computes experts.
+
+    Args:
+        cluster: nodes that state a CPU or a host stay as they are.
+        host_gib: the processor and its memory, ``CPU=GIB``; ``None`` for none.
+        devices: file of ``--devices``, which may describe it.
+        sequences: at the same time.
+
+    Raises:
+        SpecError: it is no whole processor, or there are no GPUs beside which it may be.
+    """
+    if host_gib is None:
+        return cluster
+    match = re.fullmatch(r"(.+)=(\d*\.?\d+)", host_gib)
+    if match is None or not 0 < float(match[2]) < MAX_GIB:
+        raise SpecError(
+            f"--host_gib: found '{host_gib}', expected CPU=GIB, such as Ryzen-9-7950X=64, and more "
+            "than 0 GiB"
+        )
+    described = () if devices is None else load_devices(devices)
+    cpu = _whole_processor(match[1], round(float(match[2]) * GIB), cluster, described)
+    beside, nodes = set(), []
+    for node in cluster.nodes:
+        kinds = {device(one.type, cluster).kind for one in node.devices}
+        is_open = "cpu" not in kinds and all(one.host is None for one in node.devices)
+        beside |= {node.name} if is_open else set()
+        nodes.append(replace(node, devices=(*node.devices, cpu)) if is_open else node)
+    if not beside:
+        raise SpecError(
+            f"--host_gib: found '{host_gib}' with {cluster.name}, whose nodes all state a CPU or a "
+            "host, expected a node of GPUs alone"
+        )
+    together = with_device_types(replace(cluster, nodes=tuple(nodes)), described)
+    found = with_experts_on_hosts(together, sequences, beside)
+    if found == together:
+        raise SpecError(
+            f"--host_gib: found '{host_gib}', expected more memory than the processes of the GPUs "
+            "take of it, and a processor with kernels for experts"
+        )
+    return replace(found, name=f"{cluster.name}-{cpu.type}-{match[2]}gib".lower())
+
+
+def _whole_processor(
+    name: str, memory_bytes: int, cluster: Cluster, described: Sequence[DeviceEntry]
+) -> DeviceGroup:
+    """Return a CPU with all of its cores, of the catalogue, a cluster file, or ``--devices``."""
+    group = DeviceGroup(type=name, count=1, memory_bytes=memory_bytes)
+    alone = replace(cluster, nodes=(Node(name="host", devices=(group,)),), links=())
+    known = with_device_types(alone, described)
+    try:
+        spec = device(name, known)
+    except SpecError as error:
+        raise SpecError(f"--host_gib: {error}") from None
+    if spec.kind != "cpu" or spec.cores is None:
+        raise SpecError(
+            f"--host_gib: found '{name}', expected a whole processor: of the catalogue, or one "
+            "that llmpq-profile device --device cpu --threads N measured"
+        )
+    return replace(group, type=spec.type, threads=spec.cores)
 
 
 def with_described(cluster: Cluster, devices: str | None, where: str) -> Cluster:

@@ -193,6 +193,15 @@ def stage_bits(stage: StageAssignment) -> str:
     return f"{compact_bits(stage.bits)}{read}{apart}"
 
 
+def apart_text(stage: StageAssignment, estimate: StageEstimate) -> list[str]:
+    """Return what of a stage is in the memory of its host, in words; nothing where nothing is."""
+    host = estimate.memory.host
+    if host is None:
+        return []
+    experts = f"experts of {stage.num_apart} layer{'s' * (stage.num_apart > 1)}"
+    return [f"{experts} in host memory ({format_bytes(host)})"]
+
+
 def _stage_rows(plan: Plan) -> list[tuple[str, ...]]:
     """Return the table of stages, with the phase of each stage where a plan is split (WAA)."""
     rows: list[tuple[str, ...]] = [

@@ -575,7 +575,10 @@ def _host_roofline(
             f"cluster {cluster.name}: field 'host.type': found {device.host.type} of "
             f"{device.label}, of kind '{spec.kind}', expected a CPU"
         )
-    return replace(own, device=_figures(spec, device, own.dtype), threads=device.host.threads)
+    # The set that the device states is that of its node's processor, too.
+    known = device.host.instruction_set or device.instruction_set
+    figures = _figures(spec, replace(device, instruction_set=known), own.dtype)
+    return replace(own, device=figures, threads=device.host.threads)
 
 
 _MORE_BITS = {4: "8, or 16 for those of the dtype", 8: "16 for those of the dtype"}

@@ -110,9 +110,8 @@ class RooflineLatencyModel:
         """
         rate = self.device.gather_bytes_per_s
         if rate is None:
-            return None if self.device.cores is None else 1 / (1 / self._stream + 1 / GATHER_LIMIT)
-        scale: float = min(self._threads, BANDWIDTH_THREADS) ** THREADS_STREAM
-        return rate * scale
+            return None if self.device.cores is None else _scattered(self._stream)
+        return rate * _stream_scale(self._threads)
 
     def layer_estimate(
         self, phase: Phase, bits: int, batch: int, tokens: float, kind: int
@@ -165,14 +164,34 @@ class RooflineLatencyModel:
     @property
     def _stream(self) -> float:
         peak = self.device.memory_bytes_per_s * self.device.memory_efficiency
-        threads = min(self._threads, BANDWIDTH_THREADS)
-        return peak * (threads**THREADS_STREAM if self.device.kind == "cpu" else 1.0)
+        return peak * (_stream_scale(self._threads) if self.device.kind == "cpu" else 1.0)
 
     @property
     def _threads(self) -> float:
         """Threads for each that the figures are for: one, or one a core of a whole processor."""
         cores = self.device.cores
         return self.threads if cores is None else min(self.threads, cores) / cores
+
+
+def thread_gather_bytes_per_s(device: DeviceSpec, threads: int) -> float:
+    """Return what ``gather_bytes_per_s`` of a thread is predicted to be where it was not measured.
+
+    So many threads of such a type then read scattered experts as a whole processor with their
+    bandwidth is predicted to.
+    """
+    scale = _stream_scale(threads)
+    return _scattered(device.memory_bytes_per_s * device.memory_efficiency * scale) / scale
+
+
+def _scattered(stream: float) -> float:
+    """Return the bytes a second of scattered experts of a memory with such a stream."""
+    return 1 / (1 / stream + 1 / GATHER_LIMIT)
+
+
+def _stream_scale(threads: float) -> float:
+    """Return how many times as fast so many threads stream as one."""
+    scale: float = min(threads, BANDWIDTH_THREADS) ** THREADS_STREAM
+    return scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -99,6 +99,15 @@ class ClusterOptions(DeviceOptions):
     device_numbers: Annotated[
         tuple[int, ...] | None, Option(metavar="COUNT", help="of each type (default 1)")
     ] = None
+    host_gib: Annotated[
+        str | None,
+        Option(
+            metavar="CPU=GIB",
+            help="processor and memory beside the GPUs of a node, for routed experts of a model: a "
+            "whole processor of the catalogue or of --devices; for nodes whose cluster file states "
+            "neither a CPU nor a host",
+        ),
+    ] = None
     use_profiler_prediction: Annotated[
         bool,
         Option(help="use measured latencies, and interpolate other shapes (the default)"),

@@ -165,7 +165,7 @@ def with_device_types(cluster: Cluster, entries: Sequence[DeviceEntry]) -> Clust
     """
     replaced = {entry.type for entry in entries}
     known = [entry for entry in _own_types(cluster) if entry.type not in replaced] + [*entries]
-    needed = {device.type for device in cluster.devices}
+    needed = cluster.used_types
     for entry in reversed(known):
         if entry.type in needed and entry.like is not None:
             needed.add(entry.like)
@@ -191,10 +191,12 @@ def with_known_types(cluster: Cluster, where: str) -> Cluster:
         known(entry.type, f"device_types[{at}]")
     nodes = []
     for place, node in enumerate(cluster.nodes):
-        groups = [
-            replace(group, type=known(group.type, f"nodes[{place}].devices[{number}].type"))
-            for number, group in enumerate(node.devices)
-        ]
+        groups = []
+        for number, group in enumerate(node.devices):
+            field, host = f"nodes[{place}].devices[{number}]", group.host
+            if host is not None:
+                host = replace(host, type=known(host.type, f"{field}.host.type"))
+            groups.append(replace(group, type=known(group.type, f"{field}.type"), host=host))
         nodes.append(replace(node, devices=tuple(groups)))
     is_named_so = cluster.name == types_label(cluster.nodes)
     name = types_label(nodes) if is_named_so else cluster.name

@@ -49,6 +49,7 @@ def limited_set(instruction_set: str | None, cpu_isa: str | None) -> str | None:
 MIN_CPU_SHARE = 0.01
 MAX_DEVICES = 1024
 MAX_MEMBERS = 64
+MAX_HOST_THREADS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +60,13 @@ class DeviceHost:
         type: name of its CPU in the cluster's ``device_types`` or the catalogue.
         threads: that compute experts, on cores of their own.
         memory_bytes: for experts.
+        instruction_set: newest that its processor has.
     """
 
     type: str
-    threads: Annotated[int, Rule(minimum=1, maximum=256)]
+    threads: Annotated[int, Rule(minimum=1, maximum=MAX_HOST_THREADS)]
     memory_bytes: Annotated[int, Rule(minimum=1)]
+    instruction_set: Annotated[str | None, Rule(choices=tuple(INSTRUCTION_SETS))] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +217,14 @@ class Cluster:
                 for i in range(group.count)
             ]
         return tuple(found)
+
+    @property
+    def used_types(self) -> set[str]:
+        """Types of its devices, and of what computes experts beside them."""
+        groups = [group for node in self.nodes for group in node.devices]
+        return {group.type for group in groups} | {
+            group.host.type for group in groups if group.host is not None
+        }
 
     def node_of(self, device: Device) -> Node:
         """Return the host of a device."""

@@ -142,3 +142,17 @@ def test_what_the_cluster_cannot_run_is_named(experts, message):
     wrong = replace(plan, stages=(replace(plan.stages[0], experts=experts),))
     with pytest.raises(SpecError, match=message):
         verify_plan(wrong, "plan.json", profile_dir=None)
+
+
+def test_types_of_hosts_are_kept_and_named():
+    plan = plan_of()
+    again = catalog.with_device_types(plan.cluster, [replace(XEON, gather_bytes_per_s=2e10)])
+    assert again.device_types == (replace(XEON, gather_bytes_per_s=2e10),)
+    group = DeviceGroup(type="RTX3060-12G", count=1, host=replace(HOST, type="5950x"))
+    cluster = Cluster(name="box", nodes=(Node(name="box", devices=(group,)),))
+    (device,) = catalog.with_known_types(cluster, "box.json").devices
+    assert device.host.type == "Ryzen-9-5950X"
+    unknown = replace(group, host=replace(HOST, type="5950z"))
+    cluster = replace(cluster, nodes=(Node(name="box", devices=(unknown,)),))
+    with pytest.raises(SpecError, match=r"box.json: field 'nodes\[0\].devices\[0\].host.type'"):
+        catalog.with_known_types(cluster, "box.json")

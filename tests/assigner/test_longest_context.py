@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from llmpq.assigner.forecast import evaluate_plan
 from llmpq.assigner.longest_context import NEXT_TO, SHORT_CONTEXT, plan_longest_context
+from llmpq.assigner.planner import make_plan
 from llmpq.assigner.request import PlanRequest
 from llmpq.costmodel import build_costs
 from llmpq.errors import InfeasibleError, SpecError
@@ -57,6 +58,18 @@ def test_little_memory_takes_bits_before_a_context_below_the_short_one():
     plan = plan_longest_context(request(7))
     assert context(plan) == SHORT_CONTEXT
     assert min(plan.bits) < 8
+
+
+@pytest.mark.parametrize("gib", [8.5, 9])
+def test_several_sequences_lose_no_more_than_any_plan(gib):
+    """The oracle is the search of all micro-batches at once, with a high price of degradation."""
+    plan = plan_longest_context(request(gib, batch=4))
+    assert min(plan.bits) < 8
+    work = plan.workload
+    direct = make_plan(replace(request(gib, batch=4), workload=work, theta_s=1e9))
+    assert plan.estimate.quality == pytest.approx(direct.estimate.quality, rel=1e-8)
+    assert plan.estimate.latency_s == pytest.approx(direct.estimate.latency_s, rel=1e-6)
+    assert plan.micro_batching == direct.micro_batching
 
 
 def on_disk(plan):

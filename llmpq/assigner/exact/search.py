@@ -18,10 +18,13 @@ A device *class* is a group, or (``T`` further on) the same group as the first d
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -31,7 +34,7 @@ from llmpq.assigner.enumeration import layers_that_fit, most_layers
 from llmpq.assigner.exact import native
 from llmpq.assigner.exact.lattice import OrderLattice, Orders, build_lattice
 from llmpq.assigner.exact.native import NotCoveredError
-from llmpq.assigner.explain.infeasible import explain_budget, memory_error
+from llmpq.assigner.explain.infeasible import SMALLEST, explain_budget, memory_error
 from llmpq.assigner.heuristics.baselines import find_proportional
 from llmpq.assigner.heuristics.transfer import find_transfer
 from llmpq.assigner.milp.search import find_plan
@@ -50,8 +53,10 @@ from llmpq.assigner.objective import (
 )
 from llmpq.assigner.request import (
     DEFAULT_GAP,
+    FIRST_PLAN_GAP,
     GAP_ROUNDING,
     KEY_BITS,
+    NO_PLAN,
     OutOfTimeError,
     PlanningTask,
     Progress,
@@ -186,6 +191,23 @@ class Incumbent(NamedTuple):
     problem: AssignmentProblem
     assignment: Assignment
     evaluation: Evaluation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What is known before a search.
+
+    Attributes:
+        first_plan: returns a feasible plan of the space, or ``None``; called unless the first
+            bounds settle all pairs.
+        below_s: plans whose objective is not below this do not count.
+    """
+
+    first_plan: Callable[[], Incumbent | None] = lambda: None
+    below_s: float = math.inf
+
+
+NOTHING_KNOWN = Known()
 
 
 def _schedule(
@@ -460,13 +482,12 @@ def solve_exact(
     gap: float = 0.0,
     deadline: Deadline = NEVER,
     progress: Progress = silent,
-    start: Incumbent | None = None,
+    known: Known = NOTHING_KNOWN,
 ) -> ExactResult:
     """Minimise latency plus priced degradation over pairs, orders, placements and bitwidths.
 
     Stops at the relative optimality ``gap``. After the deadline the core is not compiled, pairs are
-    bounded in fewer steps, and the best or the first plan is returned with its bound. ``start`` is
-    a feasible plan of the space, if one is known.
+    bounded in fewer steps, and the best or the first plan is returned with its bound.
 
     Raises:
         NotCoveredError: the exact search does not support the problem.
@@ -476,8 +497,8 @@ def solve_exact(
     native.prepare(deadline.left_s)
     key_radices(space)
     search = _Search(space, build_lattice(space, orders), gap, deadline)
-    search._offer(start)
-    search.run(progress)
+    search.best_s = known.below_s
+    search.run(progress, known.first_plan)
     return search.result()
 
 
@@ -499,11 +520,13 @@ class _Search:
     def cutoff_s(self) -> float:
         return self.best_s * self.keep
 
-    def run(self, progress: Progress) -> None:
+    def run(self, progress: Progress, first_plan: Callable[[], Incumbent | None]) -> None:
         """Visit the pair of least bound until that bound cannot win."""
         self._bound_without_contiguity()
         heap = [(c.bound_s, c.index, c) for c in self.candidates if c.reason == "open"]
         heapq.heapify(heap)
+        if heap and heap[0][0] < self.cutoff_s:
+            self._offer(first_plan())
         total, parked = len(heap), []
         while heap and (self.deadline.left_s > 0 or self.best is None):
             candidate = heapq.heappop(heap)[2]
@@ -527,7 +550,7 @@ class _Search:
                     "the exact search found no plan within its limits of time and memory; "
                     "raise the time limit"
                 )
-            raise InfeasibleError("no plan fits in memory and within the quality budget")
+            raise InfeasibleError(NO_PLAN)
         proofs = tuple(_proof(item) for item in self.candidates)
         self.stats.total_s = time.monotonic() - self.started
         return ExactResult(
@@ -553,6 +576,11 @@ class _Search:
             warm = warm or (pair, start_multipliers(self.space, pair))
             steps = NONCONTIGUOUS if self.deadline.left_s > 0 else NONCONTIGUOUS_OUT_OF_TIME
             bound_s, multipliers = noncontiguous_bound(self.space, pair, self.lattice, warm, steps)
+            if costs.host_bytes.any() and warm[0] is not pair:
+                # The last pair's prices of both memories may start a bound far below 0.
+                cold = pair, start_multipliers(self.space, pair)
+                found = noncontiguous_bound(self.space, pair, self.lattice, cold, steps)
+                bound_s, multipliers = max((bound_s, multipliers), found, key=lambda one: one[0])
             for split in SPLITS if pair.streams and math.isfinite(bound_s) else ():
                 other = NativePair(self.space, costs, split)
                 found = noncontiguous_bound(self.space, other, self.lattice, warm, steps)
@@ -672,20 +700,18 @@ def _proof(candidate: _Candidate) -> PairProof:
     )
 
 
-def find_exact(task: PlanningTask, progress: Progress, *, explains: bool = True) -> Solution:
-    """Find the best plan; by integer programs where the exact search does not support a task.
-
-    Without ``explains``, the error does not say why there is no plan, which takes programs.
-    """
+def find_exact(task: PlanningTask, progress: Progress) -> Solution:
+    """Find the best plan; by integer programs where the exact search does not support a task."""
     request = task.request
     try:
+        _check_budget(task)
         result = solve_exact(
             task.space,
             orders=task.fixed_order or request.orders,
             gap=request.gap,
             deadline=request.deadline,
             progress=progress,
-            start=_first_plan(task),
+            known=Known(first_plan=partial(_first_plan, task), below_s=request.below_s),
         )
     except NotCoveredError:
         # Programs cannot close the last thousandth in reasonable time.
@@ -701,7 +727,7 @@ def find_exact(task: PlanningTask, progress: Progress, *, explains: bool = True)
             raise
         return fallback
     except InfeasibleError as error:
-        if not explains:
+        if not request.gives_reasons or math.isfinite(request.below_s):
             raise
         if request.quality_budget is None:
             raise memory_error(request) from error
@@ -723,6 +749,26 @@ def find_exact(task: PlanningTask, progress: Progress, *, explains: bool = True)
     return _with_fallback(solution, find_proportional(task)) if late else solution
 
 
+def _check_budget(task: PlanningTask) -> None:
+    """Raise ``InfeasibleError`` where memory does not allow the quality of the budget.
+
+    Micro-batches of one sequence take the least memory: what does not fit with these, never does.
+    Bounds of other pairs would have to grow without limit to show the same. Limited time is left to
+    the search.
+    """
+    request = task.request
+    smallest = tuple(pair for pair in task.pairs if pair.micro_batching == SMALLEST)
+    has_others = 0 < len(smallest) < len(task.pairs)
+    if request.quality_budget is None or request.deadline != NEVER or not has_others:
+        return
+    with contextlib.suppress(OutOfTimeError):
+        solve_exact(
+            replace(task.space, pairs=smallest),
+            orders=task.fixed_order or request.orders,
+            gap=FIRST_PLAN_GAP,
+        )
+
+
 FIRST_PLAN_S = 3.0
 FIRST_PLAN_SHARE = 0.25
 """Longest search for a first plan by bitwidth transfer, also as a share of the time left."""
@@ -732,9 +778,10 @@ def _first_plan(task: PlanningTask) -> Incumbent | None:
     """Return the plan of bitwidth transfer where experts may be on hosts.
 
     Plans near the relaxation are poor there, as both memories press, and a good plan rules out most
-    others. ``None`` under manual limits, which transfer ignores, and where it finds none.
+    others. ``None`` under manual limits, which transfer ignores, where the objective of a good plan
+    is known, and where it finds none.
     """
-    if not task.apart or task.has_limits:
+    if not task.apart or task.has_limits or math.isfinite(task.request.below_s):
         return None
     left_s = task.request.deadline.left_s
     deadline = task.request.deadline.within(min(FIRST_PLAN_S, FIRST_PLAN_SHARE * left_s))

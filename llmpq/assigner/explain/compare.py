@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from llmpq.assigner.constraints.resolve import NEVER
 from llmpq.assigner.objective import relative_gap
 from llmpq.assigner.planner import (
     METHODS,
+    best_plan,
     check_method,
     explain_infeasible_overrides,
-    make_plan,
     plan_task,
 )
 from llmpq.assigner.request import (
@@ -29,6 +29,7 @@ from llmpq.assigner.request import (
     silent,
 )
 from llmpq.errors import InfeasibleError, ProfileMissError, SpecError
+from llmpq.spec.cluster import Cluster
 from llmpq.spec.plan import Plan
 from llmpq.spec.precision import BITS
 
@@ -286,8 +287,12 @@ class FitAnswer:
     short: str | None = None
 
 
-def fit_answers(request: PlanRequest) -> tuple[FitAnswer, ...]:
+def fit_answers(request: PlanRequest, others: Sequence[Cluster] = ()) -> tuple[FitAnswer, ...]:
     """Plan a request with every layer at one bitwidth, for each there is.
+
+    Args:
+        request: what to plan.
+        others: clusters that a plan may be for instead of the request's.
 
     Raises:
         ProfileMissError: no bitwidth can be planned, and tables lack the seconds of one.
@@ -295,9 +300,8 @@ def fit_answers(request: PlanRequest) -> tuple[FitAnswer, ...]:
     answers, missing = [], None
     for bits in BITS:
         try:
-            plan = make_plan(
-                replace(request, bits=(bits,), theta_s=0.0, sensitivity=None), command="llmpq-check"
-            )
+            own = replace(request, bits=(bits,), theta_s=0.0, sensitivity=None)
+            plan = best_plan(own, (request.cluster, *others), command="llmpq-check")
             answers.append(FitAnswer(bits=bits, plan=plan))
         except InfeasibleError as error:
             answers.append(FitAnswer(bits=bits, reason=str(error), short=error.short))

@@ -456,10 +456,30 @@ def _largest(top: int, holds: Callable[[int], bool]) -> int:
 
 
 def larger_cluster(cluster: Cluster, index: int, more: int) -> Cluster:
-    """Return a cluster with ``more`` devices in its group number ``index``."""
+    """Return a cluster with ``more`` devices in its group number ``index``.
+
+    Devices of a node whose host computes experts share its memory with the new ones.
+    """
     counts = Counter(device.group for device in cluster.devices)
     counts[index] += more
-    return with_counts(cluster, counts)
+    found = with_counts(cluster, counts)
+    nodes = []
+    for before, node in zip(cluster.nodes, found.nodes, strict=True):
+        old, new = (
+            sum(group.count for group in one.devices if group.host is not None)
+            for one in (before, node)
+        )
+        groups = [
+            group
+            if group.host is None or old == new
+            else replace(
+                group,
+                host=replace(group.host, memory_bytes=group.host.memory_bytes * old // new),
+            )
+            for group in node.devices
+        ]
+        nodes.append(replace(node, devices=tuple(groups)))
+    return replace(found, nodes=tuple(nodes))
 
 
 def _rounded_up(value: float) -> str:

@@ -31,10 +31,10 @@ from llmpq.assigner.constraints.resolve import NEVER, BoolArray
 from llmpq.assigner.exact.search import find_exact
 from llmpq.assigner.explain.infeasible import SMALLEST
 from llmpq.assigner.fleet.partition import DeviceCounts, DevicePools
-from llmpq.assigner.milp.search import find_plan
 from llmpq.assigner.objective import Assignment, FloatArray, IntArray, evaluate, relative_gap
-from llmpq.assigner.planner import FIRST_PLAN_GAP, plan_of, solve_task
+from llmpq.assigner.planner import find_best, plan_of, solve_task
 from llmpq.assigner.request import (
+    FIRST_PLAN_GAP,
     GAP_ROUNDING,
     OutOfTimeError,
     PlanningTask,
@@ -247,9 +247,9 @@ def _has_plan(task: PlanningTask) -> bool:
     if task.request.solver != "exact":
         return True
     smallest = tuple(pair for pair in task.pairs if pair.micro_batching == SMALLEST)
-    request = replace(task.request, gap=FIRST_PLAN_GAP)
+    request = replace(task.request, gap=FIRST_PLAN_GAP, gives_reasons=False)
     try:
-        find_exact(replace(task, request=request, pairs=smallest), silent, explains=False)
+        find_exact(replace(task, request=request, pairs=smallest), silent)
     except OutOfTimeError:
         return True
     except InfeasibleError:
@@ -259,9 +259,9 @@ def _has_plan(task: PlanningTask) -> bool:
 
 def _solution(task: PlanningTask) -> Solution | None:
     """Return the exact search's solution, or a heuristic's when time was over before it had any."""
-    is_exact = task.request.solver == "exact"
+    task = replace(task, request=replace(task.request, gives_reasons=False))
     try:
-        return find_exact(task, silent, explains=False) if is_exact else find_plan(task, silent)
+        return find_best(task, silent)
     except OutOfTimeError:
         task = replace(task, request=replace(task.request, deadline=NEVER))
     except InfeasibleError:

@@ -24,6 +24,7 @@ from llmpq.assigner.objective import (
 )
 from llmpq.assigner.request import (
     GAP_ROUNDING,
+    NO_PLAN,
     OutOfTimeError,
     PlanningTask,
     Progress,
@@ -55,6 +56,8 @@ def find_plan(task: PlanningTask, progress: Progress) -> Solution:
                 f"({search.searched} of {len(search.candidates)} candidates solved); memory does "
                 "not rule one out, so raise the time limit"
             )
+        if not request.gives_reasons:
+            raise InfeasibleError(NO_PLAN)
         if request.quality_budget is None:
             raise memory_error(request)
         raise InfeasibleError(explain_budget(task))

@@ -26,7 +26,8 @@ from llmpq.cli.front.host_devices import (
     with_measured_figures,
 )
 from llmpq.cli.front.hub import HubModel, HubName, hub_model, hub_name
-from llmpq.cli.render import aligned, compact_bits
+from llmpq.cli.render import aligned, apart_text, compact_bits
+from llmpq.costmodel.host_clusters import clusters_to_plan
 from llmpq.errors import InfeasibleError, LlmpqError
 from llmpq.options.declare import read_options
 from llmpq.options.run import HostPlanOptions
@@ -139,17 +140,20 @@ def host_plan(
     names = ("max_model_len", "max_num_seqs", "bits", "no_streaming")
     asked = {name: getattr(options, name) for name in names}
     lengths = None if read_lengths is None else read_lengths(found.path)
+    sequences = options.max_num_seqs
     if lengths is not None:
         asked["lengths"] = asdict(lengths)
+        sequences = min(sequences, lengths.requests)
     file = _file(found, cluster, asked)
-    plan = None if options.replan else _kept(file, cluster)
+    plan = None if options.replan else _kept(file, clusters_to_plan(cluster, found.spec, sequences))
     is_new, kept = plan is None, types_of(cluster)
     if plan is None:
         if not options.no_measure:
             own = with_measured_figures(own)
             cluster = own if others is None else others.joined(own, measures=True)
             file = _file(found, cluster, asked)
-        plan = _make_plan(found, cluster, options, lengths)
+        clusters = clusters_to_plan(cluster, found.spec, sequences)
+        plan = _make_plan(found, clusters, options, lengths)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_plan(file, plan)
     return HostPlan(
@@ -168,16 +172,19 @@ def types_of(cluster: Cluster) -> set[str]:
 
 
 def _make_plan(
-    found: FoundModel, cluster: Cluster, options: argparse.Namespace, lengths: Lengths | None
+    found: FoundModel,
+    clusters: Sequence[Cluster],
+    options: argparse.Namespace,
+    lengths: Lengths | None,
 ) -> Plan:
-    """Return a new plan of a model, with the master on this host."""
+    """Return a new plan of a model on one of some clusters, with the master on this host."""
     spec, sequences = found.spec, options.max_num_seqs
     if lengths is not None:
         sequences = min(sequences, lengths.requests)
     request = PlanRequest(
         model=spec,
         model_source=str(found.path),
-        cluster=cluster,
+        cluster=clusters[0],
         workload=Workload(batch=sequences, prompt_tokens=1, new_tokens=1),
         dtype=spec.dtype,
         kv_bits=8 * DTYPE_BYTES[spec.dtype],
@@ -189,7 +196,11 @@ def _make_plan(
         longest = longest or lengths.context_tokens
         if lengths.prompt_tokens + lengths.new_tokens <= longest:
             usual = lengths.prompt_tokens, lengths.new_tokens
-    plan = _master_here(request, longest, usual, options.command)
+    others, own = clusters[1:], {"usual": usual, "command": options.command}
+    plan = plan_longest_context(request, longest, others=others, **own)
+    if plan.nodes[0] != plan.cluster.nodes[0].name:
+        request = _with_master_here(request, plan)
+        plan = plan_longest_context(request, longest, **own)
     return _with_drafts(plan, request)
 
 
@@ -202,19 +213,15 @@ def _with_drafts(plan: Plan, request: PlanRequest) -> Plan:
     return replace(plan, draft=place_draft(plan, costs, mtp_request(plan, costs)))
 
 
-def _master_here(
-    request: PlanRequest, longest: int | None, usual: tuple[int, int] | None, command: str
-) -> Plan:
-    cluster = request.cluster
-    plan = plan_longest_context(request, longest, usual=usual, command=command)
+def _with_master_here(request: PlanRequest, plan: Plan) -> PlanRequest:
+    """Return a request for a plan on the devices of another one, those of this host first."""
+    cluster = plan.cluster
     here = cluster.nodes[0].name
-    if plan.nodes[0] == here:
-        return plan
     own = [device for device in cluster.devices if device.node == here]
     used = map(plan.device_of, plan.stages)
     order = [*own, *(device for device in used if device.node != here)]
-    request = replace(request, overrides=Overrides(order=tuple(one.label for one in order)))
-    return plan_longest_context(request, longest, usual=usual, command=command)
+    overrides = Overrides(order=tuple(one.label for one in order))
+    return replace(request, cluster=cluster, overrides=overrides)
 
 
 def find_model(name: str, check: Callable[[ModelSpec], None] = lambda _: None) -> FoundModel:
@@ -286,17 +293,24 @@ def _file(model: FoundModel, cluster: Cluster, asked: dict[str, Any]) -> Path:
     return cache_folder("plans") / name
 
 
-def _kept(file: Path, cluster: Cluster) -> Plan | None:
-    """Return the plan in a file if it fits into what is free, ``None`` otherwise."""
+def _kept(file: Path, clusters: Sequence[Cluster]) -> Plan | None:
+    """Return the plan in a file if it fits into what is free, ``None`` otherwise.
+
+    ``clusters`` are those that it may be for, with what is free now.
+    """
     try:
         plan = read_plan(file)
     except (LlmpqError, OSError):
         return None  # there is none, or it cannot be used: a new one takes its place
-    free = {device.label: device.memory_bytes for device in cluster.devices}
+    devices = [device for cluster in clusters for device in cluster.devices]
+    # GPUs are in all clusters, and have hosts in one.
+    hosts = {one.label: one.host.memory_bytes for one in devices if one.host is not None}
+    free = {device.label: device.memory_bytes for device in devices}
     for stage, estimate in zip(plan.stages, plan.estimate.stages, strict=True):
-        room = free.get(plan.device_of(stage).label)
+        label, on_host = plan.device_of(stage).label, estimate.memory.host or 0
+        room = free.get(label)
         needed = estimate.memory.total + draft_bytes(plan.draft, stage.device)
-        if room is None or needed > room:
+        if room is None or needed > room or on_host > hosts.get(label, 0):
             return None
     return plan
 
@@ -338,6 +352,8 @@ def plan_decisions(found: HostPlan) -> dict[str, Any]:
                 "layers_on_disk": len(stage.on_disk),
                 "memory_bytes": estimate.memory.total,
                 "capacity_bytes": estimate.capacity_bytes,
+                "layers_with_experts_on_host": stage.num_apart,
+                "host_memory_bytes": estimate.memory.host or 0,
             }
         )
     return {
@@ -374,13 +390,13 @@ def plan_text(found: HostPlan) -> str:
         if stage.bits:
             device, memory = plan.device_of(stage), estimate.memory.total
             read = f" ({len(stage.on_disk)} read from disk)" if stage.on_disk else ""
-            rows.append(
-                (
-                    device.label,
-                    f"{len(stage.bits)} layers{read}, {compact_bits(stage.bits)} bits, "
-                    f"{format_bytes(memory)} of {format_bytes(estimate.capacity_bytes)}",
-                )
-            )
+            parts = [
+                f"{len(stage.bits)} layers{read}",
+                f"{compact_bits(stage.bits)} bits",
+                f"{format_bytes(memory)} of {format_bytes(estimate.capacity_bytes)}",
+                *apart_text(stage, estimate),
+            ]
+            rows.append((device.label, ", ".join(parts)))
     answers = "one answer" if work.batch == 1 else f"{work.batch} answers at the same time"
     rows.append(("context", f"{work.max_context_tokens:,} tokens each, {answers}"))
     if found.answer_tokens_per_s is not None:

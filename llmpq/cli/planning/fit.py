@@ -17,6 +17,7 @@ from llmpq.cli.options import with_described, with_reserve
 from llmpq.cli.planning.request import cluster_of
 from llmpq.cli.render import (
     aligned,
+    apart_text,
     format_text,
     memory_pair,
     more_record,
@@ -26,13 +27,15 @@ from llmpq.cli.render import (
     speed_cells,
     speed_heads,
 )
-from llmpq.errors import InfeasibleError
+from llmpq.costmodel.host_clusters import clusters_to_plan
+from llmpq.errors import InfeasibleError, SpecError
 from llmpq.options.declare import add_options, read_options
 from llmpq.options.plan import ClusterOptions, ModelOptions, PlanOutput, WorkloadOptions
 from llmpq.profiler.device import host_cluster
 from llmpq.spec import catalog
 from llmpq.spec.cluster import Cluster
 from llmpq.spec.fields import to_json
+from llmpq.spec.model import ModelSpec
 from llmpq.spec.model_files.facts import Fact, model_facts
 from llmpq.spec.plan import seconds_of_requests
 from llmpq.spec.precision import DTYPE_BYTES, Dtype
@@ -47,7 +50,8 @@ def add_fit_options(parser: argparse.ArgumentParser) -> None:
         "Instead of FILE: which bits fit, and how fast; without devices, on this host.",
     )
     add_options(group, ModelOptions, "model", "dtype")
-    add_options(group, ClusterOptions, "cluster", "device_names", "device_numbers", "reserve_gib")
+    names = ("cluster", "device_names", "device_numbers", "host_gib", "reserve_gib")
+    add_options(group, ClusterOptions, *names)
     sizes = {
         "global_bz": {"default": 1, "help": "sequences (1)"},
         "s": {"default": 512, "help": "prompt length (512)"},
@@ -64,13 +68,13 @@ def run_fit(options: argparse.Namespace) -> int:
     Raises:
         InfeasibleError: it fits at no bitwidth.
     """
-    request = _request(options)
+    request, others = _requested(options)
     facts = () if request.model_source is None else model_facts(request.model_source)
-    answers = fit_answers(request)
+    answers = fit_answers(request, others)
     best = next((one.plan for one in answers if one.plan is not None), None)
     more: tuple[Alternative, ...] = ()
     if options.what_if and best is not None:
-        own = replace(request, bits=(best.bits[0],), theta_s=0.0)
+        own = replace(request, cluster=best.cluster, bits=(best.bits[0],), theta_s=0.0)
         more = one_more(own, best)
     if options.json:
         record = {
@@ -111,26 +115,39 @@ def _but(fact: Fact) -> str:
     return f"not used: {fact.contradiction}"
 
 
-def _request(options: argparse.Namespace) -> PlanRequest:
+def _requested(options: argparse.Namespace) -> tuple[PlanRequest, tuple[Cluster, ...]]:
+    """Return the request of the options, and clusters that a plan may be for instead of its own."""
+    asked = read_options(ClusterOptions, options, leaves=["profile"])
     model, source = catalog.resolve_model(options.model)
     dtype = model.dtype if options.dtype == "auto" else cast(Dtype, options.dtype)
-    return PlanRequest(
+    clusters = _clusters(asked, model, options.global_bz)
+    request = PlanRequest(
         model=model,
         model_source=None if source is None else str(source),
-        cluster=_cluster(read_options(ClusterOptions, options, leaves=["profile"])),
+        cluster=clusters[0],
         workload=Workload(batch=options.global_bz, prompt_tokens=options.s, new_tokens=options.n),
         dtype=dtype,
         kv_bits=8 * DTYPE_BYTES[dtype],
         profile_dir=None if options.profile is None else Path(options.profile),
     )
+    return request, clusters[1:]
 
 
-def _cluster(asked: ClusterOptions) -> Cluster:
-    """Return the devices of the options, without any those of this host."""
+def _clusters(asked: ClusterOptions, model: ModelSpec, sequences: int) -> tuple[Cluster, ...]:
+    """Return the devices of the options; without any those of this host, used in each way.
+
+    Raises:
+        SpecError: the options are wrong.
+    """
     if (asked.cluster, asked.device_names, asked.device_numbers) != (None, None, None):
-        return cluster_of(asked)
+        return (cluster_of(asked, sequences),)
+    if asked.host_gib is not None:
+        raise SpecError(
+            "--host_gib: found without devices, expected --cluster or --device_names: this host's "
+            "own memory is known"
+        )
     found = with_described(with_kept_figures(host_cluster()), asked.devices, "this host")
-    return with_reserve(found, asked.reserve_gib)
+    return clusters_to_plan(with_reserve(found, asked.reserve_gib), model, sequences)
 
 
 def _record(answer: FitAnswer, requests: int | None) -> dict[str, Any]:
@@ -165,7 +182,10 @@ def _text(request: PlanRequest, answers: Sequence[FitAnswer], requests: int | No
                 memory_pair(needed, sum(one.capacity_bytes for one in stages)),
                 *speed_cells(plan),
                 *taken,
-                ", ".join(plan.device_of(stage).label for stage in plan.stages),
+                ", ".join(
+                    " and ".join([plan.device_of(stage).label, *apart_text(stage, estimate)])
+                    for stage, estimate in zip(plan.stages, stages, strict=True)
+                ),
             )
         )
     title = (

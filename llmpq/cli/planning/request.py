@@ -16,7 +16,7 @@ from llmpq.assigner.constraints.resolve import HEAD, Overrides
 from llmpq.assigner.request import Progress, costs_of, default_gap
 from llmpq.assigner.schedules.multibin import with_bins
 from llmpq.assigner.schedules.plan import ScheduleRequest, SearchedPolicy, schedule_plan
-from llmpq.cli.options import with_described, with_reserve
+from llmpq.cli.options import MAX_GIB, with_described, with_host, with_reserve
 from llmpq.errors import SpecError
 from llmpq.options.declare import add_options, read_options
 from llmpq.options.plan import (
@@ -43,7 +43,15 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of what to plan and how, and of the schedule."""
     add_options(parser.add_argument_group("model"), ModelOptions)
     cluster = parser.add_argument_group("cluster")
-    names = ("cluster", "device_names", "device_numbers", "devices", "reserve_gib", "profile")
+    names = (
+        "cluster",
+        "device_names",
+        "device_numbers",
+        "devices",
+        "host_gib",
+        "reserve_gib",
+        "profile",
+    )
     add_options(cluster, ClusterOptions, *names)
     latency = cluster.add_mutually_exclusive_group()
     add_options(latency, ClusterOptions, "use_profiler_prediction", "fit")
@@ -77,13 +85,14 @@ def request_of(options: argparse.Namespace) -> PlanRequest:
     if profile_dir is not None and not profile_dir.is_dir():
         raise SpecError(f"--profile: {profile_dir}: no such folder")
     overrides, chooses_head = overrides_of(read_options(ManualOptions, options))
+    work = _workload(read_options(WorkloadOptions, options))
     request = read_options(
         PlanRequest,
         options,
         model=model,
         model_source=source,
-        cluster=cluster_of(devices),
-        workload=_workload(read_options(WorkloadOptions, options)),
+        cluster=cluster_of(devices, work.batch),
+        workload=work,
         dtype=dtype,
         kv_bits=asked.kv_bits if asked.kv_bits in KV_CODE_BITS else 8 * DTYPE_BYTES[dtype],
         head_bits=tuple({16, *options.bits}) if chooses_head else (16,),
@@ -127,8 +136,12 @@ def _model(asked: ModelOptions) -> tuple[ModelSpec, str | None]:
     raise SpecError("expected either --model, or both --model-name and --model_size")
 
 
-def cluster_of(asked: ClusterOptions) -> Cluster:
+def cluster_of(asked: ClusterOptions, sequences: int) -> Cluster:
     """Return the devices of the options; of a ``cpu`` that states nothing else, those of this host.
+
+    Args:
+        asked: the options.
+        sequences: of the batch.
 
     Raises:
         SpecError: there is none, or two, or a device has no figures.
@@ -143,6 +156,7 @@ def cluster_of(asked: ClusterOptions) -> Cluster:
     else:
         raise SpecError("expected either --cluster, or --device_names with --device_numbers")
     known = with_reserve(with_described(found, asked.devices, where), asked.reserve_gib)
+    known = with_host(known, asked.host_gib, asked.devices, sequences)
     return with_host_cpu(known, host_cpu(), has_tables=asked.profile is not None)
 
 
@@ -185,7 +199,7 @@ def overrides_of(asked: ManualOptions) -> tuple[Overrides, bool]:
     if len(heads) + autos > 1:
         raise SpecError(f"--fix_bits: found {HEAD} {len(heads) + autos} times, expected it once")
     for name, size in memory:
-        if not 0 < float(size) < 1e6:
+        if not 0 < float(size) < MAX_GIB:
             raise SpecError(f"--memory_gib: found '{name}={size}', expected more than 0 GiB")
     sizes = asked.micro_batch
     overrides = Overrides(

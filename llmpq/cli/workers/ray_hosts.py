@@ -16,7 +16,7 @@ from llmpq.cli.workers.link import measure_link
 from llmpq.dist.transport.endpoint import HANDSHAKE_S, Endpoint
 from llmpq.errors import SpecError, StageError
 from llmpq.options.run import WorkersOptions
-from llmpq.server.ray.launcher import ray_cluster, reserved
+from llmpq.server.ray.launcher import host_threads, ray_cluster, reserved, with_threads
 from llmpq.server.ray.nodes import (
     Bundle,
     NodeConnection,
@@ -158,15 +158,21 @@ def bundles_of(plan: Plan, ids: dict[str, str]) -> list[Bundle]:
         plan: the plan.
         ids: of the nodes of Ray, by the names of nodes in the plan.
     """
-    bytes_of = {
-        stage.device: estimate.memory.total
+    memory_of = {
+        stage.device: estimate.memory
         for stage, estimate in zip(plan.stages, plan.estimate.stages, strict=True)
     }
+    nodes = [plan.cluster.devices[index].node for index in plan.rank_devices]
     found = []
-    for index in plan.rank_devices:
-        device = plan.cluster.devices[index]
+    for rank, index in enumerate(plan.rank_devices):
+        device, memory = plan.cluster.devices[index], memory_of.get(index)
         resources = reserved([device], plan.cluster)
+        if nodes.index(device.node) == rank:  # the first of its node, for all of them
+            own = [other for other, node in enumerate(nodes) if node == device.node]
+            resources = with_threads(resources, host_threads(plan, own))
         if catalog.device(device.type, plan.cluster).kind == "cpu":
-            resources["memory"] = bytes_of.get(index, 0)
+            resources["memory"] = 0 if memory is None else memory.total
+        if memory is not None and memory.host is not None:
+            resources["memory"] = resources.get("memory", 0) + memory.host
         found.append(Bundle(node=ids[device.node], resources=resources))
     return found

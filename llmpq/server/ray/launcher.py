@@ -206,10 +206,27 @@ def ray_hosts(plan: Plan) -> list[RayHost]:
             node=node,
             ranks=tuple(own),
             devices=device_label(node, plan.cluster),
-            resources=reserved(_devices(plan, own), plan.cluster),
+            resources=with_threads(
+                reserved(_devices(plan, own), plan.cluster), host_threads(plan, own)
+            ),
         )
         for node, own in ranks.items()
     ]
+
+
+def with_threads(resources: dict[str, float], threads: int) -> dict[str, float]:
+    """Return what is reserved, and so many threads that compute experts."""
+    cpus = resources.get("CPU", 0.0) + threads
+    return {**resources, "CPU": cpus} if cpus else resources
+
+
+def host_threads(plan: Plan, ranks: Sequence[int]) -> int:
+    """Return the threads that compute experts of ranks of a node at the same time.
+
+    One sequence is on one rank at a time.
+    """
+    threads = [plan.stages[rank].host_threads for rank in ranks if rank < len(plan.stages)]
+    return max(threads, default=0) if plan.workload.batch == 1 else sum(threads)
 
 
 def _devices(plan: Plan, ranks: Sequence[int]) -> list[Device]:

@@ -18,7 +18,7 @@ from llmpq.assigner.exact.search import solve_exact
 from llmpq.assigner.forecast import evaluate_plan
 from llmpq.assigner.milp.ilp import IlpOptions, solve_ilp
 from llmpq.assigner.objective import SearchSpace
-from llmpq.assigner.planner import make_plan
+from llmpq.assigner.planner import best_plan, make_plan
 from llmpq.assigner.request import PlanRequest, build_task, costs_of, omega_of
 from llmpq.errors import InfeasibleError, SpecError
 from llmpq.spec.cluster import DeviceHost, LinkSpec
@@ -134,6 +134,66 @@ def test_plans_equal_trying_everything(block: int) -> None:
         assert whole is None or want <= whole.estimate.objective_s * (1 + 1e-9)
         apart += num_apart(plan) > 0
     assert apart >= BLOCK // 4
+
+
+def without_hosts(request: PlanRequest) -> PlanRequest:
+    """The request on the same devices without hosts."""
+    nodes = tuple(
+        replace(node, devices=(replace(node.devices[0], host=None),))
+        for node in request.cluster.nodes
+    )
+    return replace(request, cluster=replace(request.cluster, nodes=nodes))
+
+
+@pytest.mark.parametrize("block", range(2))
+def test_the_best_plan_of_two_clusters_equals_trying_everything_on_both(block: int) -> None:
+    """Also that the second search, below the plan of the first, loses nothing."""
+    better = 0
+    for seed in range(block * BLOCK, (block + 1) * BLOCK):
+        request = replace(random_request(seed), gives_reasons=False)
+        plain = without_hosts(request)
+        wants = [optimum_s(build_task(one)) for one in (plain, request)]
+        for clusters in ((plain.cluster, request.cluster), (request.cluster, plain.cluster)):
+            try:
+                found = best_plan(request, clusters).estimate.objective_s
+            except InfeasibleError:
+                found = math.inf
+            assert found == pytest.approx(min(wants), rel=1e-9), seed
+        better += wants[1] < wants[0] * (1 - 1e-9)
+    assert better >= 2
+
+
+def test_plans_that_are_not_below_a_value_do_not_count() -> None:
+    settled = 0
+    for seed in range(BLOCK):
+        request = random_request(seed)
+        plan = planned(request)
+        if plan is None:
+            continue
+        value_s = plan.estimate.objective_s
+        found = make_plan(replace(request, below_s=value_s * (1 + 1e-6)))
+        assert found.estimate.objective_s == pytest.approx(value_s, rel=1e-9)
+        with pytest.raises(InfeasibleError):
+            make_plan(replace(request, below_s=value_s * (1 - 1e-6)))
+        settled += 1
+    assert settled >= BLOCK // 2
+
+
+def test_a_budget_below_the_least_loss_has_no_plan_and_one_at_it_the_fastest() -> None:
+    several = 0
+    for seed in range(BLOCK):
+        request = replace(random_request(seed), theta_s=1e9, quality_budget=None)
+        least = planned(request)
+        if least is None or least.estimate.quality < 1e-9:
+            continue
+        loss = least.estimate.quality
+        at = make_plan(replace(request, theta_s=0.0, quality_budget=loss * (1 + 1e-9)))
+        assert at.estimate.quality == pytest.approx(loss, rel=1e-8)
+        assert at.estimate.latency_s == pytest.approx(least.estimate.latency_s, rel=1e-6)
+        with pytest.raises(InfeasibleError, match=r"cannot be met|does not fit"):
+            make_plan(replace(request, theta_s=0.0, quality_budget=loss * (1 - 1e-6)))
+        several += len(build_task(request).pairs) > 1
+    assert several >= 2
 
 
 SPACES = 20

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -11,9 +13,10 @@ from llmpq.assigner import PlanRequest
 from llmpq.assigner.explain.compare import fit_answers
 from llmpq.cli.commands.check import main
 from llmpq.costmodel import build_costs
+from llmpq.costmodel.host_clusters import with_experts_on_hosts
 from llmpq.profiler.device import host_cluster, host_memory_bytes
 from llmpq.spec import catalog
-from llmpq.spec.cluster import cluster_of_types
+from llmpq.spec.cluster import Cluster, DeviceGroup, cluster_of_types
 from llmpq.spec.precision import DTYPE_BYTES, Phase
 from llmpq.spec.tables import LatencySample, LatencyTable, write_latency_table
 from llmpq.spec.workload import Workload
@@ -225,3 +228,42 @@ def test_the_time_of_many_requests_is_a_column(capsys) -> None:
     text = capsys.readouterr().out
     assert "50,000 requests" in text
     assert " h " in text
+
+
+def test_experts_of_this_host_are_in_its_memory_where_that_is_better(
+    capsys, monkeypatch, tmp_path
+) -> None:
+    """As `--host_gib` plans them, or with the CPU as a device, whichever is faster."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    cpu = DeviceGroup(
+        type="Ryzen-9-7950X", count=1, threads=16, memory_bytes=40 * GIB, instruction_set="avx512"
+    )
+    (node,) = host_cluster([("NVIDIA GeForce RTX 3060", 12 * GIB)]).nodes
+    node = replace(node, devices=(node.devices[0], cpu))
+    here = Cluster(name="this host", nodes=(node,))
+    monkeypatch.setattr("llmpq.cli.planning.fit.host_cluster", lambda: here)
+    model = "openai/gpt-oss-20b"
+    assert main(["--model", model, *ARGV, "--json"]) == 0
+    answers = json.loads(capsys.readouterr().out)["answers"]
+    seconds = {}
+    for cluster in (here, with_experts_on_hosts(here)):
+        spec = catalog.model(model)
+        request = PlanRequest(
+            model=spec, cluster=cluster, workload=WORK, dtype=spec.dtype, kv_bits=16
+        )
+        for one in fit_answers(request):
+            found = math.inf if one.plan is None else one.plan.estimate.latency_s
+            seconds.setdefault(one.bits, []).append(found)
+    apart = {}
+    for one in answers:
+        (whole_s, apart_s), own_s = seconds[one["bits"]], one.get("latency_s", math.inf)
+        assert own_s == pytest.approx(min(whole_s, apart_s))
+        apart[one["bits"]] = any(stage.get("experts") for stage in one.get("stages", ()))
+        assert apart[one["bits"]] == (apart_s < whole_s)
+    assert set(apart.values()) == {True, False}
+    assert main(["--model", model, *ARGV]) == 0
+    text = capsys.readouterr().out
+    rows = re.findall(r"RTX3060-12G#0 and experts of \d+ layers in host memory \(\d", text)
+    assert len(rows) == sum(apart.values())
+    assert main(["--model", "Qwen/Qwen3-8B", *ARGV]) == 0
+    assert "experts" not in capsys.readouterr().out

@@ -298,6 +298,8 @@ def test_the_record_has_every_decision(memory):
             "layers_on_disk": 0,
             "memory_bytes": stage.memory.total,
             "capacity_bytes": 4 * GIB,
+            "layers_with_experts_on_host": 0,
+            "host_memory_bytes": 0,
         }
     ]
     assert (record["context"], record["sequences"], record["bits"]) == (400, 3, [8] * 12)
