@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -250,6 +250,25 @@ class PreparedWeight:
         return sum(tensor_bytes(tensor) for tensor in self.tensors)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ProductParts:
+    """What a product returns to a kernel that adds up the parts of it as it reads them.
+
+    Attributes:
+        values: ``[P, M, N]``, or heads ``[P, M, H, d]``: parts to be summed, by any strides but one
+            for the last.
+        bias: ``[N]`` or ``[H, d]``, yet to be added; ``None`` for none.
+    """
+
+    values: Tensor
+    bias: Tensor | None = None
+
+    def viewed(self, view: Callable[[Tensor], Tensor]) -> ProductParts:
+        """Return a view of the outputs: of the last dimensions of both tensors."""
+        bias = None if self.bias is None else view(self.bias)
+        return ProductParts(values=view(self.values), bias=bias)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capability:
     """One row of the capability table: where a backend runs, for which weights, at what cost.
@@ -341,6 +360,18 @@ class KernelBackend(ABC):
     @abstractmethod
     def linear(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
         """Return ``x @ weight.T + bias`` for ``x`` ``[..., K]``: ``[..., N]`` in x's dtype."""
+
+    def parts(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> ProductParts:
+        """Return the same for ``x`` ``[M, K]``, contiguous, as far as it is cheapest to compute."""
+        return ProductParts(values=self.linear(x, weight, bias)[None])
+
+    def joined(self, weights: Sequence[PreparedWeight]) -> PreparedWeight | None:
+        """Return one weight with the outputs of several, in their order.
+
+        They have the same inputs and precision. ``None`` where the layout does not allow it.
+        """
+        del weights
+        return None
 
     def rows(self, weight: PreparedWeight, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Return rows of a weight, as an embedding looks them up.

@@ -44,6 +44,7 @@ from llmpq.models.attention import (
     PackedBatch,
     RowsView,
     StepAttention,
+    on_device,
     use_own_attention,
     use_packed_attention,
 )
@@ -249,7 +250,7 @@ class DecoderStage(nn.Module):
         returns_all = not (self.attends_to_cache or absorbs)
         view = None if cache is None else cache.view(batch, returns_all=returns_all)
         step = StepAttention(batch, view, returns_all=returns_all)
-        positions = batch.positions.to(hidden.device)
+        positions = on_device(batch.positions.numpy(), hidden.device)
         tables = None
         if self.rotary is not None:
             spans = [*spans_of(batch)] if self.rotary.depends_on_length else []

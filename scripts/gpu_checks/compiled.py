@@ -32,7 +32,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from llmpq.kernels.base import PreparedWeight
-from llmpq.kernels.gpu import triton_attention, triton_kernels, triton_recurrence
+from llmpq.kernels.gpu import triton_attention, triton_kernels, triton_recurrence, triton_rows
 from llmpq.kernels.gpu.paged_decode import tiles_of
 from llmpq.kernels.gpu.triton_int import TritonIntBackend, _tiles, segments
 from llmpq.kernels.gpu.triton_mixers import BLOCK_CHANNELS, STATE_NUMBERS
@@ -43,15 +43,19 @@ OUTPUT = ROOT / "benchmarks" / "results" / "gpu-kernels.json"
 ARCHITECTURES = (80, 90, 120)
 SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 120: 99 << 10}
 """Most shared memory of a program, by compute capability."""
-MODULES = (triton_kernels, triton_recurrence, triton_attention)
+MODULES = (triton_kernels, triton_recurrence, triton_attention, triton_rows)
 INTEGERS = {"N", "K", "J", "group_size", "size", "C", "stride", "channels", "key_dim", "value_dim",
             "head_dim", "state_dim", "width", "normed", "query_head", "query_token", "table_stride",
             "block_stride", "head_stride", "value_block_stride", "value_head_stride",
-            "scale_block_stride", "scale_head_stride"}  # fmt: skip
+            "scale_block_stride", "scale_head_stride", "columns", "made_row", "gate_row", "up_row",
+            "query_row", "key_row", "key_head", "value_row", "value_head"}  # fmt: skip
 """Integers that are multiples of 16 in models as they are."""
-COUNTS = {"heads", "share", "splits", "M", "steps", "parts"}
+COUNTS = {"heads", "share", "splits", "M", "steps", "parts", "part_stride", "up_parts",
+          "up_part_stride", "query_parts", "query_part", "key_parts", "key_part", "value_parts",
+          "value_part"}  # fmt: skip
 """Integers that may be any."""
-FLOATS = {"scale", "epsilon", "least", "most", "scaling", "softcap"}
+FLOATS = {"scale", "epsilon", "least", "most", "scaling", "softcap", "factor", "inner_epsilon",
+          "query_epsilon", "key_epsilon"}  # fmt: skip
 _SCALES = ("key_scales_ptr", "value_scales_ptr")
 ZEROS = "groups with zeros"
 FORMS = ("groups", ZEROS, "rows")
@@ -164,7 +168,7 @@ def variants() -> list[Variant]:
             constants={"INNER_TILES": 8, "BLOCK_N": 16, "BLOCK_K": 128},
         )
     )
-    return [*found, *_recurrences(), *_attention()]
+    return [*found, *_recurrences(), *_attention(), *_rows()]
 
 
 def _weight_of(bits: int, form: str) -> PreparedWeight:
@@ -255,6 +259,41 @@ def _recurrences() -> list[Variant]:
                 constants={"BLOCK_P": blocks, "BLOCK_N": 128}),
         Variant(name="gated norm", kernel="mamba_norm_kernel", pointers=pointers,
                 constants={"BLOCK": 8192}),
+    ]  # fmt: skip
+
+
+def _rows() -> list[Variant]:
+    """Return what layers of Llama 3, Gemma 2 and Qwen3 launch between their products."""
+    plain = ("hidden_ptr", "total_ptr", "out_ptr", "cos_ptr", "sin_ptr", "rotated_ptr",
+             "new_keys_ptr", "new_values_ptr")  # fmt: skip
+    norms = ("weight_ptr", "inner_weight_ptr", "query_weight_ptr", "key_weight_ptr")
+    made = ("made_ptr", "gate_ptr", "up_ptr", "query_ptr", "key_ptr", "value_ptr")
+    pointers = dict.fromkeys(plain, "*bf16") | dict.fromkeys((*norms, *made), "*fp32")
+    pointers |= {"blocks_ptr": "*i64", "offsets_ptr": "*i64"}
+    no_bias = dict.fromkeys(("made_bias_ptr", "inner_bias_ptr", "bias_ptr"))
+    norm = {"C": 4096, "IS_SCALED": False, "INNER_CENTERS": False, "INNER_ROUNDS": False,
+            "CENTERS": False, "ROUNDS": True, "BLOCK": 4096} | no_bias  # fmt: skip
+    inner = norm | {"HAS_INNER": True}
+    alone = norm | {"HAS_INNER": False, "inner_weight_ptr": None}
+    heads = {
+        "HEADS": 32, "KEY_HEADS": 8, "HEAD_DIM": 128, "VALUE_DIM": 128, "TURNED": 128, "TABLE": 128,
+        "QUERY_ROUNDS": True, "KEY_ROUNDS": True, "IS_LATE": False, "BLOCK_D": 128, "BLOCK_E": 128,
+    } | dict.fromkeys(("query_bias_ptr", "key_bias_ptr", "value_bias_ptr"))  # fmt: skip
+    no_norms = dict.fromkeys(("query_weight_ptr", "key_weight_ptr"))
+    stored = {"keys_ptr": "*bf16", "values_ptr": "*bf16"}
+    codes = {"keys_ptr": "*i8", "values_ptr": "*i8"} | dict.fromkeys(_SCALES, "*bf16")
+    return [
+        Variant(name="sum and norm", kernel="add_norm_kernel", pointers=pointers, constants=alone,
+                warps=8),
+        Variant(name="norm, sum and norm", kernel="add_norm_kernel", pointers=pointers,
+                constants=inner, warps=8),
+        Variant(name="activation", kernel="gate_kernel", pointers=pointers,
+                constants={"ACTIVATION": 0, "BLOCK": 1024, "gate_bias_ptr": None,
+                           "up_bias_ptr": None}),
+        Variant(name="rotation and store", kernel="rotate_store_kernel", pointers=pointers | stored,
+                constants=heads | no_norms | dict.fromkeys(_SCALES), warps=1),
+        Variant(name="norm, rotation and store as codes", kernel="rotate_store_kernel",
+                pointers=pointers | codes, constants=heads, warps=1),
     ]  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 RUN_BY_A_TEST = {
     "paged_decode_interpreted.py",
+    "rows_interpreted.py",
     "triton_decode_interpreted.py",
     "triton_interpreted.py",
     "triton_mixers_interpreted.py",

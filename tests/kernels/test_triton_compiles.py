@@ -71,6 +71,9 @@ def test_the_record_names_every_kernel():
         "mamba_norm_kernel",
         "paged_decode_kernel",
         "join_splits_kernel",
+        "add_norm_kernel",
+        "gate_kernel",
+        "rotate_store_kernel",
     }
 
 

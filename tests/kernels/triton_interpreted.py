@@ -1,5 +1,6 @@
 """Run by ``test_triton_int.py`` under ``TRITON_INTERPRET=1``: every kernel against the oracle."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -7,10 +8,11 @@ import torch
 from torch.nn import functional as F
 
 from llmpq.errors import SpecError
-from llmpq.kernels.base import PackedWeight, pack_codes
+from llmpq.kernels.base import PackedWeight, PreparedWeight, pack_codes
 from llmpq.kernels.gpu import triton_int
-from llmpq.kernels.gpu.cuda import read_int4pack_into
+from llmpq.kernels.gpu.cuda import CudaInt4Backend, read_int4pack_into
 from llmpq.kernels.gpu.triton_int import TritonIntBackend, dequantize, launch_failure, multiply
+from llmpq.quant.modules.layer import QuantLinear
 from llmpq.spec.precision import Precision, linear_bytes
 
 torch.set_num_threads(1)
@@ -122,6 +124,46 @@ def test_uneven_inputs_are_refused():
         BACKEND.prepare(packed)
 
 
+@pytest.mark.parametrize("bits", [3, 4, 8])
+@pytest.mark.parametrize(("tokens", "has_bias"), [(1, True), (3, False), (70, True)])
+def test_joined_weights_and_their_parts(bits, tokens, has_bias):
+    """Parts that are yet to be summed, and lack the bias, are those of the product."""
+    precision = Precision(bits=bits, group_size=32, symmetric=bits == 8)
+    packed = [random_packed(precision, torch.float16, rows, 1024) for rows in (40, 8, 24)]
+    linears = [
+        QuantLinear(one, torch.randn(one.out_features) if has_bias else None, BACKEND)
+        for one in packed
+    ]
+    whole = QuantLinear.joined(linears)
+    assert whole.weight_bytes == sum(one.weight_bytes for one in linears)
+    x = torch.randn(tokens, 1024, generator=torch.Generator().manual_seed(1)).to(torch.float16)
+    exact = [F.linear(x.double(), one.dequantize(torch.float64)) for one in packed]
+    if has_bias:
+        exact = [y + one.bias.double() for y, one in zip(exact, linears, strict=True)]
+    expected = torch.cat(exact, dim=1)
+    made = whole.parts(x)
+    total = made.values.double().sum(0)
+    total = total if made.bias is None else total + made.bias.double()
+    for found in (total, whole(x).double()):
+        assert (found - expected).norm() / expected.norm() < TOLERANCE[torch.float16]
+    if tokens < 17:
+        assert len(made.values) > 1
+
+
+def test_weights_that_cannot_be_joined_stay_apart():
+    def linear(bits=4, columns=64, group=32, bias=None, order=None):
+        packed = random_packed(Precision(bits=bits, group_size=group), torch.float16, 8, columns)
+        return QuantLinear(replace(packed, order=order), bias, BACKEND)
+
+    one = linear()
+    for other in (
+        linear(bits=3), linear(columns=128), linear(group=64), linear(bias=torch.ones(8)),
+        linear(order=torch.arange(64, dtype=torch.int32)),
+    ):  # fmt: skip
+        assert QuantLinear.joined([one, other]) is None
+    assert QuantLinear.joined([one, linear()]) is not None
+
+
 def pack_as_torch_does_on_cuda(codes, inner_tiles):
     """torch's int4pack layout on CUDA, lane by lane as its own packing kernel writes it."""
     rows, columns = codes.shape
@@ -145,4 +187,13 @@ def test_int4pack_of_cuda_is_read_back(inner_tiles):
     words = pack_as_torch_does_on_cuda(codes, inner_tiles)
     out = torch.empty(16, 128)
     read_int4pack_into(words, affine, 32, out)
-    torch.testing.assert_close(out, packed.dequantize(torch.float32), rtol=0, atol=1e-7)
+    expected = packed.dequantize(torch.float32)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-7)
+    weight = PreparedWeight(
+        backend="cuda_int4", out_features=16, in_features=128, precision=packed.precision,
+        tensors=(words, affine),
+    )  # fmt: skip
+    joined = CudaInt4Backend().joined([weight, weight])
+    twice = torch.empty(joined.out_features, 128)
+    read_int4pack_into(*joined.tensors, 32, twice)
+    torch.testing.assert_close(twice, torch.cat((expected, expected)), rtol=0, atol=1e-7)

@@ -1,4 +1,4 @@
-"""CompiledSteps: steps of a stage as calls of compiled code, on CPUs.
+"""CompiledSteps: steps of a stage as calls of compiled code, on CPUs; fused layers on GPUs.
 
 The layers of transformers stay the definition: when a stage is loaded, some layers of every kind
 are computed both ways on random numbers, and a stage with a layer that differs runs operator by
@@ -6,6 +6,9 @@ operator, with a logged reason. So does a stage whose layers the compiled step d
 of one kind run the same code on weights of the same shapes and precisions. How the modules of a
 layer are combined is in the record of the family, and the scores of attention are as transformers
 asks for them. Prompts run in parts of ``STEP_ROWS`` tokens, each through all layers.
+
+On a GPU the same trial decides which layers are replaced by a ``FusedLayer``; others of the stage
+keep transformers' code.
 
 Shapes: N tokens, H hidden size.
 """
@@ -32,6 +35,7 @@ from llmpq.models.attention import Attention, LayerAttention, ScoreOptions
 from llmpq.models.stage import LayerWeights
 from llmpq.models.states import COMPILED
 from llmpq.quant.modules.experts import HostExperts
+from llmpq.quant.modules.fused_layer import FusedLayer
 from llmpq.quant.modules.layer import QuantExperts
 from llmpq.quant.modules.step_compiler import (
     LayerParts,
@@ -85,21 +89,79 @@ def step_runner_of(layers: DecoderStage, cache: KVCache) -> StepRunner | None:
     Decode graphs have yet to be captured (``DecodeGraphs.capture``).
 
     Args:
-        layers: of the stage.
+        layers: of the stage; on a GPU, those that have a fused form are replaced by it.
         cache: of their keys and values.
     """
     if cache.device.type != "cpu":
+        fuse_layers(layers, cache)
         reason = _not_captured(layers, cache)
         if reason is None:
             return graphs_of(layers, cache)
         logger.info("steps run operator by operator: %s", reason)
         return None
     try:
+        is_compiled = cache.attends and has_steps(instruction_set())
+        if not (is_compiled and layers.attends_to_cache and layers.layout is None):
+            raise UnsupportedStepError("its attention has no compiled kernel here")
         trial = _Trial(layers, cache)
         return CompiledSteps(layers, cache, trial.choices(), trial.longest)
     except UnsupportedStepError as error:
         logger.info("steps run operator by operator: %s", error)
         return None
+
+
+def fuse_layers(layers: DecoderStage, cache: KVCache) -> None:
+    """Replace the layers of a stage on a GPU that have a fused form (``FusedLayer``).
+
+    Some layers of every kind are computed both ways on random numbers first. What is not known, or
+    differs, keeps the code of transformers, with a logged reason.
+
+    Args:
+        layers: of the stage.
+        cache: of their keys and values.
+    """
+    reason = _not_fused(layers, cache)
+    if reason is None:
+        try:
+            trial = _Trial(layers, cache)
+        except UnsupportedStepError as error:
+            reason = str(error)
+        else:
+            for kind in _kinds(layers):
+                _fuse_kind(trial, layers, cache, kind)
+            return
+    logger.info("layers are not fused: %s", reason)
+
+
+def _fuse_kind(trial: _Trial, layers: DecoderStage, cache: KVCache, kind: Sequence[int]) -> None:
+    """Replace layers of one kind, one after the other: the weights are never there twice."""
+    form, checked = _form_of(layers, kind[0]), _checked(kind)
+    scores: StepScores | None = None
+    first = layers.first_layer
+    for index in [*checked, *(index for index in kind if index not in checked)]:
+        try:
+            fused, scores = trial.fused(index, form, scores, is_checked=index in checked)
+        except UnsupportedStepError as error:
+            logger.info("layer %d and those like it are not fused: %s", first + index, error)
+            return
+        # Triton and the libraries fail in ways that cannot be listed; transformers' code runs.
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            logger.warning("layer %d and those like it are not fused: %s", first + index, text)
+            return
+        fused.heads = cache.heads_of(first + index)
+        layers.layers[index] = fused
+        if cache.device.type == "cuda":
+            torch.cuda.empty_cache()  # what was joined has other sizes than what is freed
+
+
+def _not_fused(layers: DecoderStage, cache: KVCache) -> str | None:
+    """Return why no layer of a stage is fused."""
+    if not cache.attends_rows or not layers.attends_to_cache or layers.layout is not None:
+        return "no kernel attends to their blocks in place"
+    if layers.streamed is not None:
+        return "weights are read from disk"
+    return None if cache.states is None else "layers have a recurrent state"
 
 
 def _not_captured(layers: DecoderStage, cache: KVCache) -> str | None:
@@ -321,22 +383,18 @@ class _Trial:
         longest: tokens of the longest sequence for which choices hold; ``None`` for any.
 
     Raises:
-        UnsupportedStepError: the attention of the stage has no compiled kernel, or no step computes
-            in its format.
+        UnsupportedStepError: no step computes in the format of the stage.
     """
 
     def __init__(self, layers: DecoderStage, cache: KVCache) -> None:
         if cache.dtype not in LIMITS:
             raise UnsupportedStepError(f"numbers of {cache.dtype}")
-        is_compiled = cache.attends and has_steps(instruction_set())
-        if not (is_compiled and layers.attends_to_cache and layers.layout is None):
-            raise UnsupportedStepError("its attention has no compiled kernel here")
         self.longest: int | None = None
         config, generator = layers.config, torch.Generator().manual_seed(0)
 
         def random_rows(tokens: int) -> Tensor:
             rows = torch.randn(1, tokens, config.hidden_size, generator=generator)
-            return (_TRIED_SIZE * rows).to(cache.dtype)
+            return (_TRIED_SIZE * rows).to(cache.device, cache.dtype)
 
         has_experts = any(isinstance(part, QuantExperts) for part in layers.modules())
         drafts = _TRIED_DRAFTS if has_experts else 1
@@ -349,12 +407,14 @@ class _Trial:
             tables.append(range(next_block, next_block + blocks))
             next_block += blocks
         self._layers = layers
+        self._has_positions = stored_positions(layers) is not None
         self._cache = KVCache(
             kv_shapes(config, layers.first_layer, layers.end_layer),
             layers.first_layer,
             num_blocks=next_block,
             dtype=cache.dtype,
             block_size=cache.block_size,
+            device=cache.device,
             kv_bits=cache.kv_bits,
             states=layers.new_states(len(contexts)),
         )
@@ -430,6 +490,54 @@ class _Trial:
             )
         return scores
 
+    @torch.inference_mode()
+    def fused(
+        self, index: int, form: LayerForm, scores: StepScores | None, *, is_checked: bool
+    ) -> tuple[FusedLayer, StepScores]:
+        """Return the fused form of a layer on the blocks of the trial, and its scores.
+
+        Args:
+            index: of the layer in the stage.
+            form: of the layer.
+            scores: of layers of its kind; ``None`` for the first of them.
+            is_checked: whether it is compared with the layer.
+
+        Raises:
+            UnsupportedStepError: there is none, or it computes something else.
+        """
+        number = self._layers.first_layer + index
+        parts, expected = _parts_of(self._layers, index, form), None
+        if is_checked or scores is None:
+            expected, scores = self._expected(index, parts)
+            if scores.has_bias or self.longest is not None:
+                raise UnsupportedStepError("scores or positions of their own")
+        options = ScoreOptions(
+            scaling=scores.scaling,
+            window=scores.window,
+            softcap=scores.softcap,
+            sinks=parts.sinks if scores.has_sinks else None,
+        )
+        heads, dtype = self._cache.heads_of(number), self._cache.dtype
+        layer = self._layers.layers[index]
+        fused = FusedLayer(layer, parts, options, heads, layer_idx=number, dtype=dtype)
+        self._check_fused(fused, index, expected)
+        try:
+            fused.join()
+        except torch.OutOfMemoryError as error:
+            logger.info("products of layer %d stay apart: %s", number, error)
+        self._check_fused(fused, index, expected)
+        return fused, scores
+
+    def _check_fused(self, fused: FusedLayer, index: int, expected: Tensor | None) -> None:
+        """Raise an error if a fused layer computes something else than is expected, if that is."""
+        if expected is None:
+            return
+        difference = self._difference(fused(self._hidden, **self._arguments[index]), expected)
+        if not difference <= LIMITS[self._cache.dtype]:
+            raise UnsupportedStepError(
+                f"computes something else (relative difference {difference:.2g})"
+            )
+
     def _both_mixed(self, index: int, steps: CompiledSteps) -> tuple[Tensor, Tensor]:
         """Return what a layer with a state computes, and what steps do, from the same state.
 
@@ -462,7 +570,7 @@ class _Trial:
         assert options is not None, "every layer attends"
         if options.chunk is not None:
             raise UnsupportedStepError("attention in chunks")
-        if stored_positions(self._layers) is None:
+        if not self._has_positions:
             self._check_positions(index, expected)
         scaling = options.scaling
         if scaling == 1:  # OPT multiplies the queries instead

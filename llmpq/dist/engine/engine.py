@@ -41,7 +41,7 @@ from llmpq.batching.engine_step import (
 )
 from llmpq.batching.speculation import SpeculativeConfig
 from llmpq.dist.engine.drafters import Drafter, PromptLookup
-from llmpq.dist.engine.executor import StepExecutor
+from llmpq.dist.engine.executor import StepExecutor, rows_of
 from llmpq.dist.engine.mtp import MtpDrafter
 from llmpq.dist.io.generation import GenerationEnd
 from llmpq.dist.io.prompts import Request
@@ -791,7 +791,7 @@ def _choose_some(logits: Tensor, best: Tensor, choices: Sequence[Choice]) -> lis
     """
     device = logits.device
     rows = [choice.row for choice in choices]
-    scores, tokens = _rows_of(logits, rows), _rows_of(best, rows)  # [C, V], [C]
+    scores, tokens = rows_of(logits, rows), rows_of(best, rows)  # [C, V], [C]
     changed = [place for place, one in enumerate(choices) if one.state.params.changes_scores]
     if changed:
         scores = scores.clone()
@@ -802,7 +802,7 @@ def _choose_some(logits: Tensor, best: Tensor, choices: Sequence[Choice]) -> lis
     if drawn:
         params = [choices[place].state.params for place in drawn]
         uniforms = [choices[place].state.uniform(choices[place].ahead) for place in drawn]
-        found = _draw(_truncated(_rows_of(scores, drawn), params), uniforms)
+        found = _draw(_truncated(rows_of(scores, drawn), params), uniforms)
         are_all = len(drawn) == len(choices)
         places = None if are_all else on_device(np.array(drawn), device)
         tokens = found if places is None else tokens.index_copy(0, places, found)
@@ -810,19 +810,12 @@ def _choose_some(logits: Tensor, best: Tensor, choices: Sequence[Choice]) -> lis
     parts = [tokens]
     for own, count in _by_logprobs(choices, logits.shape[1]):
         at = on_device(np.array(own), device)
-        values = torch.log_softmax(_rows_of(logits, [rows[place] for place in own]), dim=-1)
+        values = torch.log_softmax(rows_of(logits, [rows[place] for place in own]), dim=-1)
         found = values.gather(-1, tokens[at].clamp(min=0)[:, None])
         top = values.topk(count, dim=-1)
         bits = torch.cat((found, top.values), dim=1).view(torch.int32).long()
         parts.append(torch.cat((bits, top.indices), dim=1).flatten())
     return parts
-
-
-def _rows_of(values: Tensor, rows: Sequence[int]) -> Tensor:
-    """Return rows in their order; without a copy where they follow each other."""
-    if list(rows) == [*range(rows[0], rows[0] + len(rows))]:
-        return values[rows[0] : rows[0] + len(rows)]
-    return values.index_select(0, on_device(np.array(rows), values.device))
 
 
 def _by_logprobs(choices: Sequence[Choice], width: int) -> list[tuple[list[int], int]]:

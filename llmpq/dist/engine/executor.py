@@ -33,12 +33,13 @@ from llmpq.dist.engine.cuda_graphs import DecodeGraphs, DecodeSizes
 from llmpq.dist.kv.cache import KVCache
 from llmpq.dist.kv.offload import MAX_COPIES, OffloadedKV, copies_of_frame, copy_frame
 from llmpq.dist.kv.transfer import KVConnector
-from llmpq.dist.metrics.stats import StageClock, synchronize, tokens_read
+from llmpq.dist.metrics.stats import DeviceMarks, StageClock, synchronize, tokens_read
 from llmpq.dist.transport.communicator import Communicator, error_from_frame
 from llmpq.dist.transport.frames import Frame, FrameKind, Row
 from llmpq.errors import StageError
 from llmpq.kernels.cpu.experts import HostPool
 from llmpq.models import DecoderStage, Master, PackedBatch
+from llmpq.models.attention import on_device
 from llmpq.spec.fields import to_json
 from llmpq.spec.plan import MicroBatching, Plan, StageAssignment
 from llmpq.spec.precision import Phase
@@ -135,7 +136,7 @@ class StageRunner:
             return self._run_chunks(hidden, rows, only)
         hidden = self._run_layers(hidden, batch, only)
         if self.returns_last and not batch.is_decode:
-            hidden = hidden[:, batch.last_tokens.to(self.device)]
+            hidden = hidden[:, on_device(batch.last_tokens.numpy(), self.device)]
         return hidden
 
     def _run_layers(self, hidden: Tensor, batch: PackedBatch, only: Sequence[int] | None) -> Tensor:
@@ -430,7 +431,10 @@ class StepExecutor(Protocol):
 
 
 class _SentStep(NamedTuple):
-    """A step in flight; ``hidden`` where the master alone computes it."""
+    """A step in flight; ``hidden`` where the master alone computes it.
+
+    ``marks`` are around the layers on a device that the host does not wait for.
+    """
 
     kind: FrameKind
     rows: tuple[Row, ...]
@@ -439,6 +443,7 @@ class _SentStep(NamedTuple):
     hidden: Tensor | None
     dispatch_s: float
     embed_s: float
+    marks: DeviceMarks | None
 
 
 class PipelineExecutor:
@@ -516,18 +521,22 @@ class PipelineExecutor:
         own_rows = runner.acquire(packed)
         start = clock.now()
         clock.wait_s += start - waiting_s
-        ids = torch.from_numpy(token_ids)[None].to(runner.device)  # [1, N]
+        ids = on_device(token_ids, runner.device)[None]  # [1, N]
         hidden = self._master.embed(ids, packed_batch_of(packed).positions)
         embed_s = clock.now() - start
+        is_local = self._communicator is None or phase in self._local_phases
+        # The host waits for a step that it computes alone when it reads the tokens, and only then.
+        marks = DeviceMarks.of(runner.device) if is_local and outputs else None
         hidden = runner.run(hidden, own_rows)  # [1, N, H]
-        if phase is not None:  # its seconds are compared with a forecast by phase
+        if marks is not None:
+            marks.end()
+        elif phase is not None:  # its seconds are compared with a forecast by phase
             synchronize(runner.device)
         runner.release(packed)
         kind = FRAME_KINDS[phase]
-        is_local = self._communicator is None or phase in self._local_phases
         own_hidden = hidden if is_local else None
         self._in_flight[number] = _SentStep(
-            kind, packed, outputs, pooled, own_hidden, clock.now() - start, embed_s
+            kind, packed, outputs, pooled, own_hidden, clock.now() - start, embed_s, marks
         )
         if not is_local:
             assert self._communicator is not None
@@ -559,11 +568,11 @@ class PipelineExecutor:
         if not (step.outputs or step.pooled):
             return StepResult(number, None)
         rows = cast_hidden_states(hidden[0], self._runner.device, self._runner.dtype)  # [R, H]
-        states = self._master.head_inputs(rows[list(step.pooled)]) if step.pooled else None
+        states = self._master.head_inputs(rows_of(rows, step.pooled)) if step.pooled else None
         if not step.outputs:
             return StepResult(number, None, states)
         if len(step.outputs) < len(step.rows):
-            rows = rows[list(step.outputs)]
+            rows = rows_of(rows, step.outputs)
         return StepResult(number, self._master.logits(rows), states)
 
     def _collect_all(self, number: int, step: _SentStep, hidden: Tensor) -> StepResult:
@@ -591,13 +600,11 @@ class PipelineExecutor:
         step, start_s = self._collected
         spent_s = self._clock.now() - start_s
         phase, lengths = phase_of(step.kind, step.rows), [row.length for row in step.rows]
-        self._clock.record(
-            phase,
-            len(lengths),
-            step.dispatch_s + spent_s,
-            tokens_read(phase, lengths, self._runner.device),
-            step.embed_s + spent_s,
-        )
+        seconds, master_s = step.dispatch_s + spent_s, step.embed_s + spent_s
+        if step.marks is not None:  # the rest of the layers' time was spent waiting for tokens
+            master_s = max(0.0, seconds - step.marks.seconds())
+        tokens = tokens_read(phase, lengths, self._runner.device)
+        self._clock.record(phase, len(lengths), seconds, tokens, master_s)
 
     def check(self) -> None:
         """Raise the error of a stage that has ended; see :class:`StepExecutor`."""
@@ -631,6 +638,13 @@ class PipelineExecutor:
                 f"expected {number} ({step.kind.name})"
             )
         return number, frame.hidden
+
+
+def rows_of(values: Tensor, rows: Sequence[int]) -> Tensor:
+    """Return rows in their order; without a copy where they follow each other."""
+    if list(rows) == [*range(rows[0], rows[0] + len(rows))]:
+        return values[rows[0] : rows[0] + len(rows)]
+    return values.index_select(0, on_device(np.array(rows), values.device))
 
 
 WARM_UP_TOKENS = 4096

@@ -765,7 +765,7 @@ class KVCacheView:
         layer = self._cache.storage_of(layer_idx, key, value)
         self._layer, self._layer_idx = (layer, key.dtype), layer_idx
         if not self.attends:
-            layer.write(self._index(), key, value)
+            layer.write(self.index(), key, value)
         else:
             new = key, value
             if layer.shape.is_latent:
@@ -880,8 +880,8 @@ class KVCacheView:
             self._calls[key] = PagedCall(*chosen)
         return self._calls[key]
 
-    def _index(self) -> TokenIndex:
-        """Return where the new tokens lie in the layer's blocks."""
+    def index(self) -> TokenIndex:
+        """Return where the new tokens lie in the blocks of the selected layer."""
         key = self._cache.has_window(self._layer_idx)
         if key not in self._tokens:
             self._tokens[key] = self._cache.index_of(*self._rows())
@@ -978,8 +978,12 @@ class TensorView:
         """Store ``[1, h, R, d]`` of one layer and return it."""
         self._layer = self._cache.storage_of(layer_idx, key, value)
         self._layer_idx = layer_idx
-        self._layer.write(self._tokens[self._cache.has_window(layer_idx)], key, value)
+        self._layer.write(self.index(), key, value)
         return key, value
+
+    def index(self) -> TokenIndex:
+        """Return where the new tokens lie in the blocks of the selected layer."""
+        return self._tokens[self._cache.has_window(self._layer_idx)]
 
     def select(self, layer_idx: int) -> None:
         """Let the next calls read a layer that has been updated in this step."""

@@ -186,6 +186,32 @@ def synchronize(device: torch.device) -> None:
         torch.mps.synchronize()
 
 
+class DeviceMarks:
+    """Two marks in a GPU's queue of work, between which it measures the time itself.
+
+    The host waits for neither: it reads the time once something behind them has been read.
+    """
+
+    def __init__(self) -> None:
+        event: Any = torch.cuda.Event  # untyped
+        self._first, self._last = event(enable_timing=True), event(enable_timing=True)
+        self._first.record()
+
+    @classmethod
+    def of(cls, device: torch.device) -> DeviceMarks | None:
+        """Put the first mark into the queue of a device, ``None`` where that is not possible."""
+        return cls() if device.type == "cuda" else None
+
+    def end(self) -> None:
+        """Put the second mark into the queue."""
+        self._last.record()
+
+    def seconds(self) -> float:
+        """Return the time between the marks; waits where the device has not reached them."""
+        self._last.synchronize()
+        return float(self._first.elapsed_time(self._last)) / 1000
+
+
 MAX_EVENTS = 200_000
 """Most spans of a rank; the trace of a longer run ends there."""
 LIVE_S = 0.5

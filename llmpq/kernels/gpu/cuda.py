@@ -11,13 +11,21 @@ from __future__ import annotations
 
 import importlib
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from llmpq.kernels.base import SCALE_DTYPES, Capability, KernelBackend, PackedWeight, PreparedWeight
+from llmpq.kernels.base import (
+    SCALE_DTYPES,
+    Capability,
+    KernelBackend,
+    PackedWeight,
+    PreparedWeight,
+    ProductParts,
+)
 from llmpq.kernels.gpu import triton_int
 from llmpq.spec.devices.figures import LEAST_CAPABILITY
 from llmpq.spec.precision import Precision, linear_bytes
@@ -100,6 +108,14 @@ class CudaInt4Backend(KernelBackend):
         if bias is not None:
             y = y.add_(bias)
         return y.view(*x.shape[:-1], weight.out_features)
+
+    def parts(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> ProductParts:
+        """Return the product without its bias; see ``KernelBackend``."""
+        return ProductParts(values=self.linear(x, weight, None)[None], bias=bias)
+
+    def joined(self, weights: Sequence[PreparedWeight]) -> PreparedWeight:
+        """Return one weight with the outputs of several; see ``KernelBackend``."""
+        return triton_int.joined_rows(weights)
 
 
 def swapped_halves(codes: Tensor) -> Tensor:

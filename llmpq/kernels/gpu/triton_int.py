@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import math
 import threading
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -29,6 +30,7 @@ from llmpq.kernels.base import (
     KernelBackend,
     PackedWeight,
     PreparedWeight,
+    ProductParts,
     numbered,
     row_blocks,
 )
@@ -120,6 +122,16 @@ class TritonIntBackend(KernelBackend):
         y = multiply(rows.contiguous(), weight, bias)
         return y.view(*x.shape[:-1], weight.out_features)
 
+    def parts(self, x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> ProductParts:
+        """Return parts of the inputs, not yet summed; see ``KernelBackend``."""
+        if not 0 < x.shape[0] < MANY_ROWS:
+            return super().parts(x, weight, bias)
+        return multiply_parts(x, weight, bias)
+
+    def joined(self, weights: Sequence[PreparedWeight]) -> PreparedWeight:
+        """Return one weight with the outputs of several; see ``KernelBackend``."""
+        return joined_rows(weights)
+
 
 def segments(bits: int) -> int:
     """Return the number of segments of a row (``triton_kernels``); K must be a multiple of it."""
@@ -168,23 +180,40 @@ def multiply(x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> Tensor:
         bias: ``[N]`` or ``None``.
     """
     rows, outputs = x.shape[0], weight.out_features
-    y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     if rows == 0:
-        return y
+        return x.new_empty((0, outputs))
+    made = multiply_parts(x, weight, bias)
+    if len(made.values) == 1:
+        return made.values[0]
+    y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
+    with current_device_of(x):
+        kernels().sum_parts_kernel[(math.ceil(y.numel() / _SUM_BLOCK),)](
+            made.values, bias, y, y.numel(), outputs, len(made.values), _SUM_BLOCK
+        )
+    return y
+
+
+def multiply_parts(x: Tensor, weight: PreparedWeight, bias: Tensor | None) -> ProductParts:
+    """Return the same for one row or more; several parts are float32, and lack the bias."""
+    rows, outputs = x.shape[0], weight.out_features
     tiles = _tiles(rows, weight, x.dtype)
     blocks = (math.ceil(rows / tiles.rows), math.ceil(outputs / tiles.outputs))
     steps = math.ceil(weight.in_features // segments(weight.precision.bits) / tiles.bytes)
     parts, steps_a_part = _split(steps, blocks[0] * blocks[1], x.device)
-    if parts == 1:
-        _launch(x, weight, bias, y, tiles, (*blocks, 1), steps)
-        return y
-    sums = torch.empty((parts, rows, outputs), dtype=torch.float32, device=x.device)
-    _launch(x, weight, None, sums, tiles, (*blocks, parts), steps_a_part)
-    with current_device_of(x):
-        kernels().sum_parts_kernel[(math.ceil(y.numel() / _SUM_BLOCK),)](
-            sums, bias, y, y.numel(), outputs, parts, _SUM_BLOCK
-        )
-    return y
+    dtype, own = (x.dtype, bias) if parts == 1 else (torch.float32, None)
+    values = torch.empty((parts, rows, outputs), dtype=dtype, device=x.device)
+    _launch(x, weight, own, values, tiles, (*blocks, parts), steps_a_part)
+    return ProductParts(values=values, bias=bias if own is None else None)
+
+
+def joined_rows(weights: Sequence[PreparedWeight]) -> PreparedWeight:
+    """Return one weight with the outputs of several, of codes ``[N, ...]`` and ``[G, N, ...]``."""
+    codes, *affine = zip(*(weight.tensors for weight in weights), strict=True)
+    return replace(
+        weights[0],
+        out_features=sum(weight.out_features for weight in weights),
+        tensors=(torch.cat(codes), *(torch.cat(one, dim=1) for one in affine)),
+    )
 
 
 def _launch(

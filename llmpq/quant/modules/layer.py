@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from llmpq.errors import SpecError
-from llmpq.kernels.base import KernelBackend, PackedWeight, PreparedWeight
+from llmpq.kernels.base import KernelBackend, PackedWeight, PreparedWeight, ProductParts
 from llmpq.kernels.cpu.dense import (
     can_prepack,
     is_whole,
@@ -599,6 +599,32 @@ class QuantLinear(nn.Module):
             )
         self.register_buffer("bias", None if bias is None else bias.detach().to(self._dtype))
 
+    @classmethod
+    def joined(cls, linears: Sequence[QuantLinear]) -> QuantLinear | None:
+        """Return one operator with the outputs of several of the same inputs, in their order.
+
+        ``None`` where these are in another order, or formats, kernels or biases do not allow it.
+        """
+        first, weights = linears[0], [one._weight for one in linears]
+        kinds = {
+            (one.backend_name, one.precision, one.in_features, one.dtype, one.bias is None)
+            for one in linears
+        }
+        if len(kinds) > 1 or any(one.order is not None for one in linears):
+            return None
+        weight = first._backend.joined(weights)
+        if weight is None:
+            return None
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made.in_features, made.out_features = weight.in_features, weight.out_features
+        made.precision, made._backend = first.precision, first._backend
+        made._weight, made._dtype = weight, first.dtype
+        made.register_buffer("order", None)
+        biases = [one.bias for one in linears if one.bias is not None]
+        made.set_bias(torch.cat(biases) if biases else None)
+        return made
+
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weight in its backend's layout, without the bias."""
@@ -629,10 +655,15 @@ class QuantLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x @ weight.T + bias`` for ``x`` ``[..., K]``: ``[..., N]`` in x's dtype."""
-        if self.order is not None:
-            # Backends read the columns in stored order.
-            x = x.index_select(-1, self.order)
-        return self._backend.linear(x, self._weight, self.bias)
+        return self._backend.linear(self._in_order(x), self._weight, self.bias)
+
+    def parts(self, x: Tensor) -> ProductParts:
+        """Return the same for ``x`` ``[M, K]`` to a kernel that sums parts as it reads them."""
+        return self._backend.parts(self._in_order(x), self._weight, self.bias)
+
+    def _in_order(self, x: Tensor) -> Tensor:
+        """Return the columns in the order in which backends read them."""
+        return x if self.order is None else x.index_select(-1, self.order)
 
     def extra_repr(self) -> str:
         """Return what ``print(module)`` shows."""

@@ -441,7 +441,7 @@ def norm_like(module: nn.Module, columns: int, dtype: torch.dtype) -> RowNorm:
     generator = torch.Generator().manual_seed(0)
     sizes = torch.tensor(_SIZES)[:, None, None]
     rows = (torch.randn(len(_SIZES), heads, columns, generator=generator) + 0.5) * sizes
-    rows = rows.to(dtype)
+    rows = rows.to(None if factor is None else factor.device, dtype)
     expected = module(rows[None])[0].float()
     factors = [None] if factor is None else [factor, 1 + factor, (1 + factor).to(dtype).float()]
     best, least = None, _LIMITS[dtype]
