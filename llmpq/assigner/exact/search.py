@@ -453,7 +453,7 @@ class _Candidate:
     failed_s: float = math.inf
 
 
-def solve_exact(
+def solve_exact(  # noqa: PLR0913  where to start, and when to end
     space: SearchSpace,
     *,
     orders: Orders,
@@ -461,12 +461,14 @@ def solve_exact(
     deadline: Deadline = NEVER,
     progress: Progress = silent,
     start: Incumbent | None = None,
+    ends_without: bool = False,
 ) -> ExactResult:
     """Minimise latency plus priced degradation over pairs, orders, placements and bitwidths.
 
     Stops at the relative optimality ``gap``. After the deadline the core is not compiled, pairs are
     bounded in fewer steps, and the best or the first plan is returned with its bound. ``start`` is
-    a feasible plan of the space, if one is known.
+    a feasible plan of the space, if one is known. With ``ends_without``, the search ends at the
+    deadline even before it has a plan.
 
     Raises:
         NotCoveredError: the exact search does not support the problem.
@@ -475,7 +477,7 @@ def solve_exact(
     """
     native.prepare(deadline.left_s)
     key_radices(space)
-    search = _Search(space, build_lattice(space, orders), gap, deadline)
+    search = _Search(space, build_lattice(space, orders), gap, deadline, ends_without)
     search._offer(start)
     search.run(progress)
     return search.result()
@@ -483,17 +485,28 @@ def solve_exact(
 
 class _Search:
     def __init__(
-        self, space: SearchSpace, lattice: OrderLattice, gap: float, deadline: Deadline
+        self,
+        space: SearchSpace,
+        lattice: OrderLattice,
+        gap: float,
+        deadline: Deadline,
+        ends_without: bool,
     ) -> None:
         self.space = space
         self.lattice = lattice
         self.keep = 1 - max(gap, ROUNDING)
         self.started = time.monotonic()
         self.deadline = deadline
+        self.ends_without = ends_without
         self.best: Incumbent | None = None
         self.best_s = math.inf
         self.stats = SearchStats(pairs=len(space.pairs), nodes=int(lattice.graph.nodes))
         self.candidates: list[_Candidate] = []
+
+    @property
+    def _needs_plan(self) -> bool:
+        """Whether the search goes on after the deadline."""
+        return self.best is None and not self.ends_without
 
     @property
     def cutoff_s(self) -> float:
@@ -505,7 +518,7 @@ class _Search:
         heap = [(c.bound_s, c.index, c) for c in self.candidates if c.reason == "open"]
         heapq.heapify(heap)
         total, parked = len(heap), []
-        while heap and (self.deadline.left_s > 0 or self.best is None):
+        while heap and (self.deadline.left_s > 0 or self._needs_plan):
             candidate = heapq.heappop(heap)[2]
             progress(total - len(heap) - 1, total, self.best_s if self.best else None)
             if candidate.bound_s >= self.cutoff_s:
@@ -672,10 +685,18 @@ def _proof(candidate: _Candidate) -> PairProof:
     )
 
 
-def find_exact(task: PlanningTask, progress: Progress, *, explains: bool = True) -> Solution:
+def find_exact(
+    task: PlanningTask,
+    progress: Progress,
+    *,
+    explains: bool = True,
+    start: Solution | None = None,
+    ends_without: bool = False,
+) -> Solution:
     """Find the best plan; by integer programs where the exact search does not support a task.
 
     Without ``explains``, the error does not say why there is no plan, which takes programs.
+    ``start``, a plan of the task, and ``ends_without`` are those of ``solve_exact``.
     """
     request = task.request
     try:
@@ -685,7 +706,8 @@ def find_exact(task: PlanningTask, progress: Progress, *, explains: bool = True)
             gap=request.gap,
             deadline=request.deadline,
             progress=progress,
-            start=_first_plan(task),
+            start=_first_plan(task) if start is None else _incumbent(start),
+            ends_without=ends_without,
         )
     except NotCoveredError:
         # Programs cannot close the last thousandth in reasonable time.
@@ -743,6 +765,10 @@ def _first_plan(task: PlanningTask) -> Incumbent | None:
         found = find_transfer(limited, silent)
     except InfeasibleError:
         return None
+    return _incumbent(found)
+
+
+def _incumbent(found: Solution) -> Incumbent:
     return Incumbent(found.problem, found.assignment, found.evaluation)
 
 
