@@ -237,11 +237,11 @@ MAX_SIZES = 32
 """Micro-batch sizes tried a phase; a batch of 256 still has every distinct one."""
 
 
-def micro_batch_sizes(batch: int) -> tuple[int, ...]:
-    """Return the smallest size for every distinct number of micro-batches, at most ``MAX_SIZES``.
+def micro_batch_sizes(batch: int, most: int = MAX_SIZES) -> tuple[int, ...]:
+    """Return the smallest size for every distinct number of micro-batches, at most ``most``.
 
-    A larger size with as many micro-batches only makes each slower. Of more than ``MAX_SIZES`` (a
-    batch beyond 272), a selection even in the logarithm is returned.
+    A larger size with as many micro-batches only makes each slower. Of more than ``most`` (a batch
+    beyond 272 by default), a selection even in the logarithm is returned.
     """
     sizes: list[int] = []
     size = 1
@@ -252,16 +252,16 @@ def micro_batch_sizes(batch: int) -> tuple[int, ...]:
         if number == 1:
             break
         size = -(-batch // (number - 1))
-    if len(sizes) <= MAX_SIZES:
+    if len(sizes) <= most:
         return tuple(sizes)
-    wanted = np.geomspace(1, sizes[-1], MAX_SIZES)
+    wanted = np.geomspace(1, sizes[-1], most)
     near = {min(sizes, key=lambda item: abs(math.log(item / goal))) for goal in wanted}
     return tuple(sorted(near))
 
 
-def micro_batch_pairs(batch: int) -> tuple[MicroBatching, ...]:
-    """Return every pair of a prefill and a decode size."""
-    sizes = micro_batch_sizes(batch)
+def micro_batch_pairs(batch: int, most: int = MAX_SIZES) -> tuple[MicroBatching, ...]:
+    """Return every pair of a prefill and a decode size, of at most ``most`` sizes each."""
+    sizes = micro_batch_sizes(batch, most)
     return tuple(MicroBatching(prefill=eta, decode=xi) for eta, xi in product(sizes, sizes))
 
 

@@ -46,7 +46,7 @@ from llmpq.options.plan import SearchOptions, SolverName
 from llmpq.spec.cluster import Cluster
 from llmpq.spec.huggingface.quantization import is_gptq
 from llmpq.spec.model import ModelSpec
-from llmpq.spec.plan import OrderSet, Status
+from llmpq.spec.plan import MicroBatching, OrderSet, Status
 from llmpq.spec.precision import BITS, Dtype, Variant
 from llmpq.spec.tables import SensitivityTable
 from llmpq.spec.workload import Workload
@@ -287,8 +287,13 @@ class Solution:
     pairs_pruned: int
 
 
-def build_task(request: PlanRequest) -> PlanningTask:
-    """Build every array of a request; ``pairs`` is empty when the model cannot fit."""
+def build_task(request: PlanRequest, among: Sequence[MicroBatching] | None = None) -> PlanningTask:
+    """Build every array of a request; ``pairs`` is empty when the model cannot fit.
+
+    Args:
+        request: what to plan.
+        among: the only micro-batch pairs, by default all.
+    """
     request = request.with_deadline()
     bits = tuple(sorted(set(request.bits), reverse=True))
     compositions, kinds, lengths = _runs(request.model.layer_kinds, request.layer_group)
@@ -296,7 +301,8 @@ def build_task(request: PlanRequest) -> PlanningTask:
     request = replace(request, bits=bits, cluster=resolved.cluster)
     costs = costs_of(request)
     sizes = request.overrides.micro_batching
-    candidates = micro_batch_pairs(request.workload.batch) if sizes is None else (sizes,)
+    candidates = (sizes,) if sizes is not None else among
+    candidates = candidates or micro_batch_pairs(request.workload.batch)
     groups = device_groups(request.cluster)
     counts = np.array([len(members) for members in groups])
     apart = apart_variants(request, costs)

@@ -191,7 +191,9 @@ def _load_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase:
     if arguments is None:
         raise SpecError(f"{model_dir}: found no tokenizer: {missing_tokenizer(model_dir)}")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(**arguments, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            **arguments, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # tokenizers fail with types of their own
         raise tokenizer_error(model_dir, error) from error
     assert isinstance(tokenizer, PreTrainedTokenizerBase)

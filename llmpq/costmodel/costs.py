@@ -446,7 +446,7 @@ class ClusterCosts:
             reads_blocks=reads_blocks(self.specs[device.group]),
             is_master=is_master,
             kv_bits=self.kv_bits_of(device),
-            is_last=is_last or len(self.cluster.devices) == 1,
+            is_last=is_last or self.cluster.num_devices == 1,
             kv_bytes=kv_bytes,
             head_bits=self.head_bits,
         )

@@ -190,7 +190,7 @@ class Cluster:
             raise SpecError(f"cluster {self.name}: found no nodes, expected at least one")
         if len(set(names)) != len(names):
             raise SpecError(f"cluster {self.name}: found two nodes of one name, expected unique")
-        if sum(group.count for node in self.nodes for group in node.devices) > MAX_DEVICES:
+        if self.num_devices > MAX_DEVICES:
             raise SpecError(f"cluster {self.name}: more than {MAX_DEVICES} devices")
         for link in self.links:
             for end in link.between:
@@ -199,6 +199,11 @@ class Cluster:
                         f"cluster {self.name}: link between {link.between}: "
                         f"found unknown node '{end}', expected one of {names}"
                     )
+
+    @property
+    def num_devices(self) -> int:
+        """The number of single devices."""
+        return sum(group.count for node in self.nodes for group in node.devices)
 
     @property
     def devices(self) -> tuple[Device, ...]:

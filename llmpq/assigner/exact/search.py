@@ -475,7 +475,7 @@ class _Candidate:
     failed_s: float = math.inf
 
 
-def solve_exact(
+def solve_exact(  # noqa: PLR0913  where to start, and when to end
     space: SearchSpace,
     *,
     orders: Orders,
@@ -483,11 +483,13 @@ def solve_exact(
     deadline: Deadline = NEVER,
     progress: Progress = silent,
     known: Known = NOTHING_KNOWN,
+    ends_without: bool = False,
 ) -> ExactResult:
     """Minimise latency plus priced degradation over pairs, orders, placements and bitwidths.
 
     Stops at the relative optimality ``gap``. After the deadline the core is not compiled, pairs are
-    bounded in fewer steps, and the best or the first plan is returned with its bound.
+    bounded in fewer steps, and the best or the first plan is returned with its bound. With
+    ``ends_without``, the search ends at the deadline even before it has a plan.
 
     Raises:
         NotCoveredError: the exact search does not support the problem.
@@ -496,7 +498,7 @@ def solve_exact(
     """
     native.prepare(deadline.left_s)
     key_radices(space)
-    search = _Search(space, build_lattice(space, orders), gap, deadline)
+    search = _Search(space, build_lattice(space, orders), gap, deadline, ends_without)
     search.best_s = known.below_s
     search.run(progress, known.first_plan)
     return search.result()
@@ -504,17 +506,28 @@ def solve_exact(
 
 class _Search:
     def __init__(
-        self, space: SearchSpace, lattice: OrderLattice, gap: float, deadline: Deadline
+        self,
+        space: SearchSpace,
+        lattice: OrderLattice,
+        gap: float,
+        deadline: Deadline,
+        ends_without: bool,
     ) -> None:
         self.space = space
         self.lattice = lattice
         self.keep = 1 - max(gap, ROUNDING)
         self.started = time.monotonic()
         self.deadline = deadline
+        self.ends_without = ends_without
         self.best: Incumbent | None = None
         self.best_s = math.inf
         self.stats = SearchStats(pairs=len(space.pairs), nodes=int(lattice.graph.nodes))
         self.candidates: list[_Candidate] = []
+
+    @property
+    def _needs_plan(self) -> bool:
+        """Whether the search goes on after the deadline."""
+        return self.best is None and not self.ends_without
 
     @property
     def cutoff_s(self) -> float:
@@ -528,7 +541,7 @@ class _Search:
         if heap and heap[0][0] < self.cutoff_s:
             self._offer(first_plan())
         total, parked = len(heap), []
-        while heap and (self.deadline.left_s > 0 or self.best is None):
+        while heap and (self.deadline.left_s > 0 or self._needs_plan):
             candidate = heapq.heappop(heap)[2]
             progress(total - len(heap) - 1, total, self.best_s if self.best else None)
             if candidate.bound_s >= self.cutoff_s:
@@ -700,8 +713,17 @@ def _proof(candidate: _Candidate) -> PairProof:
     )
 
 
-def find_exact(task: PlanningTask, progress: Progress) -> Solution:
-    """Find the best plan; by integer programs where the exact search does not support a task."""
+def find_exact(
+    task: PlanningTask,
+    progress: Progress,
+    *,
+    start: Solution | None = None,
+    ends_without: bool = False,
+) -> Solution:
+    """Find the best plan; by integer programs where the exact search does not support a task.
+
+    ``start`` is a plan of the task, if one is known; ``ends_without`` is that of ``solve_exact``.
+    """
     request = task.request
     try:
         _check_budget(task)
@@ -711,7 +733,13 @@ def find_exact(task: PlanningTask, progress: Progress) -> Solution:
             gap=request.gap,
             deadline=request.deadline,
             progress=progress,
-            known=Known(first_plan=partial(_first_plan, task), below_s=request.below_s),
+            known=Known(
+                first_plan=partial(_first_plan, task)
+                if start is None
+                else lambda: _incumbent(start),
+                below_s=request.below_s,
+            ),
+            ends_without=ends_without,
         )
     except NotCoveredError:
         # Programs cannot close the last thousandth in reasonable time.
@@ -790,6 +818,10 @@ def _first_plan(task: PlanningTask) -> Incumbent | None:
         found = find_transfer(limited, silent)
     except InfeasibleError:
         return None
+    return _incumbent(found)
+
+
+def _incumbent(found: Solution) -> Incumbent:
     return Incumbent(found.problem, found.assignment, found.evaluation)
 
 

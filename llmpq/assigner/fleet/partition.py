@@ -184,6 +184,11 @@ class DevicePools:
         ]
 
 
+def common(first: DeviceCounts, second: DeviceCounts) -> DeviceCounts:
+    """Return the devices that two parts have in common."""
+    return tuple(map(min, first, second))
+
+
 def symmetric_key(cluster: Cluster) -> str:
     """Return a digest that is the same for clusters that are equal but for names of nodes.
 

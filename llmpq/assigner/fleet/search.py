@@ -28,11 +28,14 @@ from typing import Any
 import numpy as np
 
 from llmpq.assigner.constraints.resolve import NEVER, BoolArray
+from llmpq.assigner.enumeration import micro_batch_pairs
 from llmpq.assigner.exact.search import find_exact
 from llmpq.assigner.explain.infeasible import SMALLEST
-from llmpq.assigner.fleet.partition import DeviceCounts, DevicePools
+from llmpq.assigner.fleet.partition import DeviceCounts, DevicePools, common
+from llmpq.assigner.heuristics.baselines import find_proportional
+from llmpq.assigner.milp.search import find_plan
 from llmpq.assigner.objective import Assignment, FloatArray, IntArray, evaluate, relative_gap
-from llmpq.assigner.planner import find_best, plan_of, solve_task
+from llmpq.assigner.planner import plan_of, solve_task
 from llmpq.assigner.request import (
     FIRST_PLAN_GAP,
     GAP_ROUNDING,
@@ -47,6 +50,8 @@ from llmpq.assigner.request import (
 from llmpq.errors import InfeasibleError, SolverError
 from llmpq.spec.plan import OtherCut, Plan, Status
 
+ROUGH_SIZES = 7
+"""Micro-batch sizes a phase of a rough price."""
 PRICES = 64
 """Prices of degradation tried for the bound."""
 
@@ -133,7 +138,9 @@ class ReplicaEvaluator:
                 seconds.append(float(layer_s) / pair.micro_batching.prefill)
         return min(seconds, default=0.0)
 
-    def price(self, counts: DeviceCounts, batch: int, share: float = 1.0) -> ReplicaValue:
+    def price(
+        self, counts: DeviceCounts, batch: int, share: float = 1.0, *, ends_without: bool = False
+    ) -> ReplicaValue:
         """Return the price of a part and a batch, by the exact search.
 
         Args:
@@ -141,13 +148,14 @@ class ReplicaEvaluator:
             batch: its sequences.
             share: part of the time limit that the search may take; one that was ended is made
                 again where it may take more.
+            ends_without: whether the search ends in time even before it has a plan.
         """
         key = self._pools.key(counts), batch
         known = self._known.get(key)
         if known is not None and (known.is_final or share <= known.share):
             # Of a part that is equal up to symmetry: which of its devices are used is not known.
             return replace(known, used=counts)
-        found = replace(self._search(counts, batch, share), share=share)
+        found = replace(self._search(counts, batch, share, ends_without), share=share)
         if known is not None:
             found = replace(
                 found,
@@ -156,6 +164,21 @@ class ReplicaEvaluator:
             )
         self._known[key] = found
         return found
+
+    def price_roughly(self, counts: DeviceCounts, batch: int) -> ReplicaValue:
+        """Return what a proportional split of a part makes; it does not look at the time limit.
+
+        It takes hundredths of a second, with few micro-batch pairs.
+        """
+        key = self._pools.key(counts), batch
+        if key not in self._known:
+            task = build_task(self._of(counts, batch), micro_batch_pairs(batch, ROUGH_SIZES))
+            found = _first_plan(task) if holds_model(task) else None
+            value = ReplicaValue(0.0, counts, math.inf, is_final=False, share=0.0)
+            if found is not None:
+                value = replace(self._value(counts, batch, found), is_final=False, share=0.0)
+            self._known[key] = value
+        return replace(self._known[key], used=counts)
 
     def plan(self, counts: DeviceCounts, batch: int, command: str) -> Plan:
         """Return the best plan that was found for a part."""
@@ -177,30 +200,40 @@ class ReplicaEvaluator:
             workload=replace(self._request.workload, batch=batch),
         )
 
-    def _search(self, counts: DeviceCounts, batch: int, share: float) -> ReplicaValue:
+    def _search(
+        self, counts: DeviceCounts, batch: int, share: float, ends_without: bool
+    ) -> ReplicaValue:
         request = self._of(counts, batch)
         if request.time_limit_s is not None:
             deadline = request.deadline.within(request.time_limit_s * share)
             request = replace(request, deadline=deadline)
         task = build_task(request)
-        if not holds_model(task) or not _has_plan(task):
+        if not holds_model(task):
+            return ReplicaValue(0.0, counts, 0.0)
+        start = find_proportional(task)
+        if start is None and not _has_plan(task):
             return ReplicaValue(0.0, counts, 0.0)
         self.searches += 1
-        found = _solution(task)
+        found = _solution(task, start, ends_without)
+        late = request.deadline.has_passed
         if found is None:
-            late = request.deadline.has_passed
             return ReplicaValue(0.0, counts, math.inf if late else 0.0, is_final=not late)
+        return replace(self._value(counts, batch, found), is_final=not late)
+
+    def _value(self, counts: DeviceCounts, batch: int, found: Solution) -> ReplicaValue:
+        """Return what a solution of a part makes, and keep it."""
         pools = [pool for pool, count in enumerate(counts) if count]
         order = [found.problem.order[place] for place in found.assignment.used_positions()]
         used = tuple(pools[group] for group in order)
         counted = tuple(used.count(pool) for pool in range(len(counts)))
         rate = batch / found.evaluation.latency_s
         # A search of fewer orders than those of a smaller part bounds only its own.
-        is_bound = found.bound_s is not None and found.order_set != "leading"
-        bound = batch / found.bound_s if is_bound and found.bound_s else math.inf
+        bound_s = 0.0 if found.order_set == "leading" else found.bound_s or 0.0
+        # Bounds of searches that were ended may be below 0 s, and say nothing then.
+        bound = batch / bound_s if bound_s > 0 else math.inf
         self._keep(_Placed(counts, used, found), batch, rate)
         self._keep(_Placed(counted, used, found), batch, rate)
-        return ReplicaValue(rate, counted, bound, is_final=not request.deadline.has_passed)
+        return ReplicaValue(rate, counted, bound)
 
     def _keep(self, placed: _Placed, batch: int, rate: float) -> None:
         """Keep the best solution of a part."""
@@ -257,21 +290,36 @@ def _has_plan(task: PlanningTask) -> bool:
     return True
 
 
-def _solution(task: PlanningTask) -> Solution | None:
-    """Return the exact search's solution, or a heuristic's when time was over before it had any."""
+def _solution(task: PlanningTask, start: Solution | None, ends_without: bool) -> Solution | None:
+    """Return the exact search's solution, or a heuristic's when time was over before it had any.
+
+    Args:
+        task: of a part.
+        start: a plan of it that the exact search starts from.
+        ends_without: as of ``ReplicaEvaluator.price``.
+    """
     task = replace(task, request=replace(task.request, gives_reasons=False))
     try:
-        return find_best(task, silent)
+        if task.request.solver == "exact":
+            return find_exact(task, silent, start=start, ends_without=ends_without)
+        return find_plan(task, silent)
     except OutOfTimeError:
-        task = replace(task, request=replace(task.request, deadline=NEVER))
+        return _first_plan(task) if start is None else start
     except InfeasibleError:
         return None
-    for method in ("adaptive_even", "memory_proportional"):
-        try:
-            return solve_task(task, method)
-        except InfeasibleError:
-            continue
-    return None
+
+
+def _first_plan(task: PlanningTask) -> Solution | None:
+    """Return a heuristic's plan, ``None`` where none was found; it takes no notice of the time."""
+    found = find_proportional(task)
+    if found is not None or not task.pairs:
+        return found
+    try:
+        return solve_task(
+            replace(task, request=replace(task.request, deadline=NEVER)), "adaptive_even"
+        )
+    except InfeasibleError:
+        return None
 
 
 def batches(largest: int) -> Iterator[int]:
@@ -453,6 +501,10 @@ class Packing:
 
 LEAST_PACKING_S = 0.2
 """Seconds of an integer program where the time is up."""
+ROUGH_BATCHES = 8
+"""Batches up to which each is priced roughly, whatever the time limit."""
+ROUGH_ERROR = 0.25
+"""By how much more an exact search may make than a proportional split, as is assumed."""
 FIRST_SHARE, LAST_SHARE = 0.05, 0.25
 """Parts of the time limit that a first and a second search of a part may take."""
 CUTS_UNTIL, WHOLE_UNTIL, TYPES_UNTIL, REST_UNTIL = 0.25, 0.5, 0.75, 0.85
@@ -596,20 +648,52 @@ class FleetSearch:
         return bool(self.value) and relative_gap(self.bound, self.value) <= GAP_ROUNDING
 
     def price_first(self) -> None:
-        """Price the obvious ways to cut the cluster: nodes, types, devices, types left out."""
+        """Price the obvious ways to cut the cluster, and what is left without some types.
+
+        Each is priced roughly, whatever the time limit: a cluster then has every rough fleet that
+        it has without some types. Of many batches that holds for every second one. What the best
+        fleets take by these prices is searched next.
+        """
         cuts = [part for parts in self._cuts().values() for part in parts]
-        parts = list(dict.fromkeys([*cuts, *self._pools.without_types()]))
+        kept = [self._pools.counts, *self._pools.without_types()]
+        parts = list(dict.fromkeys(filter(any, (common(cut, own) for cut in cuts for own in kept))))
         self._add([part for part in parts if (part, 1) not in self._index])
         # The smallest of a kind first: they are planned in a moment.
         ordered = sorted(parts, key=sum)
-        near = self._near_share(ordered)
         # The others bound what their parts make; the largest bound the most.
         rest = [self._index[part, size] for part in ordered[::-1] for size in self._batches]
+        is_few = len(self._batches) <= ROUGH_BATCHES
+        always = self._batches if is_few else self._batches[::2]
+        for place in sorted(rest, key=lambda place: self._columns[place][1] not in always):
+            if self._columns[place][1] in always or not self._is_late(CUTS_UNTIL):
+                rough = self._pricer.price_roughly(*self._columns[place])
+                self._lower[place] = max(self._lower[place], rough.requests_per_s)
+        self._keep()
+        self._price_promising()
+        near = self._near_share(ordered)
         for place in (*near, *rest):
             if self._is_late(CUTS_UNTIL):
                 break
             self._price(place)
         self._keep()
+
+    def _price_promising(self) -> None:
+        """Price what the best fleet takes where other prices may rise by ``ROUGH_ERROR``.
+
+        What its sum may rise by the most is priced next; a search that was ended is made again.
+        """
+        while not self._is_late(REST_UNTIL):
+            hoped = np.minimum(self._upper, self._lower * (1 + ROUGH_ERROR))
+            chosen, _ = self._pack(np.where(self._is_final, self._lower, hoped))
+            gains: dict[int, float] = {}
+            for place in chosen:
+                if not self._is_final[place]:
+                    gain = float(hoped[place] - self._lower[place])
+                    gains[place] = gains.get(place, 0.0) + gain
+            if not gains:
+                break
+            self._price(max(gains, key=lambda place: gains[place]))
+            self._keep()
 
     def _near_share(self, parts: Sequence[DeviceCounts]) -> list[int]:
         """Return the columns of parts with batches near their share of all devices' speed."""
@@ -718,7 +802,9 @@ class FleetSearch:
             return
         part, size = self._columns[place]
         is_last = bool(self._is_priced[place])
-        found = self._pricer.price(part, size, LAST_SHARE if is_last else FIRST_SHARE)
+        share = LAST_SHARE if is_last else FIRST_SHARE
+        # Without any fleet so far, a plan is worth more than the share.
+        found = self._pricer.price(part, size, share, ends_without=bool(self.value))
         is_final = is_last or found.is_final or found.proven
         for equal in self._equal_to(place):
             self._set(equal, found.requests_per_s, is_final=is_final)

@@ -33,14 +33,13 @@ from llmpq.assigner.heuristics.pair_table import (
 )
 from llmpq.assigner.milp.ilp import IlpOptions, solve_ilp
 from llmpq.assigner.objective import Assignment, AssignmentProblem, FloatArray, evaluate
-from llmpq.assigner.request import PlanningTask, Progress, Solution, silent
+from llmpq.assigner.request import PlanningTask, Progress, Solution
 from llmpq.errors import InfeasibleError
 
 
 def find_memory_proportional(task: PlanningTask, progress: Progress) -> Solution:
     """Return the split by memory, less the runtime's own, at the widest bits that fit."""
-    free = np.maximum(0, [pair.total_bytes - pair.runtime_bytes for pair in task.pairs])
-    return _find(task, progress, free.astype(np.float64), "layers in proportion to memory fit")
+    return _find(task, progress, _free_bytes(task), "layers in proportion to memory fit")
 
 
 def find_speed_proportional(task: PlanningTask, progress: Progress) -> Solution:
@@ -49,13 +48,24 @@ def find_speed_proportional(task: PlanningTask, progress: Progress) -> Solution:
     A device's speed is the number of layers that it runs through the whole workload in a second,
     both phases together, so it depends on the micro-batch pair.
     """
+    return _find(task, progress, _speeds(task), "layers in proportion to speed fit")
+
+
+def _free_bytes(task: PlanningTask) -> FloatArray:
+    """Return ``[P, T]`` bytes that the runtime leaves."""
+    free = [pair.total_bytes - pair.runtime_bytes for pair in task.pairs]
+    return np.maximum(0, free).astype(np.float64)
+
+
+def _speeds(task: PlanningTask) -> FloatArray:
+    """Return ``[P, T]`` layers a second at the widest bitwidth."""
     layers = [
         pair.prefill_batches * pair.prefill_s[:, task.kinds, 0].mean(axis=1)
         + (pair.new_tokens - 1) * pair.decode_batches * pair.decode_s[:, task.kinds, 0].mean(axis=1)
         for pair in task.pairs
     ]
-    speeds = 1.0 / np.maximum(1e-30, layers)
-    return _find(task, progress, speeds, "layers in proportion to speed fit")
+    found: FloatArray = 1.0 / np.maximum(1e-30, layers)
+    return found
 
 
 def find_uniform(task: PlanningTask, progress: Progress) -> Solution:
@@ -67,33 +77,25 @@ def find_uniform(task: PlanningTask, progress: Progress) -> Solution:
 
 
 def find_proportional(task: PlanningTask) -> Solution | None:
-    """Return the cheaper of the splits by speed and by memory, ``None`` where neither fits.
+    """Return the cheapest split by speed or by memory at one bitwidth, ``None`` where none fits.
 
     It takes milliseconds: the plan when the time is up. With manual limits it returns ``None``.
     """
-    if task.has_limits:
+    if task.has_limits or not task.pairs:
         return None
-    found = []
-    for find in (find_speed_proportional, find_memory_proportional):
-        try:
-            found.append(find(task, silent))
-        except InfeasibleError:
-            continue
-    return min(found, key=lambda solution: solution.evaluation.objective_s, default=None)
+    table = PairTable(task)
+    found: Choice | None = None
+    for weights in (_speeds(task), _free_bytes(task)):
+        for width in range(len(task.request.bits)):
+            found = better(found, _best_split(table, weights, width))
+    return None if found is None else solution_of(task, found, orders=1)
 
 
 def _find(task: PlanningTask, progress: Progress, weights: FloatArray, text: str) -> Solution:
     """Return the best pair of the widest bitwidth that fits; ``weights`` are ``[P, T]``."""
-    order, table = file_order(task), PairTable(task)
-    splits: dict[tuple[int, ...], list[int]] = {}
-    for pair, row in enumerate(weights[:, list(order)].tolist()):
-        splits.setdefault(proportional_split(len(task.kinds), row), []).append(pair)
-    best: Choice | None = None
+    table = PairTable(task)
     for width in range(len(task.request.bits)):
-        for positions, pairs in splits.items():
-            among = np.isin(np.arange(len(task.pairs)), pairs)
-            assignment = Assignment(positions, (width,) * len(positions))
-            best = better(best, table.best(order, assignment, among))
+        best = _best_split(table, weights, width)
         progress(width + 1, len(task.request.bits), best.objective_s if best else None)
         if best is not None:
             return solution_of(task, best, orders=1)
@@ -101,6 +103,21 @@ def _find(task: PlanningTask, progress: Progress, weights: FloatArray, text: str
         f"{text} at none of {list(task.request.bits)} bits{budget_text(task)}; other splits may "
         "fit: use the method llmpq"
     )
+
+
+def _best_split(table: PairTable, weights: FloatArray, width: int) -> Choice | None:
+    """Return the best pair with layers in proportion to ``weights`` ``[P, T]``, all at a width."""
+    task = table.task
+    order = file_order(task)
+    splits: dict[tuple[int, ...], list[int]] = {}
+    for pair, row in enumerate(weights[:, list(order)].tolist()):
+        splits.setdefault(proportional_split(len(task.kinds), row), []).append(pair)
+    best: Choice | None = None
+    for positions, pairs in splits.items():
+        among = np.isin(np.arange(len(task.pairs)), pairs)
+        assignment = Assignment(positions, (width,) * len(positions))
+        best = better(best, table.best(order, assignment, among))
+    return best
 
 
 def proportional_split(num_layers: int, weights: Sequence[float]) -> tuple[int, ...]:

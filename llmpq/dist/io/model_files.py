@@ -73,8 +73,9 @@ def _tokenizer(model_dir: Path, arguments: Mapping[str, Any]) -> PreTrainedToken
             except Exception as error:  # tokenizers raises nothing narrower
                 raise tokenizer_error(model_dir, error) from error
     try:
+        # Without a choice, transformers asks on the terminal whether to run code of the model.
         found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            **arguments, local_files_only=True
+            **arguments, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # tokenizers raise many types
         if not is_gguf:

@@ -341,10 +341,91 @@ def test_the_obvious_cuts_are_planned_when_time_is_short():
     )
 
 
-@pytest.mark.parametrize("seconds", [200.0, 400.0, 800.0])
+@pytest.mark.parametrize("seconds", [1.0, 30.0, 100.0, 200.0, 250.0, 400.0, 550.0, 800.0, 1200.0])
 def test_more_devices_never_make_less(seconds):
     few, many = (plan_fleet(hurried(lab(t4s=n), seconds)) for n in (0, 6))
     assert many.requests_per_s >= few.requests_per_s * (1 - TOLERANCE)
+
+
+TYPES = ("V100-32G", "T4-16G", "P100-12G", "A100-40G", "L4")
+
+
+def request_of_types(seed: int) -> PlanRequest:
+    """A random request on two or three types of devices, each on one or two nodes."""
+    rng = np.random.default_rng(seed)
+    model = model_spec(layers=int(rng.integers(4, 13)), kinds=int(rng.integers(1, 3)))
+    types = rng.choice(TYPES, size=int(rng.integers(2, 4)), replace=False)
+    groups = [
+        (str(name), int(rng.integers(1, 3)), int(rng.integers(60, 500)))
+        for name in types
+        for _ in range(int(rng.integers(1, 3)))
+    ]
+    return plan_request(
+        model=model,
+        cluster=cluster_of(*(groups[place] for place in rng.permutation(len(groups)))),
+        workload=Workload(
+            batch=int(rng.choice([4, 8, 16])),
+            prompt_tokens=int(rng.integers(8, 200)),
+            new_tokens=int(rng.integers(1, 40)),
+        ),
+        sensitivity=sensitivity(model, seed) if rng.random() < 0.5 else None,
+        quality_budget=float(rng.choice([0.0, 0.05, 0.5, 2.0])),
+    )
+
+
+def check_without_each_type(seed: int, seconds: float) -> None:
+    """Compare a fleet with those of its cluster without a type, in the same time."""
+
+    def rate(cluster: Cluster) -> float:
+        try:
+            found = plan_fleet(hurried(replace(request, cluster=cluster), seconds))
+        except InfeasibleError:
+            return 0.0
+        return found.requests_per_s
+
+    request = request_of_types(seed)
+    found = rate(request.cluster)
+    for name in {device.type for device in request.cluster.devices}:
+        nodes = tuple(node for node in request.cluster.nodes if node.devices[0].type != name)
+        assert found >= rate(Cluster(name="rest", nodes=nodes)) * (1 - TOLERANCE), name
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_without_time_a_fleet_makes_no_less_than_without_a_type(seed):
+    """What is planned whatever the time limit is enough, for each type left out."""
+    check_without_each_type(seed, 1.0)
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(n, marks=[] if n < 4 else pytest.mark.slow) for n in range(40)]
+)
+def test_in_some_time_a_fleet_makes_no_less_than_without_a_type(seed):
+    seconds = 10 ** np.random.default_rng(seed).uniform(2.0, 3.0)
+    check_without_each_type(seed, float(round(seconds)))
+
+
+@pytest.mark.parametrize("seconds", [20.0, 60.0, 120.0, 237.0])
+def test_a_search_that_was_ended_never_bounds_a_part_below_its_plan(seconds):
+    """A bound below 0 s became one below 0 requests a second, which ruled out every part in it."""
+    request = hurried(replace(request_of_types(28), theta_s=0.0), seconds)
+    pools = DevicePools.of(request.cluster)
+    pricer = ReplicaEvaluator(request, pools)
+    for part, batch in (((1, 0, 1), 16), ((0, 0, 1), 16), ((1, 0, 1), 8)):
+        for share in (0.05, 0.25):
+            found = pricer.price(part, batch, share=share)
+            assert found.bound >= found.requests_per_s > 0
+
+
+def test_rough_prices_are_of_plans_within_the_limits():
+    request = replace(two_types(quality_budget=0.5), theta_s=0.0)
+    pricer = ReplicaEvaluator(request, DevicePools.of(request.cluster))
+    for part in ((2, 0), (2, 2), (1, 0)):
+        rough = pricer.price_roughly(part, 8)
+        plan = pricer.plan(part, 8, command="")
+        assert rough.requests_per_s == pytest.approx(8 / plan.estimate.latency_s, rel=1e-12)
+        certify_plan(replace(request, cluster=plan.cluster, workload=plan.workload), plan)
+        exact = pricer.price(part, 8)
+        assert rough.requests_per_s <= exact.requests_per_s * (1 + TOLERANCE)
 
 
 @pytest.mark.parametrize("seconds", [200.0, 400.0, 800.0])

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from helpers.tiny_models import write_tokenizer
 from transformers import LlamaConfig
+from transformers.dynamic_module_utils import resolve_trust_remote_code
 
 from llmpq.dist.io.model_files import eos_token_ids, load_tokenizer
 from llmpq.errors import SpecError
+from llmpq.spec.model_files.tokenizer import tokenizer_error
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
 WORDS = ["<unk>", "</s>", "one", "two", "three"]
@@ -31,6 +33,26 @@ def test_extra_special_tokens_are_a_list_or_an_object(tmp_path, extra):
     file = tmp_path / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"extra_special_tokens": extra}))
     assert load_tokenizer(tmp_path).encode("two three one") == [3, 4, 2]
+
+
+def test_code_of_the_model_directory_is_neither_run_nor_asked_for(tmp_path, monkeypatch):
+    write_tokenizer(tmp_path, WORDS)
+    (tmp_path / "own.py").write_text("raise AssertionError('code of the model was run')\n")
+    own = {"auto_map": {"AutoTokenizer": [None, "own.Own"]}, "tokenizer_class": "Own"}
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | own))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own"} | own))
+    monkeypatch.setattr("builtins.input", lambda _: pytest.fail("asked on the terminal"))
+    with pytest.raises(SpecError, match="code of the model directory"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_that_is_code_is_named_without_an_option_that_no_command_has(tmp_path):
+    with pytest.raises(ValueError, match="trust_remote_code") as found:
+        resolve_trust_remote_code(False, str(tmp_path), False, True)
+    error = tokenizer_error(tmp_path, found.value)
+    assert "code of the model directory (auto_map), which llmpq never runs" in str(error)
+    assert "trust_remote_code" not in str(error)
 
 
 def test_no_space_of_an_answer_is_cleaned_up(tmp_path):
