@@ -16,7 +16,6 @@ from llmpq.batching.length import (
     make_predictor,
 )
 from llmpq.batching.policies.multibin import DEFAULT_BINS, quantile_boundaries
-from llmpq.costmodel.host_clusters import with_experts_on_hosts
 from llmpq.errors import SpecError
 from llmpq.options.declare import add_options, read_options
 from llmpq.options.quality import CalibrationOptions
@@ -162,6 +161,9 @@ def with_host(
             f"--host_gib: found '{host_gib}' with {cluster.name}, whose nodes all state a CPU or a "
             "host, expected a node of GPUs alone"
         )
+    # Commands that plan nothing, as those that start ranks, have options too, and load no numpy.
+    from llmpq.costmodel.host_clusters import with_experts_on_hosts
+
     together = with_device_types(replace(cluster, nodes=tuple(nodes)), described)
     found = with_experts_on_hosts(together, sequences, beside)
     if found == together:
