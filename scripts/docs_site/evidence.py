@@ -166,9 +166,12 @@ def side_by_side(found: Sequence[tuple[Result, dict[str, Any]]]) -> str:
     cells: list[dict[tuple[Any, ...], str]] = []
     for _, item in found:
         forms = formats_of(item)
-        at = [item["columns"].index(name) for name in beside]
+        columns = item["columns"]  # older runs may lack one that was added
+        at = [columns.index(name) if name in columns else None for name in beside]
         cells.append({
-            tuple(row[: len(keys)]): "; ".join(short(row[column], forms[column]) for column in at)
+            tuple(row[: len(keys)]): "; ".join(
+                "-" if column is None else short(row[column], forms[column]) for column in at
+            )
             for row in item["rows"]
         })  # fmt: skip
     rows = [
