@@ -167,6 +167,12 @@ def test_system_messages_stay_where_a_template_shows_them():
     assert made.count("<|im_start|>system") == 3
 
 
+def test_system_messages_stay_where_a_template_needs_tools_to_show_any():
+    template = "{% for tool in tools %}{{ tool.name }}{% endfor %}" + QWEN_3_5
+    made = ChatTemplate(template, {}).render(_chat("s u"), tools=[{"name": "f"}])
+    assert made == "f<system>s|<user>u|"
+
+
 IN_PARTS = """{%- for message in messages %}<{{ message.role }}>
     {%- for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}
     {%- endfor %}|{% endfor %}"""

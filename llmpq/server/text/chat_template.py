@@ -147,18 +147,22 @@ class ChatTemplate:
         return [*found, _user("\n\n".join(waiting))] if waiting else found
 
     def _system_places(self, source: str) -> tuple[bool, bool]:
-        """Return whether a template shows a system message at the beginning, and a later one."""
+        """Return whether a template shows a system message at the beginning, and a later one.
+
+        One that shows no message at all, as it needs tools or variables, says nothing of places.
+        """
         if source not in self._places:
             probes = (
+                [_user(_PROBE)],
                 [_system(_PROBE), _user("a")],
                 [_system("a"), _user("b"), _system(_PROBE)],
             )
             takes_parts = self._takes_parts(source)
-            first, later = (
+            any_place, first, later = (
                 self._shows(source, [*map(_with_parts, probe)] if takes_parts else probe)
                 for probe in probes
             )
-            self._places[source] = first, later
+            self._places[source] = (first, later) if any_place else (True, True)
         return self._places[source]
 
     def _shows(self, source: str, messages: Sequence[Message]) -> bool:

@@ -80,14 +80,16 @@ class CustomInputs:
                     self._readers[index] = _InputReader()
                     found.append(replace(event, is_custom=True))
                 case ArgumentsDelta(index, text) if index in self._readers:
-                    new = self._readers[index].feed(text)
-                    found.append(ArgumentsDelta(index, new, is_custom=True))
+                    found += _input_of(index, self._readers[index].feed(text))
                 case CallEnd(index) if index in self._readers:
-                    rest = self._readers[index].finish()
-                    found += [ArgumentsDelta(index, rest, is_custom=True), event]
+                    found += [*_input_of(index, self._readers[index].finish()), event]
                 case _:
                     found.append(event)
         return found
+
+
+def _input_of(index: int, text: str) -> list[Event]:
+    return [ArgumentsDelta(index, text, is_custom=True)] if text else []
 
 
 class _InputReader:
