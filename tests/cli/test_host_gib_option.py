@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -139,13 +138,13 @@ def test_without_devices_it_is_an_error(capsys):
     assert "--host_gib: found without devices, expected --cluster" in capsys.readouterr().err
 
 
-def test_many_micro_batches_on_four_gpus_are_planned_in_10_s_of_processor_time(capsys):
+def test_bounds_settle_most_micro_batches_on_four_gpus(capsys):
+    """Bounds that started from the last pair's prices had been below 0."""
     words = ["--device_names", "RTX4090", "--device_numbers", "4", "--host_gib", "Xeon-8480=512"]
     sizes = ["--global_bz", "32", "--s", "512", "--n", "128", "--output", "p.json", "--no_explain"]
-    begun_s = time.process_time()
     assert algo.main(["--model", "Qwen/Qwen3-235B-A22B", *words, *sizes]) == 0
-    assert time.process_time() - begun_s < 10
     plan = read_plan("p.json")
+    assert plan.search.pairs_searched < 10 < plan.search.pairs_pruned
     assert plan.search.status == "optimal"
     assert sum(stage.num_apart for stage in plan.stages) > 0
 

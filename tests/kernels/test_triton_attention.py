@@ -1,13 +1,10 @@
 """Triton's decode attention in its interpreter, in a process of its own, and its sizes."""
 
-import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.triton_interpreter import needs_triton, run_interpreted
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,18 +12,9 @@ from llmpq.kernels.gpu.paged_decode import tiles_of
 from llmpq.spec.runtime_constants import DECODE_PROGRAMS, MAX_DECODE_SPLITS, decode_splits
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@needs_triton
 def test_attention_is_that_of_float64_in_the_interpreter():
-    script = Path(__file__).with_name("paged_decode_interpreted.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(script)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
+    run_interpreted(Path(__file__).with_name("paged_decode_interpreted.py"), "-x")
 
 
 @given(st.integers(1, 2048), st.integers(1, 64))

@@ -4,22 +4,15 @@ Triton decides when it is imported whether it interprets, so the module under te
 process that sets ``TRITON_INTERPRET`` first. What needs no kernel is tested in this one.
 """
 
-import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.triton_interpreter import needs_triton, run_interpreted
 
 from llmpq.kernels.base import unpack_signed
 from llmpq.kernels.gpu.triton_int import TritonIntBackend, launch_failure, segments, to_planes
 from llmpq.spec.precision import Precision
-
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed"
-)
 
 
 def read_planes(planes, bits, columns):
@@ -66,13 +59,4 @@ def test_without_a_gpu_nothing_is_offered_and_the_reason_is_told():
 
 @needs_triton
 def test_kernels_agree_with_the_reference_in_the_interpreter():
-    script = Path(__file__).with_name("triton_interpreted.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(script)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
+    run_interpreted(Path(__file__).with_name("triton_interpreted.py"))
