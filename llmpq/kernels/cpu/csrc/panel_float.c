@@ -20,14 +20,14 @@
 #if defined(__AVX512F__)
 enum { WIDE = 4, STRIP = 6, FEW_STRIP = 12, COLUMNS = 128 };
 #elif defined(__AVX2__)
-enum { WIDE = 1, STRIP = 6, FEW_STRIP = 6, COLUMNS = 128 };
+enum { WIDE = 1, STRIP = 6, FEW_STRIP = 5, COLUMNS = 128 };
 #else
 enum { WIDE = 1, STRIP = 2, FEW_STRIP = 2, COLUMNS = 128 };
 #endif
 enum { PARTS = 16 / LANES }; /* registers that 16 rows of the weight fill */
 /* Rows of x that meet 16-bit weights without a panel, FEW_STRIP at a time; their numbers that are widened
- * at a time. */
-enum { FEW = 36, FEW_NUMBERS = 24 * 512 };
+ * at a time; and registers of sums. */
+enum { FEW = 36, FEW_NUMBERS = 24 * 512, MOST_SUMS = 12 };
 
 typedef struct {
     const Product *product;
@@ -92,27 +92,22 @@ static void decode8(const uint8_t *tile, float *out, int64_t stride) {
         }
 }
 
-/* Two columns of LANES rows of 16-bit weights, from row `LANES part` of 16 on. */
-INLINE void widen_pair(const uint8_t *from, int64_t panel, int part, vf *even, vf *odd, const int type) {
-    if (type == TYPE_F16) {
-        *even = load_lanes(from, LANES * part, TYPE_F16);
-        *odd = load_lanes(from + panel * 2, LANES * part, TYPE_F16);
-        return;
-    }
+/* Column i of a pair, for LANES rows of 16-bit weights from row `LANES part` of 16 on. */
+INLINE vf widened(const uint8_t *from, int64_t panel, int part, const int i, const int type) {
+    if (type == TYPE_F16) return load_lanes(from + i * panel * 2, LANES * part, TYPE_F16);
     vu words = load_codes(from, 0, part);
-    *even = (vf)(words << 16), *odd = (vf)(words & 0xFFFF0000u);
+    return i ? (vf)(words & 0xFFFF0000u) : (vf)(words << 16);
 }
 
 INLINE void decode16(const Weight *w, int64_t row, int64_t column, int64_t columns, float *out,
                      int64_t stride, const int type) {
     const uint8_t *from = panel_at(w, row) + column * w->panel * 2;
     for (int64_t k = 0; k < columns; k += 2, from += 4 * w->panel)
-        for (int part = 0; part < PARTS; part++) {
-            vf even, odd;
-            widen_pair(from, w->panel, part, &even, &odd, type);
-            memcpy(out + k * stride + LANES * part, &even, sizeof even);
-            memcpy(out + (k + 1) * stride + LANES * part, &odd, sizeof odd);
-        }
+        for (int i = 0; i < 2; i++)
+            for (int part = 0; part < PARTS; part++) {
+                vf wide = widened(from, w->panel, part, i, type);
+                memcpy(out + (k + i) * stride + LANES * part, &wide, sizeof wide);
+            }
 }
 
 static void decode(const Weight *w, int64_t row, int64_t column, int64_t columns, float *out,
@@ -256,7 +251,8 @@ INLINE int across_of(int64_t strip) {
 INLINE void stream_blocks(const Streamed *s, int64_t first, const uint8_t *ahead, float *total,
                           const int strip, const int across, const int type, const int64_t block,
                           const int64_t panel, const int64_t step) {
-    vf sum[FEW_STRIP * PARTS];
+    vf sum[MOST_SUMS];
+    const int64_t stride = s->stride;
     const float *x = s->x + first - s->from;
     const uint8_t *from = s->panel + first * panel * 2;
 #pragma GCC unroll 24
@@ -265,21 +261,23 @@ INLINE void stream_blocks(const Streamed *s, int64_t first, const uint8_t *ahead
 #pragma GCC unroll 8
         for (int b = 0; b < across; b++) {
             const float *at = x + b * block;
-            vf even[PARTS], odd[PARTS], *into = sum + b * strip * PARTS;
+            vf *into = sum + b * strip * PARTS;
             __builtin_prefetch(ahead + b * (block / 2 * step), 0, ONCE);
-#pragma GCC unroll 4
-            for (int part = 0; part < PARTS; part++)
-                widen_pair(from + b * block * panel * 2, panel, part, even + part, odd + part, type);
-#pragma GCC unroll 12
-            for (int m = 0; m < strip; m++)
+#pragma GCC unroll 2
+            for (int i = 0; i < 2; i++) {
+                vf wide[PARTS];
 #pragma GCC unroll 4
                 for (int part = 0; part < PARTS; part++)
-                    into[m * PARTS + part] += at[m * s->stride] * even[part];
+                    wide[part] = widened(from + b * block * panel * 2, panel, part, i, type);
 #pragma GCC unroll 12
-            for (int m = 0; m < strip; m++)
+                for (int m = 0; m < strip; m++)
 #pragma GCC unroll 4
-                for (int part = 0; part < PARTS; part++)
-                    into[m * PARTS + part] += at[m * s->stride + 1] * odd[part];
+                    for (int part = 0; part < PARTS; part++) {
+                        into[m * PARTS + part] += at[m * stride + i] * wide[part];
+                        /* In this order: else GCC keeps sums on the stack, each add waiting for a store. */
+                        if (PARTS > 1 && strip > 2) __asm__("" : "+v"(into[m * PARTS + part]));
+                    }
+            }
         }
 #pragma GCC unroll 24
     for (int i = 0; i < across * strip * PARTS; i++) {
@@ -303,8 +301,9 @@ INLINE void stream_columns(const Streamed *s, float *total, const int strip, con
 /* Adds these columns times `strip` rows of x. */
 INLINE void stream(const Streamed *s, float *total, const int strip, const int type) {
     int64_t panel = s->weight->panel;
-    if (s->block == COLUMNS && panel == 16 && s->ahead_step == 64)
-        stream_columns(s, total, strip, type, COLUMNS, 16, 64);
+    int is_usual = s->block == COLUMNS && panel == 16;
+    if (is_usual && s->ahead_step == 64) stream_columns(s, total, strip, type, COLUMNS, 16, 64);
+    else if (is_usual) stream_columns(s, total, strip, type, COLUMNS, 16, s->ahead_step);
     else stream_columns(s, total, strip, type, s->block, panel, s->ahead_step);
 }
 
@@ -315,10 +314,10 @@ INLINE void stream(const Streamed *s, float *total, const int strip, const int t
     }
 STREAM(1) STREAM(2)
 #if defined(__AVX2__)
-STREAM(3) STREAM(4) STREAM(5) STREAM(6)
+STREAM(3) STREAM(4) STREAM(5)
 #endif
 #if defined(__AVX512F__)
-STREAM(7) STREAM(8) STREAM(9) STREAM(10) STREAM(11) STREAM(12)
+STREAM(6) STREAM(7) STREAM(8) STREAM(9) STREAM(10) STREAM(11) STREAM(12)
 #endif
 #undef STREAM
 
@@ -326,10 +325,10 @@ typedef void (*Stream)(const Streamed *, float *);
 static const Stream streams[FEW_STRIP + 1] = {
     0, stream_1, stream_2,
 #if defined(__AVX2__)
-    stream_3, stream_4, stream_5, stream_6,
+    stream_3, stream_4, stream_5,
 #endif
 #if defined(__AVX512F__)
-    stream_7, stream_8, stream_9, stream_10, stream_11, stream_12,
+    stream_6, stream_7, stream_8, stream_9, stream_10, stream_11, stream_12,
 #endif
 };
 
