@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -40,18 +41,19 @@ def texts(tree: ast.AST) -> Iterator[str]:
                 yield value
 
 
-def named(text: str, known: frozenset[str]) -> set[str]:
+@cache
+def named(text: str, known: frozenset[str]) -> frozenset[str]:
     """Return the families that a text names, as words of their own."""
     words = [word.lower() for word in WORD.findall(OTHER_PROGRAM.sub("", text))]
     runs = ("".join(words[i:j]) for i in range(len(words)) for j in range(i + 1, i + 5))
-    return known & set(runs)
+    return known & frozenset(runs)
 
 
 def test_code_names_no_family_outside_its_own_file():
     known, found = names() - KINDS_OF_LAYERS, {}
     for path in (ROOT / "llmpq").rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        own = set().union(*(named(text, known) for text in set(texts(tree))))
+        own = set[str]().union(*(named(text, known) for text in set(texts(tree))))
         if own and path.parent != FOLDER:
             found[str(path.relative_to(ROOT))] = own
     assert found == {}

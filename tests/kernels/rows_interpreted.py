@@ -1,4 +1,4 @@
-"""Run by ``test_triton_rows.py`` under ``TRITON_INTERPRET=1``: the kernels against float64."""
+"""Run by ``test_triton_kernels.py`` under ``TRITON_INTERPRET=1``: the kernels against float64."""
 
 from __future__ import annotations
 

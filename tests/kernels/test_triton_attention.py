@@ -1,20 +1,12 @@
-"""Triton's decode attention in its interpreter, in a process of its own, and its sizes."""
-
-from pathlib import Path
+"""The sizes of Triton's decode attention; its kernels: ``paged_decode_interpreted``."""
 
 import pytest
 import torch
-from helpers.triton_interpreter import needs_triton, run_interpreted
 from hypothesis import given
 from hypothesis import strategies as st
 
 from llmpq.kernels.gpu.paged_decode import tiles_of
 from llmpq.spec.runtime_constants import DECODE_PROGRAMS, MAX_DECODE_SPLITS, decode_splits
-
-
-@needs_triton
-def test_attention_is_that_of_float64_in_the_interpreter():
-    run_interpreted(Path(__file__).with_name("paged_decode_interpreted.py"), "-x")
 
 
 @given(st.integers(1, 2048), st.integers(1, 64))

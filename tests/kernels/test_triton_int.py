@@ -1,14 +1,7 @@
-"""The Triton backend against the reference, in Triton's interpreter; a process of its own.
-
-Triton decides when it is imported whether it interprets, so the module under test runs in a child
-process that sets ``TRITON_INTERPRET`` first. What needs no kernel is tested in this one.
-"""
-
-from pathlib import Path
+"""The Triton backend's layout, and what it says without a GPU; kernels: ``triton_interpreted``."""
 
 import pytest
 import torch
-from helpers.triton_interpreter import needs_triton, run_interpreted
 
 from llmpq.kernels.base import unpack_signed
 from llmpq.kernels.gpu.triton_int import TritonIntBackend, launch_failure, segments, to_planes
@@ -55,8 +48,3 @@ def test_without_a_gpu_nothing_is_offered_and_the_reason_is_told():
         "triton is not installed",
         "no CUDA device",
     )
-
-
-@needs_triton
-def test_kernels_agree_with_the_reference_in_the_interpreter():
-    run_interpreted(Path(__file__).with_name("triton_interpreted.py"))

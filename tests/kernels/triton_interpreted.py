@@ -1,4 +1,4 @@
-"""Run by ``test_triton_int.py`` under ``TRITON_INTERPRET=1``: every kernel against the oracle."""
+"""Run by ``test_triton_kernels.py`` under ``TRITON_INTERPRET=1``: kernels against the oracle."""
 
 from dataclasses import replace
 from itertools import product

@@ -1,4 +1,4 @@
-"""Run by ``test_triton_mixers.py`` under ``TRITON_INTERPRET=1``: cases of ``test_mixers.py``."""
+"""Run by ``test_triton_kernels.py`` under ``TRITON_INTERPRET=1``: cases of ``test_mixers.py``."""
 
 import pytest
 import test_mixers

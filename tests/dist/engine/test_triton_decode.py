@@ -7,4 +7,4 @@ from helpers.triton_interpreter import needs_triton, run_interpreted
 
 @needs_triton
 def test_tokens_are_those_of_transformers_in_the_interpreter():
-    run_interpreted(Path(__file__).with_name("triton_decode_interpreted.py"), "-x")
+    run_interpreted(Path(__file__).with_name("triton_decode_interpreted.py"))
