@@ -29,11 +29,13 @@ PROMPTS = [[3 + number, 4, 5, 6] for number in range(4)]
 FREE = SamplingParams(ignore_eos=True, max_tokens=24)
 
 
-def _plan(cuts, threads=1, **options):
+def _plan(cuts, threads=1, host_ranks=(0, 1)):
     """A plan whose experts are on their hosts, but for two of each layer."""
-    plan = make_plan(cuts, batch=4, prompt_tokens=16, new_tokens=24, **options)
+    plan = make_plan(cuts, batch=4, prompt_tokens=16, new_tokens=24)
     stages = [
-        replace(
+        stage
+        if stage.rank not in host_ranks
+        else replace(
             stage,
             experts=StageExperts(
                 threads=threads,
@@ -79,13 +81,20 @@ def _on_disk(cuts):
     return with_weights_on_disk(plan, range(cuts[1], cuts[-1]))
 
 
+def _both(cuts):
+    """A plan whose first rank has experts on threads; the second reads its weights from disk."""
+    return with_weights_on_disk(_plan(cuts, host_ranks=(0,)), range(cuts[1], cuts[-1]))
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize("planned", [_plan, _on_disk])
+@pytest.mark.parametrize(
+    "planned", [_both, *(pytest.param(one, marks=pytest.mark.slow) for one in (_plan, _on_disk))]
+)
 def test_streams_go_on_when_a_rank_is_killed(planned, model_dir, expected, tmp_path):
     """Also one that is reading weights from disk: it reads them again from its store."""
 
     async def main() -> None:
-        store = {"store": tmp_path / "store"} if planned is _on_disk else {}
+        store = {} if planned is _plan else {"store": tmp_path / "store"}
         engine = await AsyncEngine.start(planned((0, 1, 3)), model_dir, token_budget=9, **store)
         try:
             begun, before = asyncio.Event(), dict(workers_of(os.getpid()))
@@ -95,7 +104,7 @@ def test_streams_go_on_when_a_rank_is_killed(planned, model_dir, expected, tmp_p
             os.kill(before[1], signal.SIGKILL)
             assert await asyncio.gather(*tasks) == expected
             assert _files(tmp_path) == stored  # what was written is read, not written once more
-            assert bool(stored) == (planned is _on_disk)
+            assert bool(stored) == (planned is not _plan)
         finally:
             await engine.close()
         assert not workers_of(os.getpid())

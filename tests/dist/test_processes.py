@@ -17,6 +17,7 @@ from helpers.ranks import make_plan, run_threads
 
 from llmpq.cli.commands.dist import main
 from llmpq.dist import Hosts, generate_offline, run_job
+from llmpq.dist.async_engine import Session
 from llmpq.dist.io.job import Job
 from llmpq.dist.io.prompts import Prompt, Request, write_prompts
 from llmpq.dist.io.results import read_results
@@ -50,39 +51,29 @@ def prompts_without_end() -> list[Prompt]:
     ]
 
 
-def test_two_processes_say_what_one_does_and_listen_on_loopback_only(tiny_model):
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_two_processes_say_what_one_does_until_one_is_killed(tiny_model, victim):
+    """They listen on no address, and a killed one ends the run at once."""
     model_dir = tiny_model("llama", seed=1)
     listening: set[str] = set()
-    seen: dict[int, int] = {}
-
-    def look() -> None:
-        seen.update(workers_of(os.getpid()))
-        listening.update(listening_addresses(list(seen.values())))
-
-    results = generate_offline(
-        PLAN, prompts_without_end(), model_dir=model_dir, progress=At(20, look)
-    )
-    expected = expected_answers(PLAN, model_dir)
-    assert [result.id for result in results] == [prompt.id for prompt in PROMPTS]
-    assert {result.id: result.token_ids for result in results} == expected
-    assert sorted(seen) == [0, 1]
-    assert not listening
-    assert not any(is_running(pid) for pid in seen.values())
-
-
-@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_killed_rank_ends_the_run_at_once(tiny_model, victim):
     pids: dict[int, int] = {}
 
-    def kill() -> None:
+    def look() -> None:
         pids.update(workers_of(os.getpid()))
-        os.kill(pids[victim], signal.SIGKILL)
+        listening.update(listening_addresses(list(pids.values())))
 
-    progress = At(20, kill)
-    with pytest.raises(StageError, match=rf"stage {victim} \(rank {victim}, .*SIGKILL") as caught:
-        generate_offline(
-            PLAN, prompts_without_end(), model_dir=tiny_model("llama", seed=1), progress=progress
-        )
+    progress = At(20, look)
+    with Session(PLAN, model_dir, progress=progress) as session:
+        results = session.generate(prompts_without_end())
+        progress.next(lambda: os.kill(pids[victim], signal.SIGKILL))
+        error = rf"stage {victim} \(rank {victim}, .*SIGKILL"
+        with pytest.raises(StageError, match=error) as caught:
+            session.generate(prompts_without_end())
+    assert [result.id for result in results] == [prompt.id for prompt in PROMPTS]
+    expected = expected_answers(PLAN, model_dir)
+    assert {result.id: result.token_ids for result in results} == expected
+    assert sorted(pids) == [0, 1]
+    assert not listening
     assert socket.gethostname() in str(caught.value)
     assert caught.value.exit_status == 4
     assert not any(is_running(pid) for pid in pids.values())

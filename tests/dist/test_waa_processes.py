@@ -11,6 +11,7 @@ from helpers.processes import At, is_running, workers_of
 from helpers.ranks import make_plan, make_split_plan, run_threads
 
 from llmpq.dist import check_job, generate_offline
+from llmpq.dist.async_engine import Session
 from llmpq.dist.io.job import Job
 from llmpq.dist.io.prompts import Prompt, Request, write_prompts
 from llmpq.errors import StageError
@@ -27,13 +28,16 @@ PLAN = make_split_plan((0, 2, 3), (0, 1, 3), prefill=3, decode=2, batch=4, new_t
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    "cuts",
+    ("cuts", "victim"),
     [
-        pytest.param(((0, 3), (0, 3)), id="1+1", marks=pytest.mark.slow),
-        pytest.param(((0, 2, 3), (0, 1, 3)), id="2+2"),
+        pytest.param(((0, 3), (0, 3)), 1, id="1+1", marks=pytest.mark.slow),
+        pytest.param(((0, 2, 3), (0, 1, 3)), 1, id="2+2-1", marks=pytest.mark.slow),
+        pytest.param(((0, 2, 3), (0, 1, 3)), 2, id="2+2-2", marks=pytest.mark.slow),
+        pytest.param(((0, 2, 3), (0, 1, 3)), 3, id="2+2-3"),
     ],
 )
-def test_processes_say_what_one_does(tiny_model, cuts):
+def test_processes_say_what_one_does_until_one_is_killed(tiny_model, cuts, victim):
+    """Where two decode and two prefill, they are ranks 0 and 1, and 2 and 3."""
     model_dir = tiny_model("llama", seed=1)
     one = make_plan((0, 3), prefill=3, decode=2, batch=4, new_tokens=60)
     requests = [
@@ -43,25 +47,15 @@ def test_processes_say_what_one_does(tiny_model, cuts):
         name: tokens for name, (tokens, _) in run_threads(one, model_dir, requests)[0].items()
     }
     plan = make_split_plan(*cuts, prefill=3, decode=2, batch=4, new_tokens=60)
-    results = generate_offline(plan, PROMPTS, model_dir=model_dir)
-    assert {result.id: result.token_ids for result in results} == expected
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize(
-    "victim", [*(pytest.param(rank, marks=pytest.mark.slow) for rank in (1, 2)), 3]
-)
-def test_a_killed_rank_ends_the_run_at_once(tiny_model, victim):
-    """Ranks 0 and 1 decode, 2 and 3 prefill."""
     pids: dict[int, int] = {}
-
-    def kill() -> None:
-        pids.update(workers_of(os.getpid()))
-        os.kill(pids[victim], signal.SIGKILL)
-
-    progress = At(20, kill)
-    with pytest.raises(StageError, match=rf"stage {victim} \(rank {victim}, .*SIGKILL"):
-        generate_offline(PLAN, PROMPTS, model_dir=tiny_model("llama", seed=1), progress=progress)
+    progress = At(20, lambda: pids.update(workers_of(os.getpid())))
+    with Session(plan, model_dir, progress=progress) as session:
+        results = session.generate(PROMPTS)
+        progress.next(lambda: os.kill(pids[victim], signal.SIGKILL))
+        with pytest.raises(StageError, match=rf"stage {victim} \(rank {victim}, .*SIGKILL"):
+            session.generate(PROMPTS)
+    assert {result.id: result.token_ids for result in results} == expected
+    assert sorted(pids) == list(range(len(plan.stages)))
     assert not any(is_running(pid) for pid in pids.values())
 
 

@@ -24,6 +24,10 @@ class At:
             self.action()
             self.time_s = time.monotonic()
 
+    def next(self, action: Callable[[], None]) -> None:
+        """Do something else at that token of the next batch."""
+        self.action, self.time_s = action, 0.0
+
 
 def workers_of(parent: int) -> dict[int, int]:
     """Process ids of a launcher's workers, by rank."""
