@@ -26,12 +26,13 @@ kind cost the same, so every figure is stored once per group and kind. Array leg
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import permutations
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -156,6 +157,21 @@ class _Terms:
         return len(self.kinds)
 
 
+class _Figures(NamedTuple):
+    """Costs of one position: ``[K][B]`` of a layer, those of the master where it is the first."""
+
+    prefill_s: list[list[float]]
+    decode_s: list[list[float]]
+    layer_bytes: list[list[int]]
+    host_bytes: list[list[int]]
+    stream_bytes: list[list[int]]
+    kv_bytes: list[int]
+    master_prefill_s: float
+    master_decode_s: float
+    capacity_bytes: int
+    host_capacity_bytes: int
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AssignmentProblem(_Terms):
     """Assign a device and a bitwidth to each layer, for one order of devices and one pair.
@@ -201,6 +217,38 @@ class AssignmentProblem(_Terms):
         group = self.order[position]
         both: BoolArray = self.limits.layer_widths & self.limits.group_widths[group]
         return both
+
+    @cached_property
+    def figures(self) -> tuple[_Figures, ...]:
+        """The costs at every position, as numbers that Python adds faster than those of arrays."""
+        return tuple(map(self._figures, range(self.num_positions)))
+
+    @cached_property
+    def kind_list(self) -> list[int]:
+        """The kind of every layer."""
+        found: list[int] = self.kinds.tolist()
+        return found
+
+    @cached_property
+    def omega_rows(self) -> list[list[float]]:
+        """The degradation of every layer at each width."""
+        found: list[list[float]] = self.omega.tolist()
+        return found
+
+    def _figures(self, position: int) -> _Figures:
+        costs, group, is_first = self.costs, self.order[position], position == 0
+        return _Figures(
+            prefill_s=costs.prefill_s[group].tolist(),
+            decode_s=costs.decode_s[group].tolist(),
+            layer_bytes=costs.layer_bytes[group].tolist(),
+            host_bytes=costs.host_bytes[group].tolist(),
+            stream_bytes=costs.stream_bytes[group].tolist(),
+            kv_bytes=costs.kv_bytes.tolist(),
+            master_prefill_s=float(costs.master_prefill_s[group]) if is_first else 0.0,
+            master_decode_s=float(costs.master_decode_s[group]) if is_first else 0.0,
+            capacity_bytes=self.capacity_bytes(position),
+            host_capacity_bytes=self.host_capacity_bytes(position),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -310,17 +358,16 @@ def evaluate(
         on_disk: layers whose weights rest on disk; by default those of ``least_streamed``.
         apart: layers whose experts are not as the rest of them, at their cost.
     """
-    used = assignment.used_positions()
+    used, figures = assignment.used_positions(), problem.figures
     stages = tuple(
         _stage(problem, assignment, used, rank, (on_disk, apart or {})) for rank in range(len(used))
     )
     latency_s = latency(problem.costs, stages, problem.formula)
-    quality = sum(
-        float(problem.omega[layer, width]) for layer, width in enumerate(assignment.widths)
-    )
+    rows = zip(problem.omega_rows, assignment.widths, strict=True)
+    quality = sum(row[width] for row, width in rows)
     excess = sum(
-        max(0, stage.weight_bytes + stage.kv_bytes - problem.capacity_bytes(stage.position))
-        + max(0, stage.host_bytes - problem.host_capacity_bytes(stage.position))
+        max(0, stage.weight_bytes + stage.kv_bytes - figures[stage.position].capacity_bytes)
+        + max(0, stage.host_bytes - figures[stage.position].host_capacity_bytes)
         for stage in stages
     )
     return Evaluation(
@@ -369,31 +416,34 @@ def _stage(
     rank: int,
     places: tuple[Collection[int] | None, Mapping[int, LayerCost]],
 ) -> StageEvaluation:
-    costs, position, (on_disk, apart) = problem.costs, used[rank], places
-    group = problem.order[position]
-    kinds = problem.kinds.tolist()
-    layers = [layer for layer, where in enumerate(assignment.positions) if where == position]
-    cells = [(group, kinds[layer], assignment.widths[layer]) for layer in layers]
-    plain = [cell for layer, cell in zip(layers, cells, strict=True) if layer not in apart]
-    others = [apart[layer] for layer in layers if layer in apart]
-    prefill_s = sum(float(costs.prefill_s[cell]) for cell in plain)
+    position, (on_disk, apart) = used[rank], places
+    at, kinds, widths = problem.figures[position], problem.kind_list, assignment.widths
+    where = assignment.positions
+    layers = range(bisect_left(where, position), bisect_right(where, position))
+    cells = [(kinds[layer], widths[layer]) for layer in layers]
+    plain = cells
+    others: list[LayerCost] = []
+    if apart:
+        plain = [cell for layer, cell in zip(layers, cells, strict=True) if layer not in apart]
+        others = [apart[layer] for layer in layers if layer in apart]
+    prefill_s = sum(at.prefill_s[kind][width] for kind, width in plain)
     prefill_s += sum(other.prefill_s for other in others)
-    decode_s = sum(float(costs.decode_s[cell]) for cell in plain)
+    prefill_s += at.master_prefill_s
+    decode_s = sum(at.decode_s[kind][width] for kind, width in plain)
     decode_s += sum(other.decode_s for other in others)
-    if position == 0:
-        prefill_s += float(costs.master_prefill_s[group])
-        decode_s += float(costs.master_decode_s[group])
-    kv_bytes = sum(int(costs.kv_bytes[kind]) for _, kind, _ in cells)
+    decode_s += at.master_decode_s
+    kv_bytes = sum(at.kv_bytes[kind] for kind, _ in cells)
     send_prefill_s, send_decode_s = _sends(problem, used, rank)
-    total = sum(int(costs.layer_bytes[cell]) for cell in cells)
+    total = sum(at.layer_bytes[kind][width] for kind, width in cells)
     total -= sum(other.saved_bytes for other in others)
     if on_disk is None:
-        streamed = _streamed(costs, cells, total - problem.capacity_bytes(position))
+        streamed = _streamed(at.stream_bytes, cells, total - at.capacity_bytes)
     else:
         named = zip(layers, cells, strict=True)
-        streamed = Counter(cell[1:] for layer, cell in named if layer in on_disk)
+        streamed = Counter(cell for layer, cell in named if layer in on_disk)
     if streamed:
-        sizes = [int(costs.stream_bytes[group, kind, width]) for kind, width in streamed]
+        costs, group = problem.costs, problem.order[position]
+        sizes = [at.stream_bytes[kind][width] for kind, width in streamed]
         read = sum(size * count for size, count in zip(sizes, streamed.values(), strict=True))
         prefill_s = max(prefill_s, read * float(costs.stream_prefill_s[group]))
         decode_s = max(decode_s, read * float(costs.stream_decode_s[group]))
@@ -406,23 +456,25 @@ def _stage(
         send_decode_s=send_decode_s,
         weight_bytes=total - kv_bytes,
         kv_bytes=kv_bytes,
-        host_bytes=sum(int(costs.host_bytes[cell]) for cell in plain),
+        host_bytes=sum(at.host_bytes[kind][width] for kind, width in plain),
         streamed=tuple(streamed.items()),
     )
 
 
 def _streamed(
-    costs: PairCosts, cells: Sequence[tuple[int, int, int]], excess: int
+    stream_bytes: Sequence[Sequence[int]], cells: Sequence[tuple[int, int]], excess: int
 ) -> dict[tuple[int, int], int]:
     """Return how many layers of each kind and width of a stage rest on disk; none if all fit."""
     if excess <= 0:
         return {}
-    counts = Counter(cell for cell in cells if costs.stream_bytes[cell])
-    names = sorted(counts, key=lambda cell: (-int(costs.stream_bytes[cell]), cell))
-    sizes = [int(costs.stream_bytes[cell]) for cell in names]
+    counts = Counter(cell for cell in cells if stream_bytes[cell[0]][cell[1]])
+    if not counts:
+        return {}
+    names = sorted(counts, key=lambda cell: (-stream_bytes[cell[0]][cell[1]], cell))
+    sizes = [stream_bytes[kind][width] for kind, width in names]
     chosen = least_streamed(sizes, [counts[cell] for cell in names], excess)
     pairs = zip(names, chosen or (), strict=bool(chosen))
-    return {(kind, width): count for (_, kind, width), count in pairs if count}
+    return {cell: count for cell, count in pairs if count}
 
 
 def least_streamed(

@@ -21,9 +21,9 @@ import math
 import sys
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain, cycle, islice
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from llmpq.batching.blocks import BlockAllocator, BlockKey, keys_of, root_key
 from llmpq.batching.engine_step import (
@@ -63,8 +63,7 @@ class WaitingRequest:
     predicted_tokens: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadySequence:
+class ReadySequence(NamedTuple):
     """A sequence that holds a slot and can be decoded.
 
     Attributes:
@@ -413,7 +412,7 @@ class PolicyScheduler:
                 return True
         for slot, sequence in self._ready.items():
             if sequence.request == request:
-                self._leave(replace(sequence, is_finished=True), slot)
+                self._leave(sequence._replace(is_finished=True), slot)
                 self._release_batch()
                 return True
         return True
