@@ -11,6 +11,9 @@ from llmpq.server.tools.call_format import CallFormat, pieces
 from llmpq.server.tools.text_source import Emit, Steps, TextSource, is_json
 
 _MAX_DEPTH = 64
+_MAX_REFERENCES = 16
+"""That lead from one to the next."""
+_ANY: Mapping[str, Any] = {}
 _BARE_KEY = re.compile(r"[^:{},\[\]<]*")
 _BARE_VALUE = re.compile(r"[^,}\]<]*")
 _TYPES: Mapping[str, tuple[type, ...]] = {
@@ -29,28 +32,79 @@ def escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def value_types(schema: object) -> frozenset[str]:
-    """Return the JSON types that a schema allows; empty where it does not say."""
-    if not isinstance(schema, Mapping):
+def resolved(schema: object, root: object) -> Mapping[str, Any]:
+    """Return a schema, followed through references to the definitions of its root.
+
+    One that is no object, lies elsewhere or has no end allows anything.
+    """
+    for _ in range(_MAX_REFERENCES):
+        if not isinstance(schema, Mapping):
+            return _ANY
+        name = schema.get("$ref")
+        if not isinstance(name, str):
+            return schema
+        if not f"{name}/".startswith("#/"):
+            return _ANY
+        schema = root
+        for part in name.split("/")[1:]:
+            key = part.replace("~1", "/").replace("~0", "~")
+            schema = schema.get(key) if isinstance(schema, Mapping) else None
+    return _ANY
+
+
+def value_types(schema: object, root: object) -> frozenset[str]:
+    """Return the JSON types that a schema allows; empty where it does not say.
+
+    Args:
+        schema: of a value.
+        root: schema with the definitions that it refers to.
+    """
+    return _types_of(schema, root, {}, 0)
+
+
+def _types_of(
+    schema: object, root: object, found: dict[int, frozenset[str]], depth: int
+) -> frozenset[str]:
+    """Return the types; those of a schema to which many refer are found once."""
+    schema = resolved(schema, root)
+    if depth > _MAX_DEPTH:
         return frozenset()
-    found = schema.get("type")
-    if isinstance(found, str):
-        return frozenset({found})
-    if isinstance(found, list):
-        return frozenset(filter(_TYPES.__contains__, map(str, found)))
+    if id(schema) not in found:
+        found[id(schema)] = frozenset()  # of what refers to itself
+        found[id(schema)] = _stated_types(schema, root, found, depth + 1)
+    return found[id(schema)]
+
+
+def _stated_types(
+    schema: Mapping[str, Any], root: object, found: dict[int, frozenset[str]], depth: int
+) -> frozenset[str]:
+    stated = schema.get("type")
+    if isinstance(stated, str):
+        return frozenset({stated})
+    if isinstance(stated, list):
+        return frozenset(filter(_TYPES.__contains__, map(str, stated)))
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, list) and values:
         return frozenset(_type_of(value) for value in values)
-    for name in ("anyOf", "oneOf"):
+    for name in ("anyOf", "oneOf", "allOf"):
         if isinstance(schema.get(name), list):
-            parts = [value_types(part) for part in schema[name]]
+            parts = [_types_of(part, root, found, depth) for part in schema[name]]
+            if name == "allOf":
+                parts = [part for part in parts if part]
+                return frozenset.intersection(*parts) if parts else frozenset()
             return frozenset().union(*parts) if all(parts) else frozenset()
     return frozenset()
 
 
-def value_json(text: str, schema: object) -> str:
-    """Return the JSON of a value that may be a text or JSON, as a schema wants it."""
-    types, bare = value_types(schema), text.strip()
+def value_json(text: str, schema: object, root: object = None) -> str:
+    """Return the JSON of a value that may be a text or JSON, as a schema wants it.
+
+    Args:
+        text: of the value.
+        schema: of the value.
+        root: schema with the definitions that it refers to.
+    """
+    types, bare = value_types(schema, root), text.strip()
     bare = {"True": "true", "False": "false", "None": "null"}.get(bare, bare)
     if is_json(bare):
         found = _type_of(json.loads(bare))
@@ -76,7 +130,7 @@ def read_tags(
         schema: of the arguments.
         emit: takes the JSON.
     """
-    properties = schema.get("properties")
+    properties = resolved(schema, schema).get("properties")
     properties = properties if isinstance(properties, Mapping) else {}
     key_close = pieces(form.key_close)
     value_close = pieces(form.value_close)[0]
@@ -98,7 +152,7 @@ def read_tags(
         emit(("{" if is_first else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
         is_first = False
         wanted = properties.get(key)
-        if value_types(wanted) == {"string"}:
+        if value_types(wanted, schema) == {"string"}:
             emit('"')
             mark = yield from source.until(
                 (*ends, *others), lambda text: emit(escaped(text)), is_read=False
@@ -108,7 +162,7 @@ def read_tags(
             value, mark = yield from source.collect(
                 lambda take: source.until((*ends, *others), take, is_read=False)
             )
-            emit(value_json(value, wanted) if mark else value)
+            emit(value_json(value, wanted, schema) if mark else value)
         if not mark:
             return
         yield from source.any_of(ends)

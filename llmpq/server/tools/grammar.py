@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from llmpq.dist.io.structured_outputs import lark_regex
-from llmpq.server.tools.arguments import value_types
+from llmpq.server.tools.arguments import resolved, value_types
 from llmpq.server.tools.call_format import ID_PLACE, CallFormat, TemplateFormat, pieces
 
 MAX_PARALLEL_CALLS = 16
 """Most calls of one answer that must have a form."""
 _MAX_DEPTH = 16
 """Of schemas whose values are not JSON."""
+_MAX_JSON_DEPTH = 64
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as templates write it; free white space could go on for ever."""
 _HEAD = "%llguidance {}\n"
@@ -188,7 +189,7 @@ class _Grammar:
 
     def call(self, function: CallableFunction) -> str:
         """Return the rule of a call, from its name on."""
-        calls, name, schema = self._calls, function.name, object_schema(function.parameters)
+        calls, name, schema = self._calls, function.name, _arguments_of(function)
         is_strict = function.is_strict
         if calls.kind == "object":
             parts = [self._with_ids(calls.name_open), self.literal(name + calls.name_close)]
@@ -211,16 +212,17 @@ class _Grammar:
     def _tags(self, schema: Mapping[str, Any], is_strict: bool) -> list[str]:
         """Return the expressions of arguments between marks, in the order of the schema."""
         calls, parts = self._calls, []
-        for key, value in schema["properties"].items():
+        for key, stated in schema["properties"].items():
+            value = resolved(stated, schema)
             opened = self.literal(calls.key_open + key + calls.key_close)
-            if value_types(value) == {"string"}:
+            if value_types(value, schema) == {"string"}:
                 texts = _choices(value)
                 closed = self.literal(calls.value_close)
                 options = " | ".join(map(self.literal, filter(None, texts or ())))
                 body = self._text_until(value, calls.value_close)
                 body = f"({options}) {closed}" if options else body
             else:
-                typed = {**value} if isinstance(value, Mapping) else {}
+                typed = {**(value or stated)} if isinstance(stated, Mapping) else {}
                 typed |= {name: schema[name] for name in _DEFINITIONS if name in schema}
                 body = f"{self.json(typed, is_strict=is_strict)} {self.literal(calls.value_close)}"
             parts.append(f"({opened} {body}){'' if key in schema['required'] else '?'}")
@@ -245,9 +247,9 @@ class _Grammar:
 
     def _quoted_value(self, schema: object, root: Mapping[str, Any], depth: int) -> str:
         """Return the expression of a value whose texts stand between quotes."""
-        schema = _resolved(schema, root)
+        schema = resolved(schema, root)
         quote = self._calls.quote
-        texts, types = _choices(schema), value_types(schema)
+        texts, types = _choices(schema), value_types(schema, root)
         if depth > _MAX_DEPTH or not types:
             types = frozenset({"string", "number", "boolean", "null"})
         parts = []
@@ -266,9 +268,10 @@ class _Grammar:
                 same = [
                     value
                     for value in _values(schema) or ()
-                    if value_types({"const": value}) == {kind}
+                    if value_types({"const": value}, None) == {kind}
                 ]
                 typed = {"enum": same} if texts is not None else {**schema, "type": kind}
+                typed |= {name: root[name] for name in _DEFINITIONS if name in root}
                 parts.append(self.json(typed, is_strict=False))
         return "(" + " | ".join(parts) + ")"
 
@@ -301,8 +304,7 @@ class _Grammar:
         kind = self.literal("<|constrain|>")
         calls = [
             f"{_quoted(f'commentary to=functions.{function.name} ')} {kind} "
-            f'"json" {body} '
-            + self.json(object_schema(function.parameters), is_strict=function.is_strict)
+            f'"json" {body} ' + self.json(_arguments_of(function), is_strict=function.is_strict)
             for function in functions
         ]
         before = self._messages_before(("analysis",) if is_forced else ("analysis", "commentary"))
@@ -315,6 +317,8 @@ _DEFINITIONS = ("$defs", "definitions")
 
 def object_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return the schema of an object, whose only properties are those that it names."""
+    definitions = {name: schema[name] for name in _DEFINITIONS if name in schema}
+    schema = {**definitions, **resolved(schema, schema)}
     properties, required = schema.get("properties"), schema.get("required")
     found = {
         **schema,
@@ -330,19 +334,49 @@ def object_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
 _COMBINED = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties")
 
 
-def _resolved(schema: object, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a schema, followed through references to the definitions of its root."""
-    for _ in range(_MAX_DEPTH):
-        if not isinstance(schema, Mapping):
-            return {}
-        name = schema.get("$ref")
-        if not isinstance(name, str):
-            return schema
-        _, _, path = name.partition("#/")
-        schema = root
-        for part in path.split("/"):
-            schema = schema.get(part) if isinstance(schema, Mapping) else None
-    return {}
+def _arguments_of(function: CallableFunction) -> dict[str, Any]:
+    """Return the schema of the arguments of a function, as far as a grammar can enforce it."""
+    schema = object_schema(function.parameters)
+    return schema if function.is_strict else object_schema(enforceable(schema, schema))
+
+
+_VALUES = ("const", "default", "enum", "examples")
+"""Words of schemas whose values are no schemas."""
+_NEEDS_MEMORY = re.compile(r"\(\?<?[=!]|\\[1-9]|\\k<")
+"""Parts of patterns that look around or back, which grammars cannot."""
+
+
+def enforceable(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Any:
+    """Return a schema without what no grammar enforces, as libraries write it all the same.
+
+    Patterns that look around (zod's e-mail addresses), references to other files, empty lists of
+    values, and types that are null.
+
+    Args:
+        schema: or a list of schemas.
+        root: schema with the definitions that it refers to.
+        depth: of the schema in another one.
+    """
+    if depth > _MAX_JSON_DEPTH:
+        return schema
+    if isinstance(schema, list):
+        return [enforceable(item, root, depth + 1) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    found = {
+        key: value if key in _VALUES else enforceable(value, root, depth + 1)
+        for key, value in schema.items()
+    }
+    pattern, name = found.get("pattern"), found.get("$ref")
+    if isinstance(pattern, str) and _NEEDS_MEMORY.search(pattern):
+        del found["pattern"]
+    if isinstance(name, str) and not resolved(found, root):
+        del found["$ref"]
+    if found.get("enum") == []:
+        del found["enum"]
+    if "type" in found and found["type"] is None:
+        del found["type"]
+    return found
 
 
 def _values(schema: object) -> list[Any] | None:

@@ -20,6 +20,7 @@ from llmpq.server.tools import (
     chat_delta,
     join_events,
 )
+from llmpq.server.tools.arguments import value_types
 
 SCHEMAS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
 PARALLEL = [name for name, model in MODELS.items() if model.both is not None]
@@ -264,6 +265,40 @@ def test_unusual_calls_keep_their_arguments(name, text, arguments):
     assert call["function"]["name"] == "get_time"
     assert arguments is None or call["function"]["arguments"] == arguments
     assert parts.text == ""
+
+
+DEFINED = {
+    "text": {"type": "string"},
+    "level": {"enum": ["1", "2"]},
+    "same": {"$ref": "#/$defs/text"},
+    "either": {"anyOf": [{"$ref": "#/$defs/level"}, {"type": "null"}]},
+    "all": {"allOf": [{"$ref": "#/$defs/level"}, {"description": "d"}]},
+    "tree": {"anyOf": [{"$ref": "#/$defs/tree"}, {"type": "string"}]},
+    "loop": {"$ref": "#/$defs/loop"},
+    "count": {"type": "integer"},
+}
+
+
+@pytest.mark.parametrize(
+    ("definition", "value"),
+    [
+        (name, 1 if name in ("tree", "loop", "count", "none") else "1")
+        for name in (*DEFINED, "none")
+    ],
+)
+def test_arguments_have_the_types_of_definitions(definition, value):
+    """What says no type, and what does not end, is read as JSON."""
+    schema = {"properties": {"zone": {"$ref": f"#/$defs/{definition}"}}, "$defs": DEFINED}
+    parser = CallParser(format_of(MODELS["qwen_coder"].source), {"f": schema}, is_reasoning=False)
+    text = "<tool_call>\n<function=f>\n<parameter=zone>\n1\n</parameter>\n</function>\n</tool_call>"
+    (call,) = parts_of(parser, text).calls
+    assert json.loads(call["function"]["arguments"]) == {"zone": value}
+
+
+def test_types_of_many_references_are_found_at_once():
+    parts = {str(n): {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}] * 9} for n in range(60)}
+    root = {"$defs": {**parts, "60": {"type": "string"}}}
+    assert value_types({"$ref": "#/$defs/0"}, root) == {"string"}
 
 
 @pytest.mark.parametrize("name", ["gemma", "qwen3", "glm"])

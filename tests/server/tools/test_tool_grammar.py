@@ -17,7 +17,9 @@ from tokenizers import Tokenizer
 
 from llmpq.dist.io.sampling_params import StructuredOutputsParams
 from llmpq.dist.io.structured_outputs import grammar_of
+from llmpq.errors import SpecError
 from llmpq.server.tools import AnswerParts, PreparedTools, prepare
+from llmpq.server.tools.grammar import enforceable
 
 VOCAB, EOS = 4096, 1
 FREE = 1000
@@ -239,3 +241,52 @@ def test_unknown_words_of_a_schema_are_ignored_unless_the_function_is_strict():
     schema = {"type": "object", "properties": {"a": {"type": "string", "format": "secret"}}}
     loose = {"type": "function", "function": {"name": "f", "parameters": schema}}
     assert grammar_of(StructuredOutputsParams(grammar=prepared("qwen3", [loose]).grammar("", {})))
+
+
+LEVEL = {"type": "string", "enum": ["low", "high"]}
+EMAIL = (
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]"
+    r"@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+)
+NOT_ENFORCED = {
+    "zod's address": {"type": "string", "format": "email", "pattern": EMAIL},
+    "a list of addresses": {"type": "array", "items": {"type": "string", "pattern": EMAIL}},
+    "a back reference": {"type": "string", "pattern": r"(a)\1"},
+    "no values": {"type": "string", "enum": []},
+    "no type": {"type": None},
+    "another file": {"$ref": "https://example.com/schema.json"},
+}
+
+
+@pytest.mark.parametrize("kind", NOT_ENFORCED)
+@pytest.mark.parametrize("name", ["qwen3", "qwen_coder", "gemma", "harmony"])
+def test_what_no_grammar_enforces_is_left_out_unless_the_function_is_strict(name, kind):
+    """One such function would stop every request that must call any function."""
+    words = vocabulary(MODELS[name].special)
+    properties = {"city": NOT_ENFORCED[kind], "days": {"type": "integer"}}
+    tool = strict({"type": "object", "properties": properties, "required": ["city"]}, "f")
+    if name == "qwen3":
+        with pytest.raises(SpecError):
+            grammar_of(StructuredOutputsParams(grammar=prepared(name, [tool]).grammar("", {})))
+    tool["function"]["strict"] = False
+    grammar = prepared(name, [tool]).grammar(opening(name), words.special)
+    assert words.matcher(grammar)
+    named = {**tool["function"]["parameters"], "default": {"pattern": EMAIL}}
+    kept = enforceable(named, named)
+    assert kept["default"] == {"pattern": EMAIL}  # a value, no schema
+    assert kept["properties"]["days"] == {"type": "integer"}
+
+
+@pytest.mark.parametrize("name", ["qwen_coder", "gemma", "qwen3"])
+def test_references_are_followed_in_every_form(name):
+    """Libraries write an enumeration, and at times all arguments, as a definition."""
+    words = vocabulary(MODELS[name].special)
+    properties = {"city": {"$ref": "#/$defs/a~1b"}, "days": {"type": "integer"}}
+    arguments = {"type": "object", "properties": properties, "required": ["city"]}
+    definitions = {"a/b": {"anyOf": [{"$ref": "#/$defs/level"}, LEVEL]}, "level": LEVEL}
+    schema = {"$ref": "#/$defs/all", "$defs": {**definitions, "all": arguments}}
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": schema}}
+    grammar = prepared(name, [tool]).grammar("", words.special)
+    answer = MODELS[name].one.replace('\\"', '"').replace('Pa\u00f1a "x"', "low")
+    assert words.accepts(grammar, answer)
+    assert not words.accepts(grammar, answer.replace("city", "town"))
