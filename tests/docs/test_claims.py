@@ -885,10 +885,13 @@ def decode_without_bf16() -> str:
         )
 
     found = ratios("avx2", "Intel", sequences=(1, 8), bits=(16, 8, 4, 3))
+    zen3 = " ".join(
+        ratios("native", "AMD EPYC (Zen 3", sequences=(n,), bits=(16, 8, 4, 3)) for n in (1, 8)
+    )
     one, xeon = (ratios("avx512", name, sequences=(1,), bits=(16,)) for name in ("AMD", "Intel"))
     few_bits = ratios("avx512", "AMD", sequences=(1,), bits=(8, 4, 3))
     eight = ratios("avx512", "AMD", sequences=(8,), bits=(16, 8, 4, 3))
-    return f"5 {found} 4 {one} 16 {xeon} {few_bits} {eight}"
+    return f"5 {found} 3 {zen3} 4 {one} 16 {xeon} {few_bits} {eight}"
 
 
 def step_between_machines() -> str:
