@@ -38,8 +38,8 @@ def pytest_configure() -> None:
     """Let a launch replace the functions of ``triton.language`` once, in the process of the tests.
 
     The interpreter replaces hundreds of them by its own at each launch, and puts them back after
-    it, but also in each call of a ``triton.jit`` function in a kernel, as ``tl.sum`` is one: nine
-    tenths of its time. Those calls find them replaced already.
+    it, but also in each call of a ``triton.jit`` function in a kernel, as ``tl.sum`` is one. Those
+    calls find them replaced already.
     """
     interpreter = importlib.import_module("triton.runtime.interpreter")
     replace, modules = interpreter._patch_lang, set[str]()
