@@ -21,9 +21,9 @@ import math
 import sys
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, cycle, islice
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from llmpq.batching.blocks import BlockAllocator, BlockKey, keys_of, root_key
 from llmpq.batching.engine_step import (
@@ -63,7 +63,8 @@ class WaitingRequest:
     predicted_tokens: float | None = None
 
 
-class ReadySequence(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadySequence:
     """A sequence that holds a slot and can be decoded.
 
     Attributes:
@@ -412,7 +413,7 @@ class PolicyScheduler:
                 return True
         for slot, sequence in self._ready.items():
             if sequence.request == request:
-                self._leave(sequence._replace(is_finished=True), slot)
+                self._leave(replace(sequence, is_finished=True), slot)
                 self._release_batch()
                 return True
         return True

@@ -291,8 +291,7 @@ class VirtualPipeline(Generic[Shape]):
     def _dispatch(self, step: EngineStep) -> None:
         self._num_steps += 1
         self._num_tokens += sum(chunk.count for chunk in step.chunks)
-        # A step of decode rows starts no request; many may wait.
-        if self._not_started and step.phase is not Phase.DECODE:
+        if self._not_started:
             for request in self._not_started.intersection(chunk.request for chunk in step.chunks):
                 self._times[request].start_s = self.now_s
                 self._not_started.remove(request)

@@ -178,9 +178,9 @@ class RraPolicy:
         """Whether all tokens of the cycle are computed or in flight."""
         if view.num_in_flight(Phase.PREFILL):
             return False
-        groups = (view.ready, *(batch.sequences for batch in view.in_flight))
-        made, most = self._made, self._decode_iterations
-        return all(made.get(one.request, 0) >= most for group in groups for one in group)
+        numbers = [sequence.request for sequence in view.ready]
+        numbers += [request for batch in view.in_flight for request in batch.requests]
+        return all(self._made.get(number, 0) >= self._decode_iterations for number in numbers)
 
     def _encode(self, view: SchedulerView) -> Decision | None:
         """Encode a micro-batch; ``None`` if this cycle has no room for more."""
