@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 import subprocess
@@ -42,6 +41,8 @@ def pytest_configure() -> None:
     calls find them replaced already.
     """
     interpreter = importlib.import_module("triton.runtime.interpreter")
+    if not hasattr(interpreter, "_LangPatchScope"):  # a name of its own, which others may lack
+        return
     replace, modules = interpreter._patch_lang, set[str]()
 
     class Scope(interpreter._LangPatchScope):  # type: ignore[misc, name-defined]

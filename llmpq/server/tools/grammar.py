@@ -337,11 +337,13 @@ _COMBINED = ("$ref", "allOf", "anyOf", "oneOf", "patternProperties")
 def _arguments_of(function: CallableFunction) -> dict[str, Any]:
     """Return the schema of the arguments of a function, as far as a grammar can enforce it."""
     schema = object_schema(function.parameters)
-    return schema if function.is_strict else object_schema(enforceable(schema, schema))
+    return schema if function.is_strict else enforceable(schema, schema)
 
 
 _VALUES = ("const", "default", "enum", "examples")
 """Words of schemas whose values are no schemas."""
+_NAMED = ("properties", "$defs", "definitions", "patternProperties", "dependentSchemas")
+"""Words whose values are schemas by names, which are no words."""
 _NEEDS_MEMORY = re.compile(r"\(\?<?[=!]|\\[1-9]|\\k<")
 """Parts of patterns that look around or back, which grammars cannot."""
 
@@ -363,10 +365,13 @@ def enforceable(schema: Any, root: Mapping[str, Any], depth: int = 0) -> Any:
         return [enforceable(item, root, depth + 1) for item in schema]
     if not isinstance(schema, Mapping):
         return schema
-    found = {
-        key: value if key in _VALUES else enforceable(value, root, depth + 1)
-        for key, value in schema.items()
-    }
+    found: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _NAMED and isinstance(value, Mapping):
+            inner = {own: enforceable(one, root, depth + 1) for own, one in value.items()}
+            found[key] = inner
+        else:
+            found[key] = value if key in _VALUES else enforceable(value, root, depth + 1)
     pattern, name = found.get("pattern"), found.get("$ref")
     if isinstance(pattern, str) and _NEEDS_MEMORY.search(pattern):
         del found["pattern"]

@@ -271,10 +271,14 @@ def test_what_no_grammar_enforces_is_left_out_unless_the_function_is_strict(name
     tool["function"]["strict"] = False
     grammar = prepared(name, [tool]).grammar(opening(name), words.special)
     assert words.matcher(grammar)
-    named = {**tool["function"]["parameters"], "default": {"pattern": EMAIL}}
-    kept = enforceable(named, named)
-    assert kept["default"] == {"pattern": EMAIL}  # a value, no schema
-    assert kept["properties"]["days"] == {"type": "integer"}
+
+
+def test_words_and_names_of_schemas_are_told_apart():
+    address = {"type": "string", "pattern": EMAIL}
+    names = ("default", "enum", "pattern", "properties", "type")
+    schema = {"properties": dict.fromkeys(names, address), "default": {"pattern": EMAIL}}
+    wanted = {name: {"type": "string"} for name in names}
+    assert enforceable(schema, schema) == {"properties": wanted, "default": {"pattern": EMAIL}}
 
 
 @pytest.mark.parametrize("name", ["qwen_coder", "gemma", "qwen3"])
